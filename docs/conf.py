@@ -249,12 +249,17 @@ class Architectures(Directive):
             layouts = [i.layouts if isinstance(i, OneOf) else ((i,),) for i in row.tensors]
             entries = {
                 "model_type": list(row.model_types),
-                "fixed": [f"{name} = {value!r}" for name, value in row.fixed.items()],
+                "fixed": [
+                    f"{name} = {getattr(value, '__name__', repr(value))}"
+                    for name, value in row.fixed.items()
+                ],
                 "from config.json": [
                     f"{name}: {key}" for name, key in row.fields.items() if name != "activation"
                 ],
-                "tensors": [t.name for options in layouts for some in options for t in some],
             }
+            tensors = [t for options in layouts for some in options for t in some]
+            entries["tensors"] = [t.name for t in tensors if t.params]
+            entries["by load_others"] = [t.name for t in tensors if not t.params]
             lines += [f".. rubric:: {row.models}", ""]
             lines += [
                 f":{title}: {', '.join(f'``{value}``' for value in values)}"

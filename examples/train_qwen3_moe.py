@@ -1,321 +1,405 @@
-"""Train a Qwen3-MoE, from random or published weights, with experts over the devices.
+"""Train a Qwen3-MoE or GPT-OSS, evaluate it on held-out text, and write it as a published model.
 
-    python examples/train_qwen3_moe.py --model=tiny      # two CPU cores are enough
-    python examples/train_qwen3_moe.py --num_layers=4 --matmul_dtype=float8_e4m3fn    # GPUs
-    python examples/train_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --data=tokens.npy \\
-        --learning_rate=1e-5 --remat=full --checkpoint_dir=/data/run    # may be killed and resumed
+    python train_qwen3_moe.py --model=tiny --checkpoint_dir=run --export_dir=tiny    # two CPU cores
+    python train_qwen3_moe.py --checkpoint=Qwen3-30B-A3B --data=tokens.npy --document_end=151643 \\
+        --learning_rate=1e-5 --remat=experts --checkpoint_dir=run --export_dir=tuned
+    python train_qwen3_moe.py --checkpoint=tuned --data=tokens.npy --steps=0    # only evaluates
 
-The mesh is `data` x `expert`, with flags also `fsdp` and `tensor`. It has all GPUs of the machine,
-or eight virtual CPU devices; `processes.py` says how to train on several hosts.
-`jax_ep/bench/decoder.py` has the model and its loss, which computes the logits in chunks of tokens.
-`jax_ep/bench/train_step.py` has the training step: gradients summed over microbatches, and AdamW
-with states split over all devices. `training.py` has checkpoints, metrics and the loop over steps.
-This file connects these modules.
+`--help` lists all flags. A run with --checkpoint_dir may be killed and started again, on any mesh
+and number of processes, and goes on exactly. The mesh is data x fsdp x expert x tensor, of all GPUs
+or of eight virtual CPU devices. To copy this file, you need only `pip install jax_ep[examples]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import math
-import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, NoReturn
 
-# XLA reads this flag once, when JAX starts; GPUs ignore it. Flags that the user sets win.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
-    "XLA_FLAGS", ""
-)
-
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
-import training
-from absl import app, flags
-from jax.sharding import Mesh
-from qwen3_moe import load_params, read_config
-from text import load_text, windows
-from training import BATCH_SIZE
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep.bench.decoder import (
-    FSDP_AXIS,
-    MODELS,
-    REMAT,
-    TENSOR_AXIS,
-    Decoder,
-    DecoderConfig,
-    attention_implementation,
-    decoder_mesh,
-)
-from jax_ep.bench.peak import peak_flops
-from jax_ep.bench.train_step import (
-    Objective,
-    init_state,
-    make_layout,
-    make_train_step,
-    num_batch_ranks,
-)
-
-flags.set_default(training.PLOT, "train_qwen3_moe.png")
-flags.set_default(training.STEPS, 100)
-flags.set_default(training.LEARNING_RATE, 3e-4)
-_MODEL = flags.DEFINE_enum("model", "qwen3-30b-a3b", list(MODELS), "Configuration of the model.")
-_SIZES = [
-    flags.DEFINE_integer(
-        name, None, f"The {name} to use in place of that of --model.", lower_bound=1
-    )
-    for name in (
-        *("vocab", "hidden", "num_layers", "num_heads", "num_key_value_heads", "head_dim"),
-        *("mlp_dim", "num_experts", "num_experts_per_token"),
-    )
-]
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint",
-    None,
-    "Directory of a Qwen3-MoE as published, to start from in place of random weights. "
-    "--num_layers takes its first layers.",
-)
-_DATA = flags.DEFINE_string(
-    "data", None, "File .npy of token ids, [N] integers. Default: bytes of Python's documentation."
-)
-_SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens in a sequence. Default: 4096; tiny: 64.")
-_MICROBATCHES = flags.DEFINE_integer(
-    "microbatches",
-    1,
-    "Parts of a batch, whose gradients are added up. With --matmul_dtype, experts are quantized "
-    "once a step for all parts, which takes 2 bytes for each number of all layers' experts.",
-    lower_bound=1,
-)
-_EXPERT_PARALLEL = flags.DEFINE_integer(
-    "expert_parallel",
-    None,
-    "Ranks to spread the experts over. Default: the most that divide both the experts and the "
-    "ranks that --fsdp and --tensor_parallel leave.",
-    lower_bound=1,
-)
-_FSDP = flags.DEFINE_integer(
-    "fsdp",
-    1,
-    "Ranks to split every matrix over, experts too; they hold different sequences, and gather the "
-    "matrices of a layer where they use them. Without --remat=full the gathered matrices are kept "
-    "for the backward pass.",
-    lower_bound=1,
-)
-_TENSOR_PARALLEL = flags.DEFINE_integer(
-    "tensor_parallel", 1, "Ranks to split heads and experts' columns over.", lower_bound=1
-)
-_PARAM_DTYPE = flags.DEFINE_enum(
-    "param_dtype", "float32", ["float32", "bfloat16"], "Dtype of parameters and Adam's states."
-)
-_MATMUL_DTYPE = flags.DEFINE_enum(
-    "matmul_dtype",
-    None,
-    ["float8_e4m3fn"],
-    "Dtype that experts multiply. Default: bfloat16 on GPUs, float32 on CPUs.",
-)
-_WIRE_DTYPE = flags.DEFINE_enum(
-    "wire_dtype",
-    None,
-    ["float8_e4m3fn"],
-    "Dtype that tokens are sent to their experts in. Default: as they are, or in --matmul_dtype.",
-)
-_CAPACITY_FACTOR = flags.DEFINE_float(
-    "capacity_factor",
-    None,
-    "Rows of a receive buffer, as a multiple of the rows that a rank gets on average; rows that do "
-    "not fit are dropped. Default: room for any routing.",
-)
-_REMAT = flags.DEFINE_enum(
-    "remat",
-    "none",
-    list(REMAT),
-    "What a layer keeps for its backward pass besides its input. none: all that JAX keeps.",
-)
-_LOSS_CHUNK = flags.DEFINE_integer(
-    "loss_chunk", 1024, "Tokens whose logits a device holds at a time.", lower_bound=1
-)
-_BALANCE = flags.DEFINE_float("balance_weight", 1e-3, "Factor of the load-balance loss.")
-_ROUTER_Z = flags.DEFINE_float("router_z_weight", 1e-4, "Factor of the router's z-loss.")
-_BIAS_RATE = flags.DEFINE_float(
-    "bias_rate", 0.0, "Change of the selection biases per step. 0: no selection biases."
-)
-# A run can continue a checkpoint only if it has the same values of these flags; the mesh may be
-# another.
-RUN_FLAGS = (
-    *(*training.RUN_FLAGS, _MODEL, *_SIZES, _CHECKPOINT, _DATA, _SEQ_LEN, _PARAM_DTYPE),
-    *(_MATMUL_DTYPE, _WIRE_DTYPE, _BALANCE, _ROUTER_Z, _BIAS_RATE),
-)
+from jax_ep.models import launch, published, train_step
+from jax_ep.models.axes import mesh_of
+from jax_ep.models.config import PUBLISHED, SIZES, DecoderConfig
+from jax_ep.models.decoder import REMAT, Decoder
+from jax_ep.models.launch import print_once
+from jax_ep.models.metrics_log import MetricsLog
 
 
-def make_config() -> DecoderConfig:
-    """Returns the model's sizes: those of --model or --checkpoint, overridden by other flags."""
-    own: dict[str, Any] = {flag.name: flag.value for flag in _SIZES if flag.value is not None}
-    if _CHECKPOINT.value is None:
-        return dataclasses.replace(MODELS[_MODEL.value], **own)
-    config = read_config(Path(_CHECKPOINT.value))
-    if others := [name for name in own if name != "num_layers"]:
-        raise SystemExit(
-            f"--{others[0]} must not be given with --checkpoint, which has the model's sizes; of "
-            "the sizes, only --num_layers may be given"
-        )
-    if own.get("num_layers", 0) > config.num_layers:
-        raise SystemExit(
-            f"--num_layers must be at most {config.num_layers}, the number of layers of "
-            f"--checkpoint, but is {own['num_layers']}"
-        )
-    return dataclasses.replace(config, **own)
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(message.removeprefix("argument "))
 
 
-def make_mesh(config: DecoderConfig) -> Mesh:
-    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of the devices of all processes.
+def at_least(least: float, kind: Any = int) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not least <= kind(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, but is {text}")
+        return kind(text)
 
-    `fsdp` has --fsdp ranks, `tensor` --tensor_parallel, and `expert` --expert_parallel. `data` has
-    the ranks that remain. By default `expert` has as many ranks as can be: the greatest number that
-    divides both the number of experts and the number of ranks left for `expert` and `data`.
+    return number
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser, names = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False), []
+
+    def flag(name: str, kind: Any, default: Any, help: str) -> None:
+        names.append(name)
+        help += "" if default is None else " Default: %(default)s."
+        how = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+        parser.add_argument(f"--{name}", default=default, help=help, **how)
+
+    count, index = at_least(1), at_least(0)
+    number, above = at_least(0, float), at_least(1e-9, float)
+    flag("model", sorted(PUBLISHED), "qwen3-30b-a3b", "Model with random weights.")
+    for name in SIZES:
+        flag(name, count, None, "Size in place of --model's; with --checkpoint only num_layers.")
+    flag("checkpoint", str, None, "Published directory to start from in place of random weights.")
+    flag("data", str, None, "Files of token ids (.npy) or text, by commas. Default: a small text.")
+    flag("document_end", index, None, "Id of the token after a document. Default: 0 for bytes.")
+    flag("seq_len", count, None, "Tokens in a sequence. Default: 4096; tiny models: 64.")
+    flag("batch_size", count, None, "Sequences in a step. Default: 8, or one for each rank.")
+    flag("schedule", ["cosine", "constant"], "cosine", "Learning rate after warm-up.")
+    flag("decay_steps", count, None, "Step at which cosine ends, at a tenth. Default: --steps.")
+    flag("warmup_steps", index, 10, "Steps over which the learning rate rises from 0.")
+    flag("learning_rate", above, 3e-4, "Highest learning rate of AdamW.")
+    flag("weight_decay", number, 0.1, "AdamW's weight decay, of matrices only.")
+    flag("clip_norm", above, 1.0, "Highest norm of the gradients.")
+    flag("balance_weight", number, 1e-3, "Factor of the load-balance loss.")
+    flag("router_z_weight", number, 1e-4, "Factor of the router's z-loss.")
+    flag("bias_rate", number, 0.0, "Change of the selection biases in a step. 0: no biases.")
+    flag("param_dtype", ["float32", "bfloat16"], "float32", "Dtype of parameters and moments.")
+    flag("matmul_dtype", ["float8_e4m3fn"], None, "Dtype that experts multiply.")
+    flag("wire_dtype", ["float8_e4m3fn"], None, "Dtype that tokens are sent to experts in.")
+    flag("seed", index, 0, "Seed of weights and batches.")
+    # A run continues a checkpoint only with the same values of the flags above.
+    fixed = list(names)
+    flag("steps", index, 100, "Steps to train; 0 only evaluates.")
+    flag("microbatches", count, 1, "Parts of a batch, whose gradients are added up.")
+    flag("capacity_factor", above, None, "Rows of a receive buffer, by their mean. Default: any.")
+    flag("remat", list(REMAT), "none", "What a layer keeps for its backward pass.")
+    flag("loss_chunk", count, 1024, "Tokens whose logits a device holds at a time.")
+    flag("expert_parallel", count, None, "Ranks to spread experts over. Default: the most.")
+    flag("fsdp", count, 1, "Ranks to split every matrix over.")
+    flag("tensor_parallel", count, 1, "Ranks to split heads and experts' columns over.")
+    flag("checkpoint_dir", str, None, "Folder of Orbax checkpoints, shared by all processes.")
+    flag("checkpoint_every", count, 100, "Steps between checkpoints.")
+    flag("eval_data", str, None, "Files to evaluate on. Default: the last tenth of each of --data.")
+    flag("eval_every", count, 50, "Steps between evaluations; the end is always evaluated.")
+    flag("eval_batches", count, 8, "Most batches of an evaluation.")
+    flag("export_dir", str, None, "New directory to write the trained model to, as published.")
+    flag("export_dtype", ["bfloat16", "float32"], "bfloat16", "Dtype of what --export_dir gets.")
+    flag("metrics_file", str, None, "JSON lines. Default: metrics.jsonl in --checkpoint_dir.")
+    flag("tensorboard_dir", str, None, "Folder of metrics for TensorBoard.")
+    flag("trace", str, None, "File .npz of the evaluation's choices of experts.")
+    flag("profile_dir", str, None, "Folder for jax.profiler's trace of three steps.")
+    flag("log_every", count, 10, "Steps between lines of progress.")
+    flag("coordinator", str, None, "HOST:PORT of process 0. Not needed under srun and mpirun.")
+    flag("num_processes", count, None, "Processes that run this program together.")
+    flag("process_id", index, None, "Number of this process.")
+    flag("heartbeat_seconds", count, 60, "Silence after which a process is taken for dead.")
+    args = parser.parse_args(argv)
+    args.fixed = fixed
+    return args
+
+
+def load_tokens(files: Sequence[str], vocab: int, tokenizer: Any, end: int | None) -> list[Any]:
+    """Reads files, each as a stream of token ids [N]; without files, reads a small text.
+
+    A file .npy has the ids and is memory-mapped. Any other file is a document of text, whose tokens
+    are `tokenizer`'s, or bytes. `end` is the id of the token that follows each document of text.
     """
-    devices, tensor, fsdp = jax.devices(), _TENSOR_PARALLEL.value, _FSDP.value
-    split = {
-        "the number of devices": len(devices),
-        "num_key_value_heads": config.num_key_value_heads,
-        "mlp_dim": config.mlp_dim,
-        "vocab": config.vocab,
-    }
-    for name, size in split.items():
-        if size % tensor:
-            raise SystemExit(f"--tensor_parallel={tensor} must divide {name}, which is {size}")
-    for name, size in {
-        f"ranks that --tensor_parallel={tensor} leaves": len(devices) // tensor,
-        "values of a token (hidden)": config.hidden,
-    }.items():
-        if size % fsdp:
-            raise SystemExit(f"--fsdp={fsdp} must divide the {size} {name}")
-    others = len(devices) // tensor // fsdp
-    experts = _EXPERT_PARALLEL.value or math.gcd(others, config.num_experts)
-    left = f"ranks that --tensor_parallel={tensor} and --fsdp={fsdp} leave"
-    for name, size in {left: others, "experts": config.num_experts}.items():
-        if size % experts:
-            raise SystemExit(f"--expert_parallel={experts} must divide the {size} {name}")
-    sizes = {"data": others // experts, FSDP_AXIS: fsdp, "expert": experts, TENSOR_AXIS: tensor}
-    return decoder_mesh(devices, sizes)
+
+    def encoded(*texts: str) -> np.ndarray:
+        encode = tokenizer.encode if tokenizer else lambda text: list(text.encode())
+        ids = (encode(text) for text in texts)
+        return np.array([i for found in ids for i in [*getattr(found, "ids", found), *after]])
+
+    after, streams = [] if end is None else [end], {}
+    for file in files:
+        npy = file.endswith(".npy")
+        streams[file] = np.load(file, "r") if npy else encoded(Path(file).read_text())
+    if not files:
+        streams["the small text"] = encoded(*(topics[name] for name in sorted(topics)))
+    for name, ids in streams.items():
+        first = ids[: 10**6]  # of a large file, only the beginning is looked at
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise ValueError(f"{name} must have [N] integers, but has {ids.dtype} {ids.shape}")
+        if first.min() < 0 or first.max() >= vocab:
+            raise ValueError(f"{name} must have token ids below {vocab}, but has {first.max()}")
+    return list(streams.values())
 
 
-def make_model(config: DecoderConfig, platform: str) -> Decoder:
-    dtype = jnp.bfloat16 if platform == "gpu" else jnp.float32
-    return Decoder(
-        config,
-        dtype=dtype,
-        param_dtype=jnp.dtype(_PARAM_DTYPE.value),
-        attention=attention_implementation(platform, dtype),
-        remat=_REMAT.value,
-        loss_chunk=_LOSS_CHUNK.value,
-        moe={
-            "matmul_dtype": _MATMUL_DTYPE.value,
-            "wire_dtype": _WIRE_DTYPE.value,
-            "capacity_factor": _CAPACITY_FACTOR.value,
-            "selection_bias": _BIAS_RATE.value > 0,
-        },
+def windows(streams: Sequence[np.ndarray], seq_len: int) -> grain.MapDataset:
+    """Cuts streams into windows of `seq_len` inputs, and one more token as the last target."""
+
+    def of(ids: np.ndarray) -> grain.MapDataset:
+        ends = grain.MapDataset.range(seq_len, len(ids), seq_len)
+        return ends.map(lambda end: ids[end - seq_len : end + 1].astype(np.int32))
+
+    return grain.MapDataset.concatenate([of(ids) for ids in streams if len(ids) > seq_len])
+
+
+def optimizer_of(args: argparse.Namespace) -> tuple[optax.GradientTransformation, Any]:
+    rate, warmup = args.learning_rate, args.warmup_steps
+    schedule = optax.warmup_constant_schedule(0.0, rate, warmup)
+    if args.schedule == "cosine":
+        end = max(args.decay_steps, warmup + 1)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, end, rate / 10)
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x.ndim > 1 and "bias" not in jax.tree_util.keystr(path), params
+        )
+
+    adam = optax.adamw(schedule, b2=0.95, weight_decay=args.weight_decay, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(args.clip_norm), adam), schedule
+
+
+class Program:
+    """The model, its state on the mesh, its data, and the compiled steps."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        folder = Path(args.checkpoint) if args.checkpoint else None
+        sizes = {key: getattr(args, name) for name, key in SIZES.items() if getattr(args, name)}
+        self.published = published.config_of(folder or args.model, sizes)
+        config = DecoderConfig.of(self.published).replace(
+            matmul_dtype=args.matmul_dtype,
+            wire_dtype=args.wire_dtype,
+            capacity_factor=args.capacity_factor,
+            selection_bias=args.bias_rate > 0,
+            record_choices=args.trace is not None,
+        )
+        if args.export_dir and args.bias_rate:
+            raise SystemExit("--bias_rate must be 0 with --export_dir, which cannot hold biases")
+        parallel = {n: getattr(args, n) for n in ("expert_parallel", "fsdp", "tensor_parallel")}
+        self.mesh = mesh_of(config, jax.devices(), **parallel)
+        jax.set_mesh(self.mesh)
+        args.seq_len = args.seq_len or (64 if config.hidden < 1024 else 4096)
+        args.decay_steps = args.decay_steps or args.steps
+        parts = train_step.num_batch_ranks(self.mesh) * args.microbatches
+        args.batch_size = args.batch_size or max(8, parts)
+        if args.batch_size % parts:
+            raise SystemExit(
+                f"--batch_size={args.batch_size} must be a multiple of {parts}, the ranks that "
+                f"sequences are split over times --microbatches={args.microbatches}"
+            )
+        self.rows = args.batch_size // args.microbatches
+        training, self.held_out, end = self.load_data(config, folder)
+        shuffled = training.seed(args.seed).shuffle().repeat()
+        # Every process reads the whole batch, so that any number of processes can resume the run.
+        self.batches = iter(shuffled.batch(args.batch_size).to_iter_dataset())
+        options = {"remat": args.remat, "loss_chunk": args.loss_chunk}
+        model = Decoder(config=config, param_dtype=jnp.dtype(args.param_dtype), **options)
+        optimizer, self.schedule = optimizer_of(args)
+        self.config, layout = config, train_step.make_layout(model, optimizer, self.mesh)
+        self.batch_spec = layout.batch.spec
+        objective = train_step.Objective(
+            balance=args.balance_weight,
+            router_z=args.router_z_weight,
+            bias_rate=args.bias_rate,
+            document_end=end,
+        )
+        step = train_step.make_train_step(model, optimizer, layout, objective)
+        self.eval_step = train_step.make_eval_step(model, layout, objective)
+        shapes = train_step.init_state(model, optimizer, layout, args.seed, only_shapes=True)
+        batch = jax.ShapeDtypeStruct((args.microbatches, self.rows, args.seq_len + 1), np.int32)
+        # Traces the step, so that flags that do not fit are refused before any work begins.
+        lowered = step.lower(shapes, batch) if args.steps else None
+        self.state: Any = None
+        self.manager: Any = None
+        if args.checkpoint_dir:
+            where = Path(args.checkpoint_dir).absolute()
+            where.mkdir(parents=True, exist_ok=True)
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+            self.manager = ocp.CheckpointManager(where, options=options)
+            self.restore(shapes)
+        if self.state is None:
+            params = None
+            if folder:
+                params = published.load_params(
+                    folder, config, self.mesh, model.param_dtype, layout.state.params
+                )
+            self.state = train_step.init_state(model, optimizer, layout, args.seed, params)
+        self.start, begin = int(self.state.step), time.perf_counter()
+        self.step: Any = lowered.compile() if lowered and self.start < args.steps else None
+        self.compile_seconds = time.perf_counter() - begin
+        path = args.metrics_file
+        if path is None and args.checkpoint_dir:
+            path = f"{args.checkpoint_dir}/metrics.jsonl"
+        self.metrics = MetricsLog(path, args.tensorboard_dir, self.start)
+
+    def load_data(self, config: DecoderConfig, folder: Path | None) -> tuple[Any, Any, int | None]:
+        """Returns the windows to train and to evaluate on, and the token that ends a document."""
+        args, tokenizer, end = self.args, None, self.args.document_end
+        if folder and (folder / "tokenizer.json").exists():
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if end is None and not args.data:
+            end = next(iter(config.stop_tokens), None) if tokenizer else 0
+        parts = {}
+        for name in ("data", "eval_data") if args.eval_data else ("data",):
+            files = getattr(args, name).split(",") if getattr(args, name) else []
+            try:
+                parts[name] = load_tokens(files, config.vocab, tokenizer, end)
+            except (OSError, ValueError) as error:
+                raise SystemExit(f"--{name}={getattr(args, name)}: {error}") from error
+        # Without --eval_data, the last tenth of each stream is held out.
+        if not args.eval_data:
+            parts["eval_data"] = [ids[len(ids) * 9 // 10 :] for ids in parts["data"]]
+            parts["data"] = [ids[: len(ids) * 9 // 10] for ids in parts["data"]]
+        for name, streams in parts.items():
+            least = args.seq_len * (self.rows if name == "eval_data" else 1) + 1
+            if max(map(len, streams)) < least:
+                raise SystemExit(
+                    f"--{name} must have a file of {least} tokens to be cut into sequences of "
+                    f"--seq_len={args.seq_len}, but the longest has {max(map(len, streams))}"
+                )
+        held_out = windows(parts["eval_data"], args.seq_len).batch(self.rows, drop_remainder=True)
+        return windows(parts["data"], args.seq_len), held_out, end
+
+    def restore(self, shapes: train_step.TrainState) -> None:
+        """Restores the newest complete checkpoint, if there is one, onto this run's mesh."""
+        args, step = self.args, self.manager.latest_step()
+        if step is None:
+            return
+        items = ocp.args.Composite(run=ocp.args.JsonRestore())
+        run = self.manager.restore(step, args=items)["run"]
+        # The saved flags must be the same, and --steps a number that the run has not passed.
+        wanted = run["flags"] | {"steps": max(step, args.steps)}
+        for name, value in wanted.items():
+            if getattr(args, name) != value:
+                self.manager.close()
+                raise SystemExit(
+                    f"--{name}={getattr(args, name)} must be {value} to go on with the run in "
+                    f"--checkpoint_dir={args.checkpoint_dir}, which is at step {step}"
+                )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        self.state = self.manager.restore(step, args=items)["state"]
+        self.batches.set_state(run["data"])
+
+    def save(self, step: int) -> None:
+        """Copies the state to the host; Orbax writes it to disk while training goes on."""
+        flags = {name: getattr(self.args, name) for name in self.args.fixed}
+        run = ocp.args.JsonSave({"flags": flags, "data": self.batches.get_state()})
+        items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=run)
+        self.manager.save(step, args=items)
+
+    def put(self, batch: np.ndarray) -> jax.Array:
+        # A batch to evaluate on lacks the first axis, that of microbatches.
+        spec = PartitionSpec(*self.batch_spec[3 - batch.ndim :])
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+
+    def evaluate(self, step: int) -> None:
+        sums, choices = [], []
+        for i in range(min(len(self.held_out), self.args.eval_batches)):
+            found = self.eval_step(self.state, self.put(self.held_out[i]))
+            sums.append((found["loss"], found["tokens"]))
+            if self.args.trace:
+                chosen = np.asarray(found["topk_idx"], np.int16)
+                choices.append(chosen.reshape(len(chosen), -1, chosen.shape[-1]))
+        loss, tokens = np.sum(jax.device_get(sums), axis=0)
+        mean = float(loss / tokens)
+        shown = f"held-out loss {mean:.4f} nats/token, perplexity {math.exp(min(mean, 700)):.2f}"
+        print_once(f"step {step}: {shown}")
+        self.metrics.write(step, {"eval_loss": mean})
+        if self.args.trace and jax.process_index() == 0:
+            number = self.config.num_experts
+            np.savez_compressed(self.args.trace, topk_idx=np.stack(choices), num_experts=number)
+
+    def train(self) -> None:
+        args, start = self.args, self.start
+        tokens, begin = args.batch_size * args.seq_len, time.perf_counter()
+
+        def report(step: int, metrics: dict[str, Any]) -> None:
+            nonlocal begin
+            self.metrics.write(step, jax.device_get(metrics) | {"rate": self.schedule(step)})
+            # The first step, which is slower than others, counts in no rate.
+            begin = time.perf_counter() if step == start else begin
+            if step == start or step + 1 == args.steps or (step + 1) % args.log_every == 0:
+                text = f"loss {metrics['loss']:.4f}, {metrics['num_dropped']:.0f} dropped"
+                if step > start:
+                    each = (time.perf_counter() - begin) / (step - start)
+                    left = timedelta(seconds=round(each * (args.steps - step - 1)))
+                    text += f", {tokens / each:,.0f} tokens/s, {left} left"
+                print_once(f"step {step + 1}/{args.steps}: {text}")
+
+        waiting: list[tuple[int, dict[str, Any]]] = []
+        for step in range(start, args.steps):
+            if args.profile_dir and step == start + 2:
+                jax.profiler.start_trace(args.profile_dir)
+            batch = next(self.batches).reshape(args.microbatches, self.rows, -1)
+            self.state, metrics = self.step(self.state, self.put(batch))
+            waiting.append((step, metrics))
+            done = step + 1
+            last = done == args.steps
+            saves = self.manager and (last or done % args.checkpoint_every == 0)
+            evaluates = done % args.eval_every == 0 and not last
+            profiled = args.profile_dir and start + 2 < done and (last or done == start + 5)
+            # One step stays queued, so that the devices never idle.
+            while len(waiting) > (0 if saves or evaluates or profiled or last else 1):
+                report(*waiting.pop(0))
+            if profiled and done <= start + 5:
+                jax.profiler.stop_trace()
+            if saves:
+                self.save(done)
+            if evaluates:
+                self.evaluate(done)
+        if self.manager:
+            self.manager.close()
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        program = Program(args)
+    except (OSError, TypeError, ValueError) as error:
+        text, given = " ".join(f"{error}".split()), vars(args).items()
+        # The flag to blame: the one whose path is in the message, or whose name is.
+        flags = [n for n, v in given if isinstance(v, str) and "/" in v and v in text]
+        flags += [name for name, _ in given if re.search(rf"\b{name}\b", text)]
+        raise SystemExit(f"--{(flags or ['model'])[0]}: {text}") from error
+    config, mesh = program.config, program.mesh
+    shape = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
+    number = sum(x.size for x in jax.tree.leaves(program.state.params))
+    print_once(
+        f"{number:,} parameters, {config.active_params():,} for each token, in "
+        f"{config.num_layers} layers on {mesh.size} x {mesh.devices.flat[0].device_kind} ({shape})"
     )
-
-
-def load_data(vocab: int, seq_len: int) -> np.ndarray:
-    """Returns the token ids to train on, [N] integers; a --data file is memory-mapped."""
-    if _DATA.value is None:
-        data, name = load_text()[0], "the documentation's bytes"
-    else:
-        data, name = np.load(_DATA.value, mmap_mode="r"), f"--data={_DATA.value}"
-    if data.ndim != 1 or not np.issubdtype(data.dtype, np.integer) or len(data) <= seq_len:
-        raise SystemExit(
-            f"{name} must be [N] integers with N above --seq_len={seq_len}, but have dtype "
-            f"{data.dtype} and shape {data.shape}"
-        )
-    if data.min() < 0 or data.max() >= vocab:
-        raise SystemExit(
-            f"{name} must be token ids from 0 to {vocab - 1}, but range from {data.min()} to "
-            f"{data.max()}"
-        )
-    return data
+    print_once(f"step {program.start} of {args.steps}; compiled in {program.compile_seconds:.1f} s")
+    if args.param_dtype == "bfloat16":
+        print_once("--param_dtype=bfloat16 loses updates below 1/512 of a parameter")
+    program.train()
+    program.evaluate(args.steps)
+    if args.export_dir:
+        end = {} if args.checkpoint or args.data else {"eos_token_id": 0}
+        options = {"dtype": args.export_dtype, "source": args.checkpoint}
+        config_json = program.published | end
+        published.save_params(args.export_dir, config_json, program.state.params, **options)
+        print_once(f"wrote {args.export_dir}")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    config = make_config()
-    mesh = make_mesh(config)
-    # The MoE layers and the loss run on this mesh.
-    jax.set_mesh(mesh)
-    device = mesh.devices.flat[0]
-    small = _CHECKPOINT.value is None and _MODEL.value == "tiny"
-    seq_len = _SEQ_LEN.value or (64 if small else 4096)
-    if BATCH_SIZE.value % (parts := _MICROBATCHES.value * num_batch_ranks(mesh)):
-        raise SystemExit(
-            f"--batch_size={BATCH_SIZE.value} must be a multiple of {parts}: --microbatches times "
-            f"the {num_batch_ranks(mesh)} ranks that sequences are split over"
-        )
-    data = load_data(config.vocab, seq_len)
-
-    model, optimizer = make_model(config, device.platform), training.make_optimizer()
-    layout = make_layout(model, optimizer, mesh, seq_len)
-    checkpoints = training.open_checkpoints(RUN_FLAGS)
-    state = init_state(model, optimizer, layout, seq_len, training.SEED.value, only_shapes=True)
-    if checkpoints is not None:
-        state = checkpoints.restore(state)
-    # Nothing was restored, since there is no checkpoint: initialize the parameters.
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        params = None
-        if _CHECKPOINT.value is not None:
-            params = load_params(Path(_CHECKPOINT.value), state.params, mesh)
-        state = init_state(model, optimizer, layout, seq_len, training.SEED.value, params)
-    start = int(state.step)
-    if start > training.STEPS.value:
-        raise SystemExit(
-            f"--steps={training.STEPS.value} must be at least {start}, the step of the newest "
-            "checkpoint in --checkpoint_dir"
-        )
-
-    def batch_of(step: int) -> jax.Array:
-        """Draws a step's batch from the seed and the step alone.
-
-        The batch is [microbatches, sequences of a microbatch, seq_len + 1] int32.
-        """
-        rng = np.random.default_rng([training.SEED.value, step])
-        starts = rng.integers(0, len(data) - seq_len, BATCH_SIZE.value)
-        sequences = windows(data, starts, seq_len)
-        return processes.distribute(
-            sequences.reshape(_MICROBATCHES.value, -1, seq_len + 1), layout.batch
-        )
-
-    shape = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
-    num_params = sum(x.size for x in jax.tree.leaves(state.params))
-    processes.print_once(
-        f"{num_params:,} parameters, {config.active_params():,} for each token, in "
-        f"{config.num_layers} layers on {mesh.size} x {device.device_kind} ({shape}); step {start} "
-        f"of {training.STEPS.value}"
-    )
-    objective = Objective(
-        balance=_BALANCE.value, router_z=_ROUTER_Z.value, bias_rate=_BIAS_RATE.value
-    )
-    log = training.MetricsLog(training.metrics_path(), start)
-    state, tokens_per_second = training.train(
-        state,
-        make_train_step(model, optimizer, layout, objective),
-        batch_of,
-        checkpoints,
-        log,
-        BATCH_SIZE.value * seq_len,
-    )
-    if checkpoints is not None:
-        checkpoints.close()
-    if log.records:
-        processes.print_once(f"loss {log.records[-1]['loss']:.4f} nats/token")
-    if tokens_per_second:
-        flops = tokens_per_second * config.training_flops_per_token(seq_len) / mesh.size
-        processes.print_once(
-            f"{tokens_per_second:,.0f} tokens/s, model TFLOP/s of a device {flops / 1e12:.3g}"
-        )
-        if peak := peak_flops(device.device_kind):
-            processes.print_once(f"model FLOP/s utilization {flops / peak:.2%}")
-    training.plot(log.records, "token")
+    args = parse(argv)
+    names = "coordinator", "num_processes", "process_id", "heartbeat_seconds"
+    group = {name: getattr(args, name) for name in names}
+    launch.run(lambda: run(args), cpu_devices=8, **group)
 
 
 if __name__ == "__main__":
-    processes.run(main)
+    main(sys.argv[1:])

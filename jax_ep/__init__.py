@@ -16,15 +16,17 @@ from jax_ep.collectives.api import (
     all_to_all,
     reduce_scatter,
 )
-from jax_ep.exchange.api import Dispatched, Handle, combine, dispatch, dispatch_like
+from jax_ep.exchange.api import combine, dispatch, dispatch_like
+from jax_ep.exchange.interface import Dispatched, Handle, RankDispatched, RankHandle
 from jax_ep.exchange.memory import workspace_bytes
 from jax_ep.exchange.permute import group_by_expert, sum_by_token
-from jax_ep.exchange.rank_major import RankDispatched, RankHandle
 from jax_ep.formats import Format, QuantizedArray, quantize
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
-from jax_ep.moe.layer import moe_layer, quantize_experts
+from jax_ep.moe.held_experts import quantize_experts
+from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.lora import init_lora, merge_lora
 from jax_ep.moe.losses import (
     BalanceSums,
     load_balance_loss,
@@ -71,6 +73,8 @@ __all__ = [
     "grouped_matmul",
     "linen",
     "load_balance_loss",
+    "init_lora",
+    "merge_lora",
     "moe_layer",
     "nnx",
     "placement",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 AxisName = str | tuple[str, ...]
 
@@ -28,11 +29,9 @@ _KINDS = {
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
-    """Returns `axis_name`, which is one mesh axis or a tuple of mesh axes, as a tuple.
+    """Returns `axis_name`, one mesh axis or a tuple of distinct ones, as a tuple, or raises.
 
-    An empty tuple, which means a single rank, is allowed. Raises TypeError or ValueError unless
-    `axis_name` is a string or a tuple of distinct strings. `name` is the name of the caller's
-    argument, for the error message.
+    An empty tuple means a single rank. `name` is the caller's name of the argument, for errors.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     for axis in axes:
@@ -48,8 +47,7 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 def num_ranks(axis_name: tuple[str, ...]) -> int:
     """Returns N, the number of ranks along the mesh axes `axis_name`.
 
-    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes. An axis that
-    only `jax.vmap(axis_name=...)` maps over raises the error, too.
+    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes.
     """
     try:
         size = lax.axis_size(axis_name)
@@ -68,6 +66,17 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
     return size
 
 
+def check_mesh(name: str, mesh: Any, otherwise: str = "") -> None:
+    """Raises TypeError unless `mesh` is a `jax.sharding.Mesh`, which has devices.
+
+    The message appends `otherwise`, such as ", or None", to the requirement.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"{name} must be a jax.sharding.Mesh of devices{otherwise}, but is {described(mesh)}."
+        )
+
+
 def check_array(
     name: str,
     array: Any,
@@ -80,9 +89,8 @@ def check_array(
 ) -> None:
     """Raises TypeError or ValueError unless `array` has `ndim` dimensions and a dtype of `kind`.
 
-    `ndim` None allows any number of dimensions. `kind` is one of `jnp.floating`, `jnp.integer`,
-    `jnp.bool_` and `jnp.number`. Messages call the argument `name` and quote `shape`, such as
-    "[T, H]". A `QuantizedArray` is refused unless `may_be_quantized`.
+    `ndim` None allows any number of dimensions. `kind` is a key of `_KINDS`. Messages quote
+    `shape`, such as "[T, H]".
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -101,17 +109,26 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
+def check_columns(name: str, array: Any, shape: str) -> None:
+    if array.shape[-1] == 0:
+        raise ValueError(
+            f"{name} must be {shape} with at least one column, but has shape {array.shape}."
+        )
+
+
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
     """Raises ValueError if an array is sharded over Explicit axes of the mesh.
 
-    `axes` are the dimensions of the array to check, as negative indices; without them, all
-    dimensions are checked. A sharding over Auto axes is not checked, since array types do not show
-    it.
+    `axes` are the dimensions to check, as negative indices; without them, all are checked.
     """
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
-    sharded = [spec[axis] for axis in axes] if axes and spec else spec
-    if any(sharded):
-        whole = tuple(None if not axes or i - len(spec) in axes else p for i, p in enumerate(spec))
+    checked = [spec[axis] for axis in axes] if axes and spec else spec
+    if any(checked):
+        # The spec that the error suggests: without mesh axes for the checked dimensions.
+        whole = tuple(
+            None if not axes or i - len(spec) in axes else mesh_axes
+            for i, mesh_axes in enumerate(spec)
+        )
         raise ValueError(
             f"{name} must not be sharded {f'along axis {axes[0]} ' if axes else ''}over Explicit "
             f"axes of the mesh here, but is {jax.typeof(array)}. Call this inside a jax.shard_map "
@@ -136,11 +153,7 @@ def is_symbolic(size: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """Describes an argument's value in an error message.
-
-    Shows None, numbers and strings in full, and lists and tuples abbreviated. For other values,
-    such as arrays, it names only the type.
-    """
+    """Describes an argument's value in an error message; of arrays and the like only the type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):
@@ -149,11 +162,7 @@ def described(value: Any) -> str:
 
 
 def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    """Returns `value` as an int, or raises unless it is a static integer from `least` to `most`.
-
-    Raises TypeError for a traced value, a float or a bool, and ValueError for an integer outside
-    the range. `most` None sets no upper bound.
-    """
+    """Returns `value` as an int, or raises unless it is a static integer from `least` to `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -168,7 +177,6 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises TypeError or ValueError unless every size is a static integer of at least 1."""
     for name, size in sizes.items():
         check_integer(name, size)
 
@@ -176,24 +184,21 @@ def check_sizes(**sizes: int) -> None:
 def floating(dtype: Any) -> np.dtype | None:
     """Returns a floating dtype as `np.dtype`, or None if `dtype` is not a floating dtype."""
     try:
-        known = jnp.dtype(dtype)
+        as_numpy = jnp.dtype(dtype)
     except TypeError:
         return None
-    return known if jnp.issubdtype(known, jnp.floating) else None
+    return as_numpy if jnp.issubdtype(as_numpy, jnp.floating) else None
 
 
 def as_floating(name: str, dtype: Any) -> np.dtype:
-    """Returns `dtype` as `np.dtype`; raises TypeError if it is not a floating dtype."""
+    """Returns `dtype` as `np.dtype`; raises TypeError, naming `name`, unless it is floating."""
     if (known := floating(dtype)) is None:
         raise TypeError(f"{name} must be a floating dtype, but is {dtype!r}.")
     return known
 
 
 def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
-    """Returns `dtype` as `np.dtype`; raises TypeError unless it is floating and JAX supports it.
-
-    JAX supports float64 only with `jax_enable_x64`; without it, JAX would make float32 arrays.
-    """
+    """Returns `dtype` as `np.dtype`; raises TypeError unless it is floating and JAX supports it."""
     known = as_floating(name, dtype)
     if known.itemsize > 8 or (known.itemsize == 8 and not jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         raise TypeError(
@@ -204,7 +209,6 @@ def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
 
 
 def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of the strings in `names`."""
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
 
@@ -218,11 +222,20 @@ def check_bool(name: str, value: Any) -> None:
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
     """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`.
 
-    Raises TypeError for a traced value, a string or a bool, and ValueError for a number that is not
-    allowed. The message appends `otherwise`, such as ", or None", to the requirement.
+    The message appends `otherwise`, such as ", or None", to the requirement.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")
     if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         least = "0 or more" if may_be_zero else "above 0"
         raise ValueError(f"{name} must be {least} and finite{otherwise}, but is {value}.")
+
+
+def check_function(name: str, value: Any, wanted: str) -> None:
+    """Raises TypeError unless `value` is callable and hashable; the message quotes `wanted`."""
+    if not callable(value):
+        raise TypeError(f"{name} must be {wanted}, but is {described(value)}.")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be hashable, as static arguments are: {error}.") from error

@@ -1,4 +1,4 @@
-"""Chooses the dtype in which sums and elementwise operations are computed, and rounds to others."""
+"""Chooses the dtypes to compute in, rounds to others, and keeps XLA from folding constants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from jax import lax
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns the dtype to compute in for arrays of `dtype`: float32, or float64 for float64.
-
-    Unlike `jnp.promote_types`, this works under `jax.numpy_dtype_promotion("strict")`.
-    """
+    """Returns the dtype to compute in for arrays of `dtype`: float32, or float64 for float64."""
+    # `jnp.promote_types` fails under `jax.numpy_dtype_promotion("strict")`.
     return dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
 
 
@@ -29,3 +27,12 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
         return lax.reduce_precision(x, bits.nexp, bits.nmant)
     # With fewer exponent bits, reduce_precision would make subnormal numbers zero.
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+def not_folded(x: jax.Array) -> jax.Array:
+    """Returns x as a value that XLA cannot recognize as a constant, even if x is one.
+
+    XLA evaluates reductions of constants while it compiles, which takes seconds for large arrays.
+    XLA fuses the selection, which always takes x, with the operation that reads the result.
+    """
+    return jnp.where(lax.optimization_barrier(jnp.bool_(True)), x, jnp.zeros((), x.dtype))

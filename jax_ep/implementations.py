@@ -1,8 +1,7 @@
 """Selects the implementation of an operation by its name, or the first that can run for None.
 
-Each operation has one table of implementations, an `Implementations`. An implementation says
-whether it supports a *problem*: an object that holds the operands' shapes and dtypes, and what is
-known about the devices. Each operation defines its own class of problems.
+Each operation has one table of implementations, and its own class of *problems*: objects that hold
+the operands' shapes and dtypes, and what is known about the devices.
 """
 
 from __future__ import annotations
@@ -14,18 +13,12 @@ from typing import Any, Generic, TypeVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to compute an operation.
+    """One way to compute an operation; its functions take a problem."""
 
-    Attributes:
-      name: the string that selects it, such as "pallas" in implementation="pallas".
-      unavailable_reason: a function of a problem (operands and devices) that returns why the
-        implementation does not support the problem, or None if it does. Error messages put the
-        reason after "cannot run here: ".
-      is_default: a function of a problem that returns whether implementation=None may select it.
-    """
-
-    name: str
+    name: str  # as in implementation="pallas"
+    # Why it does not support a problem, after "cannot run here: "; None if it does.
     unavailable_reason: Callable[[Any], str | None] = lambda problem: None
+    # whether implementation=None may select it
     is_default: Callable[[Any], bool] = lambda problem: True
 
 
@@ -34,17 +27,12 @@ _Kind = TypeVar("_Kind", bound=Implementation)
 
 @dataclasses.dataclass(frozen=True)
 class Implementations(Generic[_Kind]):
-    """The implementations of an operation, from which `select` selects one.
+    """The implementations of an operation, from which `select` selects one."""
 
-    Attributes:
-      table: the implementations, in the order in which implementation=None tries them.
-      argument: the name of the argument that selects an implementation, for error messages.
-      operation: the name of the operation, with which error messages begin; "" leaves it out.
-    """
-
-    table: tuple[_Kind, ...]
-    argument: str = "implementation"
-    operation: str = ""
+    table: tuple[_Kind, ...]  # in the order in which implementation=None tries them
+    argument: str = "implementation"  # that selects an implementation, for errors
+    operation: str = ""  # with which errors begin
+    layer_argument: str = ""  # a layer's name of `argument`, for errors at lowering
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,8 +51,7 @@ class Implementations(Generic[_Kind]):
     def check(self, name: Any, problem: Any, argument: str | None = None) -> None:
         """Raises ValueError, with the reason, unless the implementation `name` supports `problem`.
 
-        Raises nothing if `name` is None. `argument`, if given, replaces `self.argument` in the
-        message.
+        Raises nothing if `name` is None.
         """
         if name is None:
             return
@@ -87,7 +74,13 @@ class Implementations(Generic[_Kind]):
         ValueError, with the reason, if the named implementation does not support `problem`.
         """
         if name is not None:
-            self.check(name, problem)
+            try:
+                self.check(name, problem)
+            except ValueError as error:
+                if not self.layer_argument:
+                    raise
+                message = f'{error} Of a layer it is {self.layer_argument}="{name}".'
+                raise ValueError(message) from None
             return self[name]
         return next(
             each

@@ -4,57 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
+from jax_ep.exchange.interface import Implementation
 from jax_ep.formats import QuantizedArray
+from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.primitives import Implementation as MatmulImplementation
+from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
-from jax_ep.moe import routing
-from jax_ep.moe.config import MoEConfig, check_config
+from jax_ep.moe.call_checks import Call
+from jax_ep.moe.config import MoEConfig, Router, WeightsOn, check_config
 from jax_ep.moe.expert_matmuls import QuantizedExperts
-from jax_ep.moe.layer import quantize_by_rules, run_layer
+from jax_ep.moe.expert_mlp import Activation
+from jax_ep.moe.held_experts import quantize_by_rules
+from jax_ep.moe.layer import run_layer
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.options import documented, options_of
 from jax_ep.moe.params import (
     Initializer,
     MoEParams,
     ParameterOptions,
     check_parameter_options,
+    default_kernel_init,
 )
-from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
-
-
-def _fields() -> Any:
-    """Makes a dataclass with the fields of the Linen layer `MoE`, as a base class for it.
-
-    The fields are the layer's sizes, the fields of `ParameterOptions` and, as keyword arguments,
-    the fields of `MoEConfig`. `MoE` cannot inherit from these two classes, since they are frozen
-    dataclasses, and a Linen module is a dataclass that is not frozen.
-    """
-    sizes: list[Any] = [
-        (name, "int") for name in ("num_experts", "num_experts_per_token", "mlp_dim")
-    ]
-    parameters = [(f.name, f.type, f.default) for f in dataclasses.fields(ParameterOptions)]
-    by_keyword = [
-        (f.name, f.type, dataclasses.field(default=f.default, kw_only=True))
-        for f in dataclasses.fields(MoEConfig)
-        if f.default is not dataclasses.MISSING
-    ]
-    return dataclasses.make_dataclass("_Fields", [*sizes, *parameters, *by_keyword])
-
-
-if TYPE_CHECKING:
-    _Fields: Any = object
-else:
-    _Fields = _fields()
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
@@ -88,6 +69,7 @@ class Gate(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: int) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the kernel [hidden, E], and the selection bias [E] or None."""
         if self.has_variable("params", "bias"):
             raise ValueError(
                 'gate.bias is no parameter: the selection bias is in the collection "router_state" '
@@ -109,22 +91,18 @@ class Gate(nn.Module):
         bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
         return kernel, bias.value
 
-    def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Updates the selection bias [E] by one step; see `MoE.update_bias`.
-
-        `expert_counts` [E] is the number of tokens that chose each expert, and `rate` the change of
-        the bias.
-        """
+    def update_bias(
+        self, expert_counts: jax.Array, rate: float | jax.Array, zero_mean: bool
+    ) -> None:
+        """Updates the selection bias [E] by one step; see `MoE.update_bias`."""
         bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True and an initialized layer")
-        self.put_variable(
-            ROUTER_STATE, "bias", routing.update_expert_bias(bias, expert_counts, rate)
-        )
+        bias = routing.update_expert_bias(bias, expert_counts, rate, zero_mean=zero_mean)
+        self.put_variable(ROUTER_STATE, "bias", bias)
 
 
-@documented(ParameterOptions, parameters=moe_params.table())
-class MoE(nn.Module, _Fields):
+class MoE(nn.Module):
     """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
@@ -133,34 +111,80 @@ class MoE(nn.Module, _Fields):
     which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
     output is the same up to rounding.
 
-    Parameters, each with its shape, its logical axes (map "exp" to the mesh's expert axis) and the
-    options that it needs:
-      {parameters}
-    H is the hidden size of a token, F that of an expert, and S that of all shared experts together.
-    R is the number of experts that the router chooses among: the E experts, and the free experts
-    (zero, identity and constant experts). C is the number of constant experts. If `num_slots` is P,
-    the parameters with "exp" have P instead of E in their shapes: each of the P slots holds a copy
-    of one expert. At first, slot s holds expert s modulo E, as in
-    `jax_ep.placement.Placement.in_order`. With `selection_bias`, gate.bias [R] is in the collection
-    "router_state", and only `update_bias` changes it. In `nn.scan`, list the collections "params"
-    and "router_state" in `variable_axes`.
-
-    The attributes from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
-    They decide which parameters there are, and how they are initialized.
+    The parameters are those of `jax_ep.MoEParams`, and the gate is gate.kernel. If `num_slots` is
+    P, the experts' parameters are [P, ...]: each of the P slots holds a copy of one expert. At
+    first, slot s holds expert s modulo E, as in `jax_ep.placement.Placement.in_order`. With
+    `selection_bias`, gate.bias is in the collection "router_state", and only `update_bias` changes
+    it. In `nn.scan`, list the collections "params" and "router_state" in `variable_axes`.
 
     Attributes:
       num_experts: E, the number of routed experts.
       num_experts_per_token: K, the number of experts that each token chooses.
       mlp_dim: F, the hidden size of one expert.
-      {ParameterOptions}
-
-    The other attributes are the fields of `jax_ep.MoEConfig`, as keyword arguments.
+      num_shared_experts, ..., gate_init: which parameters there are, and how they are initialized;
+        see `jax_ep.moe.params.ParameterOptions`.
+      score, ..., matmul_implementation: what the layer computes, and how; see `jax_ep.MoEConfig`.
     """
+
+    num_experts: int
+    num_experts_per_token: int
+    mlp_dim: int
+    num_shared_experts: int = 0
+    shared_dim: int | None = None
+    use_shared_gate: bool = False
+    gated: bool = True
+    use_mlp_bias: bool = False
+    selection_bias: bool = False
+    use_gate_bias: bool = False
+    use_expert_scale: bool = False
+    lora_rank: int = 0
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    gate_init: Initializer | None = default_kernel_init
+    _: dataclasses.KW_ONLY
+    score: routing.Score = "softmax"
+    choose_by: routing.ChooseBy = "score"
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score: routing.GroupScore = "top2"
+    normalize: bool = True
+    normalize_epsilon: float = 0.0
+    scale: float = 1.0
+    router: Router | None = None
+    router_dtype: Any = jnp.float32
+    logit_softcap: float | None = None
+    balance_convention: losses.Convention = "switch"
+    capacity_factor: float | None = None
+    host_capacity_factor: float | None = None
+    num_slots: int | None = None
+    zero_experts: int = 0
+    identity_experts: int = 0
+    constant_experts: int = 0
+    free_expert_factor: float = 1.0
+    record_choices: bool = False
+    token_chunks: int = 1
+    wire_dtype: Any = None
+    activation: Activation = jax.nn.silu
+    gating: Gating | None = None
+    clamp: float | None = None
+    matmul_dtype: Any = None
+    weights_on: WeightsOn = "output"
+    shared_gating: Gating | None = None
+    lora_scale: float = 1.0
+    dtype: Any = None
+    expert_axis: str | tuple[str, ...] = "expert"
+    batch_axes: str | tuple[str, ...] | None = None
+    sequence_axes: str | tuple[str, ...] | None = None
+    fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None
+    tensor_axis: str | tuple[str, ...] | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    implementation: Implementation = None
+    matmul_implementation: MatmulImplementation = None
 
     def setup(self) -> None:
         config, init = MoEConfig.of(self), self.gate_init
         check_config(config)
-        check_parameter_options(options_of(ParameterOptions, self))
+        check_parameter_options(ParameterOptions.of_layer(self))
         if init is not None:
             num_choosable = config.num_choosable
             self.gate = Gate(num_choosable, self.selection_bias, init, self.param_dtype)
@@ -177,44 +201,30 @@ class MoE(nn.Module, _Fields):
         topk_weights: jax.Array | None = None,
         quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the layer on tokens x.
+        """Runs the layer on tokens x [..., H]; `jax_ep.moe_layer` describes the arguments.
 
-        Args:
-          x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and
-            the metrics do not count them.
-          placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
-          router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
-            their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
-          quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
-            parameters; None quantizes the experts in each call.
-
-        Returns:
-          The output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens.
-
-        Raises:
-          ValueError, TypeError: an argument or attribute does not fit; the message names it.
+        Returns the output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens. Raises
+        ValueError or TypeError, naming it, if an argument or attribute does not fit.
         """
         hidden, kernel, bias = _columns("x", x), None, None
         if self.gate_init is not None:
             kernel, bias = self.gate(hidden if router_x is None else _columns("router_x", router_x))
-        config, options = MoEConfig.of(self), options_of(ParameterOptions, self)
+        config, options = MoEConfig.of(self), ParameterOptions.of_layer(self)
         shapes = moe_params.weight_shapes(config, options, hidden, self.mlp_dim)
         weights = {
             name: self._weight(name, shape, moe_params.initializer(name, config, options))
             for name, shape in shapes.items()
         }
-        inputs = RouterInputs(router_x, topk_idx, topk_weights)
+        call = Call(x, mask, router_x, topk_idx, topk_weights)
         rules = tuple(spmd.get_logical_axis_rules())
         return run_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
-            x,
+            call,
             config,
-            mask,
             placement,
-            inputs,
             quantized_experts,
             axis_rules=rules,
+            in_init=self.is_initializing(),
         )
 
     def quantize_experts(self) -> QuantizedExperts:
@@ -246,7 +256,8 @@ class MoE(nn.Module, _Fields):
     def _weight(
         self, name: str, shape: tuple[int, ...], init: Initializer
     ) -> jax.Array | QuantizedArray:
-        dims = moe_params.PARAMETERS[name].logical_axes
+        """Returns parameter `name`, as stored or, in an init, made by `init` in `shape`."""
+        logical_axes = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
@@ -257,12 +268,14 @@ class MoE(nn.Module, _Fields):
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             is_of_rank = bool(jax.sharding.get_abstract_mesh().manual_axes)
             split = {"exp", "mlp"} if is_of_rank and self.tensor_axis is not None else {"exp"}
-            sizes = zip(dims, stored.shape, shape, strict=True)
+            sizes = zip(logical_axes, stored.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
         boxed: Any = _partitioned(init, name)
         return self.param(name, boxed, shape, self.param_dtype)
 
-    def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
+    def update_bias(
+        self, expert_counts: jax.Array, rate: float | jax.Array, *, zero_mean: bool = False
+    ) -> None:
         """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step, with the collection "router_state" mutable: from the
@@ -272,14 +285,14 @@ class MoE(nn.Module, _Fields):
         Args:
           expert_counts: [R]: `MoEMetrics.expert_counts` of the step. R is the number of experts
             that the router chooses among, free experts included.
-          rate: the change of the bias per step.
+          rate, zero_mean: as in `jax_ep.update_expert_bias`.
 
         Raises:
           ValueError: there is no bias, or the counts have another shape.
         """
         if self.gate_init is None:
             raise ValueError("update_bias needs a gate, but gate_init is None")
-        self.gate.update_bias(expert_counts, rate)
+        self.gate.update_bias(expert_counts, rate, zero_mean)
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,23 +15,29 @@ from flax.core import spmd
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jax_ep.checks import as_axes
+from jax_ep.exchange.interface import Implementation
+from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.primitives import Implementation as MatmulImplementation
+from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
-from jax_ep.moe import routing
-from jax_ep.moe.config import MoEConfig, check_config
+from jax_ep.moe.call_checks import Call
+from jax_ep.moe.config import MoEConfig, Router, WeightsOn, check_config
 from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.fsdp import assign_axes
-from jax_ep.moe.layer import quantize_by_rules, run_layer
-from jax_ep.moe.mesh import AxisRules, shard
+from jax_ep.moe.held_experts import quantize_by_rules
+from jax_ep.moe.layer import run_layer
+from jax_ep.moe.mesh import AxisRules, axes_on_mesh, check_has_devices, shard
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.options import documented, pop_options, takes
 from jax_ep.moe.params import (
     Initializer,
     MoEParams,
     ParameterOptions,
     check_parameter_options,
+    default_kernel_init,
 )
-from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
+from jax_ep.placement.weights import ADAPTERS
 
 
 class RouterState(nnx.Variable):
@@ -45,23 +51,13 @@ class Gate(nnx.Module):
     identity and constant experts).
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        *,
-        selection_bias: bool,
-        kernel_init: Initializer,
-        param_dtype: Any,
-        config: MoEConfig,
-        rngs: nnx.Rngs,
-    ):
-        kernel = kernel_init(rngs.params(), (hidden, num_experts), param_dtype)
+    def __init__(self, hidden: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
+        init: Any = options.gate_init
+        kernel = init(rngs.params(), (hidden, config.num_choosable), options.param_dtype)
         self.kernel = _param(kernel, "gate", config)
-        self.bias = RouterState(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
+        self.bias = _bias(config) if options.selection_bias else None
 
 
-@documented(ParameterOptions, parameters=moe_params.table())
 class MoE(nnx.Module):
     """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
@@ -71,43 +67,34 @@ class MoE(nnx.Module):
     which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
     output is the same up to rounding.
 
-    Parameters (`nnx.Param`), each with its shape, its logical axes (map "exp" to the mesh's expert
-    axis) and the options that it needs:
-      {parameters}
-    A parameter that the options leave out is None. H is the hidden size of a token, F that of an
-    expert, and S that of all shared experts together. R is the number of experts that the router
-    chooses among: the E experts, and the free experts (zero, identity and constant experts). C is
-    the number of constant experts. If `num_slots` is P, the parameters with "exp" have P instead of
-    E in their shapes: each of the P slots holds a copy of one expert. At first, slot s holds expert
-    s modulo E, as in `jax_ep.placement.Placement.in_order`. With `selection_bias` there is
-    gate.bias [R] (`RouterState`), which only `update_bias` changes.
+    The parameters are those of `jax_ep.MoEParams`, as `nnx.Param`, low-rank adapters as
+    `nnx.LoRAParam`; those that the options leave out are None. If `num_slots` is P, the experts'
+    parameters are [P, ...]: each of the P slots holds a copy of one expert. At first, slot s holds
+    expert s modulo E, as in `jax_ep.placement.Placement.in_order`. With `selection_bias` there is
+    gate.bias (`RouterState`), which only `update_bias` changes and every rank has.
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
     `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over the axes
     that `fsdp_axes` gives for it, and any other logical axis over none. A rule does not apply to a
     parameter of which another rule already splits a dimension over the same mesh axis. Rules that
-    contradict `fsdp_axes` raise an error in a call. On a mesh without
-    `expert_axis`, every rank has all experts. The layer stores the rules, and uses them in calls
-    that are made outside `nnx.logical_axis_rules`.
-
-    The arguments from `num_shared_experts` to `gate_init` are the fields of `ParameterOptions`.
-    They decide which parameters there are, and how they are initialized.
+    contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses them in
+    calls that are made outside `nnx.logical_axis_rules`.
 
     Args:
       hidden: H, the hidden size of a token.
       mlp_dim: F, the hidden size of one expert.
       num_experts: E, the number of routed experts.
       num_experts_per_token: K, the number of experts that each token chooses.
-      {ParameterOptions}
+      num_shared_experts, ..., gate_init: which parameters there are, and how they are initialized;
+        see `jax_ep.moe.params.ParameterOptions`.
       router_dim: H', the size of the last axis of `router_x`, if calls are given `router_x`; None
         means H.
       rngs: random number generators, of which the stream "params" initializes the parameters.
-      fields: the other fields of `jax_ep.MoEConfig`.
+      score, ..., matmul_implementation: what the layer computes, and how; see `jax_ep.MoEConfig`.
 
     Raises:
-      TypeError: a keyword is not a field of `jax_ep.MoEConfig`, or JAX arrays cannot have
-        `param_dtype`.
+      TypeError: JAX arrays cannot have `param_dtype`.
       ValueError: mesh axes do not divide a parameter, a rule names an axis that the mesh lacks, or
         an argument configures a gate that gate_init=None leaves out.
     """
@@ -121,7 +108,6 @@ class MoE(nnx.Module):
         # Tells type checkers the type of all parameters except wi_0 and wo.
         def __getattr__(self, name: str) -> nnx.Param | None: ...
 
-    @takes(ParameterOptions, before="router_dim", others=True)
     def __init__(
         self,
         hidden: int,
@@ -129,29 +115,71 @@ class MoE(nnx.Module):
         *,
         num_experts: int,
         num_experts_per_token: int,
+        num_shared_experts: int = 0,
+        shared_dim: int | None = None,
+        use_shared_gate: bool = False,
+        gated: bool = True,
+        use_mlp_bias: bool = False,
+        selection_bias: bool = False,
+        use_gate_bias: bool = False,
+        use_expert_scale: bool = False,
+        lora_rank: int = 0,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        gate_init: Initializer | None = default_kernel_init,
         router_dim: int | None = None,
         rngs: nnx.Rngs,
-        **fields: Any,
+        score: routing.Score = "softmax",
+        choose_by: routing.ChooseBy = "score",
+        num_groups: int = 1,
+        groups_kept: int = 1,
+        group_score: routing.GroupScore = "top2",
+        normalize: bool = True,
+        normalize_epsilon: float = 0.0,
+        scale: float = 1.0,
+        router: Router | None = None,
+        router_dtype: Any = jnp.float32,
+        logit_softcap: float | None = None,
+        balance_convention: losses.Convention = "switch",
+        capacity_factor: float | None = None,
+        host_capacity_factor: float | None = None,
+        num_slots: int | None = None,
+        zero_experts: int = 0,
+        identity_experts: int = 0,
+        constant_experts: int = 0,
+        free_expert_factor: float = 1.0,
+        record_choices: bool = False,
+        token_chunks: int = 1,
+        wire_dtype: Any = None,
+        activation: Activation = jax.nn.silu,
+        gating: Gating | None = None,
+        clamp: float | None = None,
+        matmul_dtype: Any = None,
+        weights_on: WeightsOn = "output",
+        shared_gating: Gating | None = None,
+        lora_scale: float = 1.0,
+        dtype: Any = None,
+        expert_axis: str | tuple[str, ...] = "expert",
+        batch_axes: str | tuple[str, ...] | None = None,
+        sequence_axes: str | tuple[str, ...] | None = None,
+        fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None,
+        tensor_axis: str | tuple[str, ...] | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        implementation: Implementation = None,
+        matmul_implementation: MatmulImplementation = None,
     ):
-        options = pop_options(ParameterOptions, fields)
-        self.config = config = MoEConfig(
-            num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
-        )
+        # The arguments are named like the fields of both classes.
+        given = types.SimpleNamespace(**locals())
+        options, config = ParameterOptions.of_layer(given), MoEConfig.of(given)
+        self.config = config
         check_config(config)
         check_parameter_options(options, router_dim)
-        make_gate = functools.partial(
-            Gate,
-            hidden if router_dim is None else router_dim,
-            config.num_choosable,
-            selection_bias=options.selection_bias,
-            param_dtype=options.param_dtype,
-            config=config,
-            rngs=rngs,
-        )
+        if (mesh := _mesh_of_state(config)) is not None:
+            axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
         self.axis_rules = _hashable(spmd.get_logical_axis_rules())
         # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
-        init = options.gate_init
-        self.gate = None if init is None else make_gate(kernel_init=init)
+        columns = hidden if router_dim is None else router_dim
+        self.gate = None if gate_init is None else Gate(columns, config, options, rngs)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
         for name in moe_params.WEIGHTS:
             param = None
@@ -172,35 +200,14 @@ class MoE(nnx.Module):
         topk_weights: jax.Array | None = None,
         quantized_experts: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Runs the layer on tokens x.
+        """Runs the layer on tokens x [..., H]; `jax_ep.moe_layer` describes the arguments.
 
-        Args:
-          x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and
-            the metrics do not count them.
-          placement: the experts' placement, for a layer with `num_slots`; see `jax_ep.moe_layer`.
-          router_x, topk_idx, topk_weights: the router's input, the caller's choices of experts and
-            their weights, each with x's leading dimensions, or None; see `jax_ep.moe_layer`.
-          quantized_experts: with `matmul_dtype`, what `quantize_experts` returned for the same
-            parameters; None quantizes the experts in each call.
-
-        Returns:
-          The output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens.
-
-        Raises:
-          ValueError, TypeError: an argument or attribute does not fit; the message names it.
+        Returns the output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens. Raises
+        ValueError or TypeError, naming it, if an argument or attribute does not fit.
         """
-        inputs = RouterInputs(router_x, topk_idx, topk_weights)
-        return run_layer(
-            self._params(),
-            x,
-            self.config,
-            mask,
-            placement,
-            inputs,
-            quantized_experts,
-            axis_rules=self._axis_rules(),
-        )
+        params, rules = self._params(), self._axis_rules()
+        call = Call(x, mask, router_x, topk_idx, topk_weights)
+        return run_layer(params, call, self.config, placement, quantized_experts, axis_rules=rules)
 
     def quantize_experts(self) -> QuantizedExperts:
         """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
@@ -219,19 +226,22 @@ class MoE(nnx.Module):
         return quantize_by_rules(self._params(), self.config, axis_rules=self._axis_rules())
 
     def _axis_rules(self) -> AxisRules:
+        """Returns the rules in force where the layer is called, or else those it was made under."""
         return tuple(spmd.get_logical_axis_rules()) or self.axis_rules
 
     def _params(self) -> MoEParams:
         """Returns the layer's parameters and selection bias as arrays, for `run_layer`."""
         gate = self.gate
-        params: dict[str, Any] = {"gate": None, "bias": None}
+        variables: dict[str, Any] = {"gate": None, "bias": None}
         if gate is not None:
-            params = {"gate": gate.kernel, "bias": gate.bias}
-        params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
-        arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
+            variables = {"gate": gate.kernel, "bias": gate.bias}
+        variables |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
+        arrays: Any = {name: None if v is None else v.get_value() for name, v in variables.items()}
         return MoEParams(**arrays)
 
-    def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
+    def update_bias(
+        self, expert_counts: jax.Array, rate: float | jax.Array, *, zero_mean: bool = False
+    ) -> None:
         """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
         Call it once per training step.
@@ -239,7 +249,7 @@ class MoE(nnx.Module):
         Args:
           expert_counts: [R]: `MoEMetrics.expert_counts` of the step, with R the number of experts,
             free experts included; [layers, R] for a stack of layers.
-          rate: the change of the bias per step.
+          rate, zero_mean: as in `jax_ep.update_expert_bias`.
 
         Raises:
           ValueError: there is no bias, or the counts have another shape.
@@ -247,11 +257,29 @@ class MoE(nnx.Module):
         bias = None if self.gate is None else self.gate.bias
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True")
-        bias.set_value(routing.update_expert_bias(bias.get_value(), expert_counts, rate))
+        value = bias.get_value()
+        bias.set_value(routing.update_expert_bias(value, expert_counts, rate, zero_mean=zero_mean))
+
+
+def _mesh_of_state(config: MoEConfig) -> Mesh | AbstractMesh | None:
+    """Returns the mesh on which the layer's arrays are created; None if they are not sharded."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.manual_axes or not nnx.using_eager_sharding():
+        return None
+    if not ambient.empty:
+        return ambient
+    if config.mesh is not None:
+        check_has_devices(config.mesh)
+    return config.mesh
+
+
+def _bias(config: MoEConfig) -> RouterState:
+    zeros, mesh = jnp.zeros(config.num_choosable, jnp.float32), _mesh_of_state(config)
+    return RouterState(zeros if mesh is None else shard(zeros, mesh, PartitionSpec()))
 
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
-    """Returns `value` as an `nnx.Param` with the logical axes of parameter `name`, sharded.
+    """Returns `value` as a variable with the logical axes of parameter `name`, sharded.
 
     The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
     Flax's eager sharding shards the parameter. Otherwise this function does, and turns eager
@@ -260,48 +288,62 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     lack the logical axis of its leading dimension.
     """
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
-    ambient = jax.sharding.get_abstract_mesh()
-    mesh = config.mesh if ambient.empty else ambient
-    if mesh is None or ambient.manual_axes or not nnx.using_eager_sharding():
-        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
+    mesh = _mesh_of_state(config)
+    if mesh is None:
+        return kind(value, out_sharding=axes, eager_sharding=False)
 
-    rules: dict[str, Any] = dict(spmd.get_logical_axis_rules())
-    further = dict(zip(axes, config.further_axes_of(axes), strict=True))
-    held = _axes_of(mesh, (*as_axes(config.expert_axis), *further.get("exp", ())))
-    missing = [axis for axis in axes if axis is not None and axis not in rules]
-    defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
-    if "exp" in defaults:
-        defaults["exp"] = held or None
-    for axis, own in (("mlp", config.tensor_axis or ()), ("embed", ())):
-        if axis in defaults and (named_axes := (*as_axes(own), *further.get(axis, ()))):
-            defaults[axis] = _axes_of(mesh, named_axes) or None
-    named = rules | defaults
-    if "exp" in axes and not held:
+    given: dict[str, Any] = dict(spmd.get_logical_axis_rules())
+    fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))
+    expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
+    missing = [axis for axis in axes if axis is not None and axis not in given]
+    defaults = _default_rules(missing, fsdp, expert_axes, mesh, config)
+    rules = given | defaults
+    if "exp" in axes and not expert_axes:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
         if name == "wi_0":
-            _warn_of_rule(named["exp"], mesh, config)
-        named["exp"] = None
-    axes, spec = _without_repeats(axes, named, [axis for axis in axes if further[axis]])
+            _warn_of_rule(rules["exp"], mesh, config)
+        rules["exp"] = None
+    axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
     if "exp" in axes:
         _check_divides(value, spec[0], mesh, config)
     all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    flax_can = not ambient.empty and all_auto and spec[0] == rules.get(str(axes[0]), spec[0])
+    is_ambient = isinstance(mesh, AbstractMesh)
+    # Flax would apply a given rule of "exp" even where this function has replaced it by None.
+    flax_can = is_ambient and all_auto and spec[0] == given.get(str(axes[0]), spec[0])
     if not flax_can:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
-    return nnx.Param(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+    return kind(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+
+
+def _default_rules(
+    missing: Sequence[str],
+    fsdp: Mapping[str | None, tuple[str, ...]],  # by logical axis, its axes of `fsdp_axes`
+    expert_axes: tuple[str, ...],  # all mesh axes that split the experts
+    mesh: Mesh | AbstractMesh,
+    config: MoEConfig,
+) -> dict[str, Any]:
+    """Returns the mesh axes of each logical axis in `missing`, for which there is no rule."""
+    defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
+    if "exp" in defaults:
+        defaults["exp"] = expert_axes or None
+    for axis, tensor_axes in (("mlp", config.tensor_axis or ()), ("embed", ())):
+        if axis in defaults and (named_axes := (*as_axes(tensor_axes), *fsdp.get(axis, ()))):
+            defaults[axis] = _axes_of(mesh, named_axes) or None
+    return defaults
 
 
 def _without_repeats(
-    axes: tuple[str | None, ...], rules: Mapping[str, Any], first: Sequence[str | None]
+    axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns a parameter's logical axes, and the mesh axes that the rules give each of them.
 
-    The rules apply in their order, but those of the logical axes `first` before all others. If a
+    The rules apply in their order, but those of the logical axes `prior` before all others. If a
     rule gives an axis of the mesh that is already used, its logical axis becomes None, and gets no
     mesh axes.
     """
-    in_order = sorted(rules.items(), key=lambda rule: rule[0] not in first)
+    in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     parts = assign_axes(axes, in_order)
     kept = tuple(
         axis if axis and (part or not rules[axis]) else None
@@ -311,6 +353,7 @@ def _without_repeats(
 
 
 def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns axis rules with tuples in place of lists of mesh axes."""
     return tuple((name, tuple(a) if isinstance(a, list) else a) for name, a in rules)
 
 
@@ -329,6 +372,7 @@ def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> No
 
 
 def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of `axes` that the mesh has."""
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 
@@ -345,8 +389,8 @@ def _check_divides(
         name = "num_experts" if config.num_slots is None else "num_slots"
         further = [axis for axis in names if axis not in as_axes(config.expert_axis)]
         hint = f'; or split "embed" over {further}' if further else ""
-        what = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"
+        of_ranks = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"
         raise ValueError(
-            f"{name} must be a multiple of the {num_ranks} ranks along {what}, but is "
+            f"{name} must be a multiple of the {num_ranks} ranks along {of_ranks}, but is "
             f"{weights.shape[0]}{hint}."
         )

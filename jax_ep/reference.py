@@ -31,9 +31,8 @@ class Routes(NamedTuple):
 
     Attributes:
       ranks: [T, K] int: the rank that owns the chosen expert; -1 where masked or dropped.
-      rows: [T, K] int: the pair's row in the receive buffer of that rank; -1 where masked or
-        dropped.
-      capacity: R, the number of rows of a receive buffer.
+      rows: [T, K] int: the row in the receive buffer of that rank; -1 where masked or dropped.
+      capacity: R.
     """
 
     ranks: Array
@@ -42,19 +41,15 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The result of `dispatch` on one rank: the rows that it received, and the routes that it sent.
-
-    The rank has L local experts, and its receive buffer has R rows.
+    """The rows that one rank received, and the routes of its own tokens.
 
     Attributes:
       tokens: [R, H]: the received rows, grouped by local expert. Padding and unused rows are zero.
       group_sizes: [L] int32: the number of rows in each expert's block, padding included.
-      expert_counts: [L] int32: the number of received rows of each expert, which are the first rows
-        of its block.
-      num_dropped: [] int32: the number of (token, choice) pairs that chose this rank's experts and
-        were dropped.
+      expert_counts: [L] int32: the received rows of each expert, the first rows of its block.
+      num_dropped: [] int32: the pairs that chose this rank's experts and were dropped.
       rows_needed: [] int32: the least capacity R with which no row sent to this rank is dropped.
-      dropped_counts: [L] int32: the number of dropped (token, choice) pairs of each local expert.
+      dropped_counts: [L] int32: the dropped pairs of each local expert.
       routes: the ranks and rows that this rank's own tokens were sent to.
     """
 
@@ -81,8 +76,8 @@ def dropless_capacity(
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    A token may choose an expert repeatedly. So in the worst case, all N * T * K pairs (token,
-    choice) go to one rank, and each expert's block is padded by `expert_alignment` - 1 rows.
+    In the worst case, all N * T * K pairs go to one rank, and each expert's block is padded by
+    `expert_alignment` - 1 rows.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -107,8 +102,7 @@ def dispatch(
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
         outside 0 ... E - 1, chooses no expert. A token may choose an expert repeatedly.
       num_experts: E, a multiple of N.
-      capacity: R, the rows of each rank's receive buffer. None means `dropless_capacity`, with
-        which nothing is dropped.
+      capacity: R. None means `dropless_capacity`.
       expert_alignment: each expert's block starts at a multiple of this number of rows. The block
         of an expert that receives nothing has no rows.
       overflow: "tail" or "fair", which rows are dropped where R is too small; see Returns.
@@ -131,15 +125,13 @@ def dispatch(
     if capacity is None:
         capacity = dropless_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
 
-    given, topk_idx_per_rank = (
-        topk_idx_per_rank,
-        [
-            _within_host_capacity(
-                idx, rank * num_hosts // num_ranks, num_experts, num_hosts, host_capacity
-            )
-            for rank, idx in enumerate(topk_idx_per_rank)
-        ],
-    )
+    given_per_rank = topk_idx_per_rank  # before the host_capacity masks choices
+    topk_idx_per_rank = [
+        _within_host_capacity(
+            idx, rank * num_hosts // num_ranks, num_experts, num_hosts, host_capacity
+        )
+        for rank, idx in enumerate(given_per_rank)
+    ]
     route_ranks = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
     route_rows = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
     received = []
@@ -172,28 +164,23 @@ def dispatch(
             end = start + round_up(min(row - start, quota), expert_alignment)
             group_sizes[local] = min(end, capacity) - min(start, capacity)
             start = end
-            before = sum(int(np.sum(idx == own_experts[local])) for idx in given)
-            dropped_counts[local] += before - wanted[local]
+            given = sum(int(np.sum(idx == own_experts[local])) for idx in given_per_rank)
+            dropped_counts[local] += given - wanted[local]
         num_dropped = np.int32(dropped_counts.sum())
         rows_needed = np.int32(sum(round_up(rows, expert_alignment) for rows in wanted))
         received.append(
             (tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts)
         )
     return [
-        Dispatched(*rest, routes=Routes(ranks, rows, capacity))  # type: ignore[arg-type]
-        for rest, ranks, rows in zip(received, route_ranks, route_rows, strict=True)
+        Dispatched(*fields, routes=Routes(ranks, rows, capacity))  # type: ignore[arg-type]
+        for fields, ranks, rows in zip(received, route_ranks, route_rows, strict=True)
     ]
 
 
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Masks the choices of one rank, [T, K], that exceed `host_capacity`.
-
-    `host` is the rank's host. For each other host, the first `host_capacity` tokens that chose the
-    host's experts keep these choices. For later tokens they become -1. If `host_capacity` is None,
-    no choice is masked.
-    """
+    """Masks the choices [T, K] of a rank on `host` that exceed `host_capacity`."""
     kept = np.array(topk_idx)
     if kept.dtype.kind == "u":  # it could not hold -1
         kept = kept.astype(np.int64)
@@ -208,11 +195,10 @@ def _within_host_capacity(
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
-    """Returns the largest q such that all experts fit in `capacity` if each gets at most q rows.
+    """Returns the largest q at which blocks of at most q rows per expert fit in `capacity`.
 
-    `wanted` holds, for each of a rank's experts, the number c of rows that are sent to it. The
-    expert gets min(c, q) rows, and its block is padded to a multiple of `expert_alignment`. q is at
-    most max(wanted), with which no row is dropped.
+    `wanted` holds the number of rows that are sent to each expert. q is at most max(wanted), with
+    which no row is dropped.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(
@@ -236,7 +222,7 @@ def combine(
         rows are never read.
       routes_per_rank: the `Dispatched.routes` of the N ranks.
       topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
-      num_hosts: M, the number of hosts; host m has ranks m * N / M ... (m + 1) * N / M - 1.
+      num_hosts: M, as in `dispatch`.
 
     Returns:
       N arrays [T, H] of y's dtype. Masked and dropped choices add nothing. A token's rows on one
@@ -266,22 +252,15 @@ def combine(
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Sends other data of the same tokens to the rows that a dispatch sent the tokens to.
-
-    Takes N arrays [T, H'], one from each rank, and returns N arrays [R, H'] of received rows. Rows
-    to which no token was sent are zero.
-    """
-    return _scatter(x_per_rank, routes_per_rank, None, x_per_rank[0].dtype)
+    """Sends other data [T, H'] of the same tokens to the rows [R, H'] of a dispatch, else zeros."""
+    dtype = x_per_rank[0].dtype
+    return _scatter(x_per_rank, routes_per_rank, weights_per_rank=None, dtype=dtype)
 
 
 def dispatch_grad(
     grad_tokens_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]
 ) -> list[Array]:
-    """Computes the gradient of `dispatch` with respect to x.
-
-    Sums the cotangents of each token's rows. Takes N arrays [R, H], the cotangents of the received
-    rows, and returns N arrays [T, H], the gradients of the tokens.
-    """
+    """Computes the gradient of `dispatch` with respect to x: sums the cotangents of each token."""
     return combine(grad_tokens_per_rank, routes_per_rank)
 
 
@@ -293,18 +272,12 @@ def combine_grad(
 ) -> tuple[list[Array], list[Array]]:
     """Computes the gradients of `combine` with respect to y and to the weights.
 
-    Args:
-      grad_out_per_rank: N arrays [T, H], the cotangents of the result of `combine`.
-      y_per_rank: N arrays [R, H], as given to `combine`.
-      routes_per_rank: the `Dispatched.routes` of the N ranks.
-      topk_weights_per_rank: N arrays [T, K], as given to `combine`, or None.
-
     Returns:
-      A list of the gradients of y and a list of the gradients of the weights. The gradients of y
-      are N arrays [R, H] of y's dtype. The row of choice k of token t is weights[t, k] *
-      grad_out[t], and padding and unused rows are zero. The gradients of the weights are N arrays
-      [T, K] of the weights' dtype: the inner products of grad_out[t] and y[row of (t, k)], zero for
-      masked and dropped choices. The second list is empty without weights.
+      The gradients of y, N arrays [R, H] of y's dtype: the row of choice k of token t is
+      weights[t, k] * grad_out[t], and padding and unused rows are zero. And the gradients of the
+      weights, N arrays [T, K] of their dtype: the inner products of grad_out[t] and
+      y[row of (t, k)], zero for masked and dropped choices. The second list is empty without
+      weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -322,6 +295,7 @@ def combine_grad(
 
 
 def _row(y_per_rank: Sequence[Array], routes: Routes, token: int, choice: int) -> Array:
+    """Returns the row of y that a (token, choice) pair was sent to, [H] float32."""
     rank, row = routes.ranks[token, choice], routes.rows[token, choice]
     return y_per_rank[rank][row].astype(np.float32)
 
@@ -332,11 +306,7 @@ def _scatter(
     weights_per_rank: Sequence[Array] | None,
     dtype: Any,
 ) -> list[Array]:
-    """Copies each token to the rows of its K choices, multiplied by the choices' weights if given.
-
-    Takes one array [T, H] per rank, and returns one array [R, H] per rank, of `dtype`. Rows that
-    belong to no choice of a token are zero.
-    """
+    """Copies each token, times the choice's weight if given, to its choices' rows; else zeros."""
     capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
     received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]
     for source, routes in enumerate(routes_per_rank):
@@ -358,8 +328,8 @@ class RankDispatched(NamedTuple):
     Attributes:
       tokens: [N, T, H]: row (s, t) is token t of rank s, or zero if that token chose no expert of
         this rank.
-      local_topk_idx: [N, T, K] int32: the tokens' choices as ids of this rank's experts, which are
-        counted from 0; -1 where a choice is an expert of another rank, or none.
+      local_topk_idx: [N, T, K] int32: the choices as ids of this rank's experts, from 0; -1 where a
+        choice is an expert of another rank, or none.
       topk_weights: [N, T, K]: the weights of the choices, 0 where local_topk_idx is -1. None if no
         weights were sent.
     """
@@ -378,15 +348,8 @@ def rank_dispatch(
 ) -> list[RankDispatched]:
     """Sends every token to the ranks that own its experts, one row per (source rank, token).
 
-    Args:
-      x_per_rank: N arrays [T, H], floating.
-      topk_idx_per_rank: N arrays [T, K], integer, global expert ids. Any value outside 0 ... E - 1
-        chooses no expert.
-      topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
-      num_experts: E, a multiple of N.
-
-    Returns:
-      N `RankDispatched`, one for each rank.
+    The weights, N arrays [T, K] floating, are sent with the choices. Any choice outside 0 ... E - 1
+    chooses no expert.
     """
     num_local = num_experts // len(x_per_rank)
     received = []
@@ -454,55 +417,39 @@ def top_k_routing(
     choose_by: str = "score",
     num_groups: int = 1,
     groups_kept: int = 1,
-    group_score: str = "top2",
+    group_score: str | int = "top2",
     normalize: bool = True,
     normalize_epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Routing:
     """Chooses k experts for each token from logits [T, E]; computes in float64.
 
-    Experts are chosen by their scores or, with `choose_by="logit"`, by their logits. `bias` [E] is
-    added to these for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2). With `num_groups` > 1
-    the experts form equal groups of consecutive ids. The score of a group is the sum of its two
-    best biased scores ("top2") or its best one ("max"), and experts are chosen from the
-    `groups_kept` best groups. Equal biased scores are ordered by larger logit, then by lower id.
-    Weights are computed from logarithms of the scores, so scores that underflow still have exact
-    ratios.
+    Experts are chosen by their float32 scores or, with `choose_by="logit"`, by their logits; of
+    equal ones, the lower id wins. `bias` [E] is added to these for the choice only (DeepSeek-V3,
+    arXiv:2412.19437, 2.1.2). With `num_groups` > 1 the experts form equal groups of consecutive
+    ids. The score of a group is the sum of its two best biased scores ("top2"), its best one
+    ("max") or its `group_score` best ones, and experts are chosen from the `groups_kept` best
+    groups. If nothing is added to scores, logits are compared, which have their order. Weights are
+    computed from logarithms of the scores, so scores that underflow still have exact ratios.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
     log_scores = _log_scores(logits, score)
     probs = np.exp(log_scores)
-    merit = logits if choose_by == "logit" else probs
-    merit = merit if bias is None else merit + bias.astype(np.float64)
-    ties = logits
-    if bias is None and (num_groups == 1 or choose_by == "logit"):
-        merit = logits
-    if num_groups > 1:
-        group_size = num_experts // num_groups
-        grouped, log_grouped = (
-            a.reshape(num_tokens, num_groups, group_size) for a in (merit, log_scores)
-        )
-        logits_grouped = logits.reshape(grouped.shape)
-        best = _best_first({"top2": 2, "max": 1}[group_score], grouped, logits_grouped)
-        of_group, log_score, logit = (
-            np.take_along_axis(a, best, axis=-1) for a in (grouped, log_grouped, logits_grouped)
-        )
-        with np.errstate(invalid="ignore"):
-            of_mean = np.logaddexp.reduce(log_score, axis=-1)
-            # Where groups have equal sums, the one with the larger `of_mean` is better. For the
-            # sigmoid, it is log(m / (1 - m)) for the mean m of the group's best scores. In it,
-            # log_score - logit is log(1 - score).
-            if score == "sigmoid":
-                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)
-        tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
-        kept = _best_first(groups_kept, of_group.sum(axis=-1), tie)
-        group_of_expert = np.arange(num_experts) // group_size
-        allowed = (kept[:, :, None] == group_of_expert).any(axis=1)
-        merit = logits if bias is None else merit
-        merit, ties = (np.where(allowed, a, -np.inf) for a in (merit, ties))
+    best = int({"top2": 2, "max": 1}.get(str(group_score), group_score))
+    has_sums = bias is not None or (groups_kept < num_groups and best > 1)
+    compared = (probs if has_sums and choose_by == "score" else logits).astype(np.float32)
+    if bias is not None:
+        compared = compared + bias.astype(np.float32)
+    if groups_kept < num_groups:
+        grouped = compared.reshape(num_tokens, num_groups, -1)
+        of_groups = np.sort(grouped, axis=-1)[..., -best:].sum(axis=-1)
+        group_of_expert = np.arange(num_experts) // grouped.shape[-1]
+        kept = _best_first(of_groups, groups_kept)
+        is_kept = (kept[:, :, None] == group_of_expert).any(axis=1)
+        compared = np.where(is_kept, compared, -np.inf)
 
-    topk_idx = _best_first(k, merit, ties)
+    topk_idx = _best_first(compared, k)
     weights = np.take_along_axis(probs, topk_idx, axis=-1)
     if normalize:
         log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
@@ -516,10 +463,7 @@ def top_k_routing(
 
 
 def _log_scores(logits: Array, score: str) -> Array:
-    """Computes the logarithms of the scores of logits [T, E].
-
-    They are finite even where the score itself underflows to 0. `score` names the score function.
-    """
+    """Computes the logarithms of the scores [T, E], finite even where a score underflows to 0."""
     if score == "softmax":
         return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     if score == "sigmoid":
@@ -531,21 +475,17 @@ def _log_scores(logits: Array, score: str) -> Array:
     raise ValueError(f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}.")
 
 
-def _best_first(number: int, scores: Array, ties: Array) -> Array:
-    """Returns the indices of the `number` largest scores along the last axis, best first.
-
-    Among equal scores, the larger of `ties` comes first, then the lower index.
-    """
-    return np.lexsort((-ties, -scores), axis=-1)[..., :number]
+def _best_first(scores: Array, number: int) -> Array:
+    """Returns the indices of the `number` largest scores along the last axis, best first."""
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :number]
 
 
 def load_balance_loss(probs: Array, topk_idx: Array) -> float:
     """Computes the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4).
 
     The loss is E * sum_e f_e * p_e. Here f_e is the fraction of choices that name expert e, and p_e
-    is the mean over tokens of e's score, normalized over experts. The loss is 1 if f and p are
-    uniform. `probs` [T, E] and `topk_idx` [T, K] hold the tokens of all ranks. Choices outside
-    [0, E), such as -1, do not count. Tokens that have only such choices do not count either.
+    is the mean over tokens of e's score, normalized over experts. Choices outside [0, E), and
+    tokens that have only such choices, do not count.
     """
     num_experts = probs.shape[1]
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -559,10 +499,7 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
 
 
 def router_z_loss(logits: Array) -> float:
-    """Computes the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) for logits [T, E].
-
-    The loss is mean_t (logsumexp_e logits[t, e])^2, which keeps logits small.
-    """
+    """Computes ST-MoE's router z-loss, mean_t (logsumexp_e logits[t, e])^2 (arXiv:2202.08906)."""
     logits = logits.astype(np.float64)
     top = logits.max(axis=-1)
     return float(np.mean((top + np.log(np.exp(logits - top[:, None]).sum(axis=-1))) ** 2))
@@ -571,8 +508,7 @@ def router_z_loss(logits: Array) -> float:
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
     """Returns the selection bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
 
-    The bias rises by `rate` for experts with fewer tokens than the mean of `expert_counts`
-    [..., E] over E, and falls by `rate` for experts with more.
+    It rises by `rate` for experts with fewer tokens than the mean, and falls for those with more.
     """
     counts = expert_counts.astype(np.float64)
     return bias + rate * np.sign(counts.mean(axis=-1, keepdims=True) - counts)
@@ -597,21 +533,14 @@ def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 
 
 def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """Computes one expert, (silu(x @ wi_0) * (x @ wi_1)) @ wo, in float64.
-
-    x is [T, H], wi_0 and wi_1 are [H, F], and wo is [F, H].
-    """
+    """Computes one expert, (silu(x @ wi_0) * (x @ wi_1)) @ wo, in float64."""
     x, wi_0, wi_1, wo = (a.astype(np.float64) for a in (x, wi_0, wi_1, wo))
     gate = x @ wi_0
     return (_silu(gate) * (x @ wi_1)) @ wo
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """Applies each of L local experts to its group of expert-major rows [R, H], in float64.
-
-    Expert l has `group_sizes[l]` rows. wi_0 and wi_1 are [L, H, F], and wo is [L, F, H];
-    `gated_mlp` defines one expert.
-    """
+    """Applies each of L local experts (`gated_mlp`) to its rows of [R, H], in float64."""
     gate = grouped_matmul(tokens, wi_0, group_sizes)
     up = grouped_matmul(tokens, wi_1, group_sizes)
     return grouped_matmul(_silu(gate) * up, wo, group_sizes)
@@ -674,6 +603,7 @@ def _float8_block(x: Array) -> Array:
     # that this scale can represent, never exceeds `largest`.
     scale = np.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
     value = (np.where(finite, x, 0) * (1 / scale)).astype(np.float64)
+    # With 4 significant bits, a value in [2^(e - 1), 2^e) is a multiple of 2^(e - 4); e is >= -5.
     spacing = np.exp2(np.maximum(np.frexp(value)[1], -5) - 4)
     value = np.minimum(np.abs(np.round(value / spacing) * spacing), 448) * np.sign(value)
     return np.where(finite, value * scale.astype(np.float64), np.nan)
@@ -692,9 +622,8 @@ def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 def float8_matmul_drhs(lhs: Array, grad: Array, group_sizes: Array) -> Array:
     """Computes the gradient of `float8_matmul` with respect to rhs, [L, H, F] float64.
 
-    `grad` [R, F] is the cotangent of the product. The gradient for a group is a sum over the
-    group's rows: lhs.T @ grad. Both operands are rounded to float8, with one scale per 128 rows of
-    a group and 128 columns.
+    It is lhs.T @ grad [R, F] over each group's rows. Both operands are rounded to float8, with one
+    scale per 128 rows of a group and 128 columns.
     """
     drhs = np.zeros((len(group_sizes), lhs.shape[1], grad.shape[1]), np.float64)
     start = 0
@@ -716,18 +645,14 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp`, with rounding differentiated as the identity.
+    """Computes the gradients of `float8_expert_mlp` in float64; rounding has the gradient 1.
 
     The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
     and the backward pass computes from these. Tokens and cotangents are rounded in the same way.
     For the gradients of the matrices, `float8_matmul_drhs` rounds its operands a second time.
 
-    Args:
-      grad: [R, H], the cotangents of the output.
-      tokens, group_sizes, wi_0, wi_1, wo: the arguments of `expert_mlp`.
-
     Returns:
-      The gradients of tokens, wi_0, wi_1 and wo, in float64.
+      The gradients of tokens, wi_0, wi_1 and wo.
     """
     tokens, grad = float8(tokens), float8(grad)
     gate, up = (float8(float8_matmul(tokens, wi, group_sizes)) for wi in (wi_0, wi_1))

@@ -1,14 +1,9 @@
-"""Defines number formats: numbers stored in few bits, with a scale for each block of numbers.
+"""Number formats: numbers stored in few bits, with a scale for each block of numbers.
 
-An array of numbers is stored as an array of *values*, of few bits each, and an array of *scales*. A
-number is its value times the scale of its block. `Format` is the base class of the formats, and
-computes the shapes of these arrays. `Float8` has float8 values. `PLAIN` stands for rows that are
-stored in their own dtype. `encode` and `decode` take NumPy or JAX arrays, and return arrays of the
-same kind. `pallas_kernels.exchange.quantized_rows` and `pallas_kernels.matmul.quantize` encode
-`Float8` within kernels. `pallas_kernels.mxfp4` defines MXFP4. `jax_ep.formats` has the public
-names, `QuantizedArray` and `Transposed`.
-
-Imports neither Pallas nor Mosaic.
+A number is stored as a *value* of few bits; times the *scale* of its block, it gives the number.
+`encode` and `decode` take NumPy or JAX arrays and return arrays of the same kind.
+`exchange.quantized_rows` and `matmul.quantize` encode `Float8` within kernels. Imports neither
+Pallas nor Mosaic.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +29,18 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A number format: numbers are stored as values in few bits, with a scale for each block.
+    """A number format: values of few bits, with a scale for each block of numbers.
 
-    A number is its value times the scale of its block. Blocks divide an array's last two axes, or
-    only its last axis if a block has one row. Formats are hashable, and equal formats store equal
-    numbers in the same way.
-
-    Attributes:
-      name: the name of the numbers' type, such as "float8_e4m3fn" or "mxfp4".
-      dtype: the dtype of the array of values.
-      scale_dtype: the dtype of the array of scales.
-      block: (rows, columns), the shape of a block of numbers that share a scale.
+    Blocks divide an array's last two axes, or only its last axis if a block has one row. Formats
+    are hashable; equal formats store equal numbers in the same way.
     """
 
+    # Of the numbers' type, such as "float8_e4m3fn" or "mxfp4".
     name: str
+    # Of the values.
     dtype: np.dtype
     scale_dtype: np.dtype
+    # (rows, columns)
     block: tuple[int, int]
 
     quantized: ClassVar[bool] = True
@@ -57,10 +48,7 @@ class Format:
     numbers_per_value: ClassVar[int] = 1
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless an array of numbers of this shape consists of whole blocks.
-
-        `name` is the array's name in the error message.
-        """
+        """Raises ValueError, about array `name`, unless `shape` is of whole blocks."""
         rows, columns = self.block
         dims = 1 if rows == 1 else 2
         sizes = shape[-dims:]
@@ -72,7 +60,7 @@ class Format:
             )
 
     def check_scales(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
-        """Raises ValueError unless `scales_shape` is the shape of scales for numbers of `shape`."""
+        """Raises ValueError unless `scales_shape` is that of scales for numbers of `shape`."""
         expected = self.scales_shape(shape)
         if tuple(scales_shape) != expected:
             raise ValueError(
@@ -81,62 +69,40 @@ class Format:
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the stored values of an array whose decoded shape is `shape`."""
+        """Returns the shape of the array of values that stores numbers of `shape`."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the array of scales for numbers of this shape.
-
-        If an axis is not a multiple of the block, its last block is cut off, and has a scale, too.
-        """
+        """Returns the shape of the scales of numbers of `shape`, also for cut-off last blocks."""
         rows, columns = self.block
         blocks = shape[:-1] if rows == 1 else (*shape[:-2], -(-shape[-2] // rows))
         return *blocks, -(-shape[-1] // columns)
 
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the decoded array whose stored values have the shape `values_shape`.
-
-        It is wider than `values_shape` if a value stores several numbers.
-        """
+        """Returns the shape of the numbers stored in values of `values_shape`."""
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Reorders items, one for each axis of the decoded array, to the order of the stored axes.
-
-        The items are for example the entries of a `jax.sharding.PartitionSpec`. The arrays of
-        values and scales may have the axes of the decoded array in another order. Here the order is
-        the same, but a subclass may change it.
-        """
+        """Reorders items from the axes of the decoded array to the axes of the stored arrays."""
         return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
-        """Returns (columns, dtype) of each array that stores rows of `hidden` numbers.
-
-        The arrays are the values and the scales. `dtype` is the dtype of the rows before they are
-        encoded.
-        """
+        """Returns (columns, dtype) of the values and of the scales of a row of `hidden` numbers."""
         parts = (self.values_shape, self.dtype), (self.scales_shape, self.scale_dtype)
-        return [(shape((hidden,))[0], part) for shape, part in parts]
+        return [(shape_of((hidden,))[0], part_dtype) for shape_of, part_dtype in parts]
 
     def row_bytes(self, hidden: int, dtype: DType) -> int:
-        """Returns the bytes of a stored row of `hidden` numbers, with its scales.
-
-        `dtype` is the row's dtype before it is encoded.
-        """
+        """Returns the bytes of a stored row of `hidden` numbers of `dtype`, with its scales."""
         return _bytes(self.row_parts(hidden, dtype))
 
     @property
     def row_block(self) -> int:
-        """The number of columns in a block; the length of every row must be a multiple of it."""
+        """The number of columns of a block, which divides the length of every row."""
         return self.block[1]
 
     @property
     def relative_error(self) -> float:
-        """The largest relative error, |decoded - number| / |number|, of large numbers.
-
-        These are numbers near the largest magnitude of their block. The relative error of much
-        smaller numbers may be larger.
-        """
+        """The largest |decoded - number| / |number| of numbers near the largest of their block."""
         raise NotImplementedError
 
     def sum_dtype(self, dtype: DType) -> DType:
@@ -144,41 +110,34 @@ class Format:
         return jnp.float32
 
     def encode(self, x: Array) -> tuple[Array, Array]:
-        """Encodes numbers x [..., R, C] as (values, scales).
+        """Encodes numbers x [..., R, C] as (values, scales); scales are finite.
 
-        The scale of a block is finite even if none of its numbers is.
-
-        Raises:
-          ValueError: the shape of x is not of whole blocks.
+        Raises ValueError if x is not of whole blocks.
         """
         raise NotImplementedError
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
         """Decodes (values, scales): returns value times scale, rounded from float32 to `dtype`.
 
-        Raises:
-          ValueError: the shapes of values and scales do not fit each other.
+        Raises ValueError if the shapes of values and scales do not fit each other.
         """
         raise NotImplementedError
 
     @property
     def _axes(self) -> tuple[int, ...]:
-        """The axes along which a block extends in an array that `_in_blocks` has split."""
+        """The axes along which a block extends in the result of `_in_blocks`."""
         return (-1,) if self.block[0] == 1 else (-3, -1)
 
     def _in_blocks(self, x: Array) -> Array:
-        """Splits x [..., R, C] into blocks: [..., R / rows, rows, C / columns, columns].
-
-        If a block has one row, the result is [..., R, C / columns, columns]. Each reshape splits
-        one axis, since JAX supports only such reshapes for arrays sharded over Explicit axes.
-        """
+        """Splits x [..., R, C] to [..., R / rows, rows, C / columns, columns]."""
+        # Each reshape splits one axis, as JAX requires of arrays sharded over Explicit axes.
         rows, columns = self.block
         *lead, width = x.shape
         x = x.reshape(*lead, width // columns, columns)
         return x if rows == 1 else x.reshape(*lead[:-1], lead[-1] // rows, rows, *x.shape[-2:])
 
     def _out_of_blocks(self, blocks: Array) -> Array:
-        """Returns the array [..., R, C] whose blocks are `blocks`: the inverse of `_in_blocks`."""
+        """The inverse of `_in_blocks`."""
         if self.block[0] > 1:
             *lead, count, rows, across, columns = blocks.shape
             blocks = blocks.reshape(*lead, count * rows, across, columns)
@@ -186,11 +145,7 @@ class Format:
         return blocks.reshape(*lead, across * columns)
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
-        """Splits x [..., R, C] into blocks of float32, and finds each block's largest magnitude.
-
-        Returns (blocks, finite, largest): the elements of x in the shape of `_in_blocks`, whether
-        each element is finite, and the largest finite magnitude of each block.
-        """
+        """Returns float32 blocks, where they are finite, and each block's largest finite |x|."""
         self.check_shape("x", x.shape)
         xp = namespace(x)
         blocks = self._in_blocks(x.astype(_FLOAT32))
@@ -209,16 +164,13 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """The format of float8 values whose scale maps a block's largest number to the largest float8.
+    """Float8 values; a scale maps its block's largest number to the largest float8 number.
 
     DeepSeek-V3 uses the same blocks and scales for rows (arXiv:2412.19437, section 3.3.2). NaN and
-    infinities are stored as NaN, and do not affect the other numbers of their block.
-
-    Attributes:
-      power_of_two: whether scales are powers of two. A scale is then the least power of two with
-        which the block's largest number does not overflow.
+    infinities are stored as NaN and do not affect the other numbers of their block.
     """
 
+    # Whether a scale is the least power of two with which its block does not overflow.
     power_of_two: bool = False
 
     @classmethod
@@ -229,17 +181,9 @@ class Float8(Format):
         scale_dtype: DType = jnp.float32,
         power_of_two: bool = False,
     ) -> Float8:
-        """Returns the format of a float8 dtype.
+        """Returns the format of a float8 dtype; scales of float8_e8m0fnu are powers of two.
 
-        Args:
-          dtype: the float8 dtype of the values.
-          block: (rows, columns), the shape of a block.
-          scale_dtype: the dtype of the scales.
-          power_of_two: whether scales are powers of two. Scales of float8_e8m0fnu always are.
-
-        Raises:
-          ValueError: `dtype` is not a float8 dtype for values, `scale_dtype` is not floating, or a
-            block is empty.
+        Raises ValueError if a dtype is not one for values or scales, or if a block is empty.
         """
         dtype, scale_dtype = jnp.dtype(dtype), jnp.dtype(scale_dtype)
         if not jnp.issubdtype(scale_dtype, jnp.floating):
@@ -253,7 +197,6 @@ class Float8(Format):
 
     @property
     def largest(self) -> float:
-        """The largest finite number of the float8 dtype: 448 for float8_e4m3fn."""
         return float(jnp.finfo(self.dtype).max)
 
     @property
@@ -262,26 +205,23 @@ class Float8(Format):
 
     @property
     def scale_of_largest(self) -> float:
-        """The factor by which a block's largest magnitude is multiplied to get the block's scale.
-
-        It is a little less than 1 / `largest`, so that `largest` times the block's scale never
-        rounds to more than the block's largest magnitude.
-        """
+        """The ratio of a block's scale to its largest magnitude."""
+        # A little less than 1 / `largest`, so that `largest` times the scale never rounds to more
+        # than the block's largest magnitude.
         return (1 - 2**-22) / self.largest
 
     @property
     def least_scale(self) -> float:
-        """The least scale, so that no product of a value and a scale is subnormal in float32.
+        """The least scale: no product of a value and a scale is subnormal in float32.
 
-        It is 2^-117 for float8_e4m3fn, or the least normal number of the scales' dtype if that is
-        larger.
+        2^-117 for float8_e4m3fn, or the least normal number of the scales' dtype if that is larger.
         """
         normal = float(jnp.finfo(self.scale_dtype).smallest_normal)
         return max(2.0**-126 / float(jnp.finfo(self.dtype).smallest_subnormal), normal)
 
     @property
     def _most_scale(self) -> float:
-        """The largest number that a scale may be."""
+        """The largest scale; the largest power of two if scales are powers of two."""
         most = float(jnp.finfo(self.scale_dtype).max)
         return 2.0 ** math.floor(math.log2(most)) if self.power_of_two else most
 
@@ -289,13 +229,12 @@ class Float8(Format):
         """Encodes numbers x [..., R, C] as values [..., R, C] and a scale for each block.
 
         Args:
-          x: floating-point numbers, which are converted to float32.
-          divide: if False, a scale is its block's largest magnitude times `scale_of_largest`, but
-            not less than `least_scale`. Numbers are multiplied by 1 / scale, as in kernels. If
-            True, a scale is its block's largest magnitude divided by `largest`, or 1 if the
-            quotient is 0 in `scale_dtype`. Numbers are divided by scales, as in published
-            checkpoints. For JAX arrays, XLA may replace the division by `largest` by a
-            multiplication, so only NumPy arrays give the bits of published checkpoints.
+          x: floating-point numbers.
+          divide: if False, as in kernels: a scale is the block's largest magnitude times
+            `scale_of_largest`, at least `least_scale`, and numbers are multiplied by 1 / scale. If
+            True, as in published checkpoints: a scale is the largest magnitude divided by `largest`
+            (1 if that is 0 in `scale_dtype`), and numbers are divided by it. XLA may divide by
+            `largest` inexactly, so only NumPy arrays give a checkpoint's bits.
 
         Raises:
           ValueError: the shape of x is not of whole blocks.
@@ -330,11 +269,13 @@ class Float8(Format):
         return self._out_of_blocks(values), scales.astype(self.scale_dtype)
 
     def _round_up_to_power(self, scales: Array, largest: Array) -> Array:
+        """Rounds scales up to powers of two with which the blocks' `largest` do not overflow."""
         xp = namespace(scales)
         fraction, exponent = xp.frexp(scales)
+        # The fraction is at least 0.5, and equals 0.5 if the scale is a power of two already.
         scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5).astype(exponent.dtype))
-        # The rounding of float32 may have made `scales` a power of two that is too small. The
-        # block's largest number would then overflow float8, so the scale is doubled.
+        # Rounded to float32, a scale may be too small by one power of two; the block's largest
+        # number would then overflow float8.
         return xp.where(scales * np.float32(self.largest) < largest, 2 * scales, scales)
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
@@ -344,10 +285,7 @@ class Float8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The format of rows that are sent unquantized, in their own dtype.
-
-    It has those methods of `Format` that concern rows, so that code for rows can use either.
-    """
+    """The format of rows that are sent unquantized: the methods of `Format` that concern rows."""
 
     name: ClassVar[str] = "plain"
     quantized: ClassVar[bool] = False
@@ -381,27 +319,34 @@ def _bytes(parts: list[tuple[int, DType]]) -> int:
     return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in parts)
 
 
+class Scaled(NamedTuple):
+    """Quantized rows or matrices: values, and a scale for each block of values."""
+
+    # [R, K] rows, or [L, N, K] matrices, float8; or [L, N, K / 2] uint8, matrices in MXFP4.
+    values: Any
+    # [R, K / 128] or [L, N / 128, K / 128] float32; or [L, N, K / 32] float8_e8m0fnu.
+    scales: Any
+
+
 # ------------------------------------------------------------------------ NumPy and JAX arrays
 
 
 def namespace(*arrays: Array) -> Any:
-    """Returns the module to compute with: `jax.numpy` if any array is a JAX array, else `numpy`."""
+    """Returns the module jax.numpy if any of `arrays` is a JAX array, else numpy."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 def bitcast(x: Array, dtype: DType) -> Array:
-    """Returns x with its bits reinterpreted as another dtype of the same size."""
+    """Returns an array of the bits of x as `dtype`, which is as wide as the dtype of x."""
     if isinstance(x, jax.Array):
         return lax.bitcast_convert_type(x, dtype)
     return np.asarray(x).view(jnp.dtype(dtype))
 
 
 def multiply(numbers: Array, scales: Array) -> Array:
-    """Multiplies float32 numbers by scales of any dtype; returns float32.
-
-    A scale of float8_e8m0fnu may be 2^-127, which is subnormal in float32. The product is right
-    even where hardware flushes subnormal numbers to zero.
-    """
+    """Multiplies float32 numbers by scales of any dtype; returns float32."""
+    # A float8_e8m0fnu scale of 2^-127 is subnormal in float32. The product is right even where
+    # hardware flushes subnormal numbers to zero.
     if scales.dtype != E8M0:
         return numbers * scales.astype(_FLOAT32)
     codes = bitcast(scales, np.uint8).astype(np.int32)
@@ -410,10 +355,8 @@ def multiply(numbers: Array, scales: Array) -> Array:
 
 
 def times_power_of_two(x: Array, exponent: Array) -> Array:
-    """Multiplies float32 x by 2^exponent, where `exponent` is int32 from -128 to 128.
-
-    Multiplies twice, since 2^exponent itself may overflow or be subnormal in float32.
-    """
+    """Multiplies float32 x by 2^exponent, where `exponent` is int32 from -128 to 128."""
+    # 2^exponent itself may overflow or be subnormal in float32.
     half = exponent // 2
     for part in (half, exponent - half):
         x = x * bitcast((part + 127) << 23, np.float32)

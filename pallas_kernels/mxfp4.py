@@ -1,7 +1,7 @@
-"""Implements MXFP4: float4_e2m1 numbers, two in a byte, with a power-of-two scale for every 32.
+"""MXFP4: float4_e2m1 numbers, two in a byte, with a power-of-two scale for every 32.
 
-The Open Compute Project's "Microscaling Formats (MX)", version 1.0, defines the format. The weights
-of GPT-OSS are published in it.
+Defined by the Open Compute Project's "Microscaling Formats (MX)" 1.0. GPT-OSS' weights are
+published in it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pallas_kernels.formats import (
 
 # Entry i is the float4 number with the code i; codes from 8 on are the negative numbers.
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# Between neighbours in _POSITIVE.
 _MIDDLES = (_POSITIVE[:-1] + _POSITIVE[1:]) / 2
 # The largest power of two that float4 represents is 4, with the exponent 2.
 _LARGEST_EXPONENT = 2
@@ -32,11 +33,10 @@ _BIAS, _NAN = 127, 255
 
 @dataclasses.dataclass(frozen=True)
 class MXFloat4(Format):
-    """The format MXFP4 of numbers [..., C]: values [..., C / 2] uint8, scales [..., C / 32] e8m0.
+    """Numbers [..., C] as values [..., C / 2] uint8 and scales [..., C / 32] e8m0.
 
-    A byte of the values has two numbers; the first one is in the lower four bits. float4 has no
-    NaN: if a block of 32 numbers has NaN or an infinity, its scale is NaN, and all of the block
-    decodes to NaN.
+    The first of a byte's two numbers is in its lower four bits. float4 has no NaN: if a block has
+    NaN or an infinity, its scale is NaN, and all of it decodes to NaN.
     """
 
     numbers_per_value: ClassVar[int] = 2
@@ -49,12 +49,8 @@ class MXFloat4(Format):
     def encode(self, x: Array) -> tuple[Array, Array]:
         """Quantizes x [..., C]; returns values [..., C / 2] uint8 and scales [..., C / 32].
 
-        The scale of a block is the largest power of two that is at most a quarter of the block's
-        largest magnitude. Magnitudes above 6 times the scale become 6 times the scale. A number
-        halfway between two float4 numbers becomes the one with the even code.
-
-        Raises:
-          ValueError: the blocks do not divide the last axis of x.
+        A block's scale is the largest power of two that is at most a quarter of the block's largest
+        magnitude. Magnitudes above 6 times the scale saturate; ties round to the even code.
         """
         xp = namespace(x)
         with np.errstate(all="ignore"):
@@ -80,6 +76,7 @@ def _numbers(codes: Array) -> Array:
     """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
     xp = namespace(codes)
     size = codes & 7
+    # The exponent's bias is 1, and float32's 127. Sizes 0 and 1 are the numbers 0 and 0.5.
     normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)
     magnitude = xp.where(size < 2, size.astype(np.float32) / 2, normal)
     return xp.where(codes < 8, magnitude, -magnitude)
@@ -89,10 +86,11 @@ def _codes(numbers: Array) -> Array:
     """Returns the uint8 code of the float4 nearest to each number; in a tie, the even code."""
     xp = namespace(numbers)
     size = xp.abs(numbers)
-    below = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)
-    above = sum((size >= middle).astype(np.uint8) for middle in _MIDDLES)
-    code = xp.where(below % 2 == 0, below, above)
+    # The code if ties are rounded down, and the one if they are rounded up.
+    down = sum((size > middle).astype(np.uint8) for middle in _MIDDLES)
+    up = sum((size >= middle).astype(np.uint8) for middle in _MIDDLES)
+    code = xp.where(down % 2 == 0, down, up)
     return code | (xp.signbit(numbers).astype(np.uint8) << 3)
 
 
-MXFP4 = MXFloat4("mxfp4", np.dtype(np.uint8), E8M0, (1, 32))
+MXFP4 = MXFloat4("mxfp4", dtype=np.dtype(np.uint8), scale_dtype=E8M0, block=(1, 32))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from support import processes
 
-pytest.register_assert_rewrite("support.collectives", "support.contract")
+pytest.register_assert_rewrite(
+    "support.collectives", "support.contract", "support.kernels", "support.stacked"
+)
 
 # Without GPUs, tests run on eight virtual CPU devices.
 _FLAG = "--xla_force_host_platform_device_count"
@@ -18,8 +20,6 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 # number of cores. A kernel on four ranks has more waiting threads than a small machine has cores.
 os.environ.setdefault("NPROC", "32")
 
-processes.take_share_of_gpus(os.environ)
-
 MOST_WORKERS = 8
 
 
@@ -28,13 +28,22 @@ def there_are_gpus() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes runs on CPUs without slow tests compile fast, since compiling takes most of their time.
+    """Takes a share of the GPUs; makes runs on CPUs compile little, and without slow tests fast.
 
-    LLVM then runs only its cheapest passes. With `-m ''`, tests compile as users' programs do,
-    unless JAX_DISABLE_MOST_OPTIMIZATIONS is set, as CI does.
+    Compiling takes most of their time. LLVM then runs only its cheapest passes. With `-m ''`, tests
+    compile as users' programs do, unless JAX_DISABLE_MOST_OPTIMIZATIONS is set, as CI does. What
+    one test compiled, no other test of this or a later run compiles; `--cache-clear` removes it.
     """
-    if config.option.markexpr == "not slow" and not there_are_gpus():
+    # The process that distributes tests runs none. Its workers inherit its environment, in which
+    # the share of one process would look like a share that the user has set.
+    if "PYTEST_XDIST_WORKER" in os.environ or config.getoption("dist", "no") == "no":
+        processes.take_share_of_gpus(os.environ)
+    if there_are_gpus():
+        return
+    if config.option.markexpr == "not slow":
         processes.compile_fast(os.environ)
+    if hasattr(config, "cache"):
+        processes.keep_compiled(os.environ, config.cache.mkdir("compiled"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,8 +65,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with test number JAX_EP_TESTS_FIRST, modulo their number, then runs the others.
 
-    CI, which may not have time for all tests, begins with another one for each commit.
+    CI, which may not have time for all tests, begins with another one for each commit. Raises an
+    error if a module's data is on a device: workers that only collect would need GPU memory.
     """
+    import jax
+
+    if arrays := jax.live_arrays():
+        shapes = sorted({str(array.aval) for array in arrays})
+        raise pytest.UsageError(f"test modules make JAX arrays when they are imported: {shapes}")
     first = int(os.environ.get("JAX_EP_TESTS_FIRST", "0")) % max(len(items), 1)
     items[:] = items[first:] + items[:first]
 
@@ -77,3 +92,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return 0
     cores = len(os.sched_getaffinity(0))
     return min(cores, MOST_WORKERS) if cores > 1 else 0
+
+
+@pytest.fixture
+def exact_matmuls():
+    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
+    import jax
+
+    with jax.default_matmul_precision("float32"):
+        yield

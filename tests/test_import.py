@@ -21,8 +21,8 @@ PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats", "pallas_kernels.mxfp4"}
 PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.matmul", "pallas_kernels.matmul.row_blocks"}
-PLANS |= {"pallas_kernels.matmul.chosen_groups"}
-PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan", "pallas_kernels.routing.order"}
+PLANS |= {"pallas_kernels.matmul.chosen_groups", "pallas_kernels.fabric.requirements"}
+PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan"}
 
 
 @pytest.fixture(scope="module")

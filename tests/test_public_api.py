@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType
 from support.contract import AXIS, assert_bitwise_equal, most_ranks, per_rank
 from support.dense_moe import E, F, H, K, dense, make_params, make_x
+from support.flax_layers import LAYERS, as_dict
 from support.meshes import expert_mesh, mesh
 from support.published import mixtral, publish
 
@@ -50,10 +50,7 @@ def exercises(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def on_ranks(function: Any, *arrays: np.ndarray) -> Any:
-    """Jits `function` on all ranks; each rank gets its entry of the arrays [N, ...].
-
-    The ranks' results are stacked.
-    """
+    """Jits `function` on all ranks; each rank gets its entry of the arrays [N, ...]."""
     return jax.jit(per_rank(function, N))(*arrays)
 
 
@@ -189,36 +186,19 @@ def layer_as_a_function() -> None:
     np.testing.assert_array_equal(metrics.expert_counts, counts)
 
 
-@exercises("linen")
-def layer_of_linen() -> None:
+@exercises("linen", "nnx")
+def layers_of_flax() -> None:
     params, x = make_params(shared=False), make_x()
-    layer = jax_ep.linen.MoE(num_experts=E, num_experts_per_token=K, mlp_dim=F)
-    weights = {name: getattr(params, name) for name in ("wi_0", "wi_1", "wo")}
-    variables = {"params": {"gate": {"kernel": params.gate}, **weights}}
-    with jax.set_mesh(expert_mesh(N)):
-        out, _ = jax.jit(layer.apply)(variables, x)
-    close(out, dense(params, x)[0])
-
-
-@exercises("nnx")
-def layer_of_nnx() -> None:
-    params, x = make_params(shared=False), make_x()
-    sizes = dict(num_experts=E, num_experts_per_token=K)
-    with jax.set_mesh(expert_mesh(N)):
-        layer = jax_ep.nnx.MoE(H, F, **sizes, rngs=flax.nnx.Rngs(0))
-        layer.gate.kernel.set_value(params.gate)
-        for name in ("wi_0", "wi_1", "wo"):
-            getattr(layer, name).set_value(getattr(params, name))
-        out, _ = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
-    close(out, dense(params, x)[0])
+    for kind in LAYERS.values():
+        layer = kind(H, F, num_experts=E, num_experts_per_token=K)
+        with jax.set_mesh(expert_mesh(N)):
+            out, _ = jax.jit(layer)(as_dict(params), x)
+        close(out, dense(params, x)[0])
 
 
 @exercises("placement", "dispatch", "combine")
 def copies_of_experts() -> None:
-    """Rows that are dispatched to slots must reach copies of the experts that were chosen.
-
-    A stand-in for the experts scales each row by a number of the expert that its slot holds.
-    """
+    """Rows that are dispatched to slots must reach copies of the experts that were chosen."""
     load = np.bincount(IDX.ravel(), minlength=E)[None]
     placed = jax_ep.placement.balance(load, num_slots=2 * E, num_ranks=N)
     assert placed.num_copies.max() > 1
@@ -297,6 +277,24 @@ def experts_quantized_once() -> None:
         assert_bitwise_equal(both.transposed.values, np.swapaxes(expected.values, 1, 2))
 
 
+@exercises("init_lora", "merge_lora")
+def low_rank_adapters() -> None:
+    """A layer must compute the same with adapters as with the matrices that they merge into."""
+    shapes = {"gate": (H, E), "wi_0": (E, H, 32), "wi_1": (E, H, 32), "wo": (E, 32, H)}
+    arrays = {n: RNG.standard_normal(s).astype(np.float32) / 4 for n, s in shapes.items()}
+    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K, lora_scale=0.5)
+    plain = jax.tree.map(jnp.asarray, jax_ep.MoEParams(**arrays))
+    params = jax_ep.init_lora(plain, 4, jax.random.key(0))
+    params = params._replace(wo_lora_b=jnp.ones_like(params.wo_lora_b))
+    x = RNG.standard_normal((8 * N, H)).astype(np.float32)
+    with jax.set_mesh(expert_mesh(N)):
+        got, _ = jax_ep.moe_layer(params, x, config)
+        want, _ = jax_ep.moe_layer(jax_ep.merge_lora(params, 0.5), x, config)
+        before, _ = jax_ep.moe_layer(plain, x, config)
+    close(got, want)
+    assert np.abs(got - before).max() > 0.1
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_eight_ranks(name, monkeypatch):
     names, check = CHECKS[name]
@@ -371,10 +369,7 @@ def _explicit_operands() -> dict[str, jax.Array]:
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("name", ON_EXPLICIT_AXES)
 def test_one_rank_of_an_explicit_mesh(name, wrap):
-    """On an explicit mesh, functions of one rank must accept replicated operands.
-
-    Results and gradients must be those without a mesh.
-    """
+    """On an explicit mesh, functions of one rank must accept replicated operands."""
 
     def both(operands):
         floats = {k: v for k, v in operands.items() if v.dtype == jnp.float32}

@@ -20,11 +20,6 @@ PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
 
 
-def test_there_is_a_shard_map_example_and_a_flax_one():
-    assert len(PROGRAMS) == 2
-    assert "jax.shard_map" in PROGRAMS[0] and "flax" in PROGRAMS[1]
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(

@@ -24,43 +24,25 @@ def _dispatch(**options):
     return reference.dispatch(X, TOPK_IDX, num_experts=4, **options)
 
 
-def _check(
-    result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts=None
-):
+def _check(result, tokens, sizes, counts, needed, dropped=(0, 0)):
     """Asserts that the result of a dispatch on one rank has the given fields.
 
     `tokens` is column 0 of the received rows; column 1 must be ten times as large.
     """
-    if dropped_counts is not None:
-        np.testing.assert_array_equal(result.dropped_counts, dropped_counts)
-    assert result.dropped_counts.sum() == num_dropped
     first = np.array(tokens, np.float32)
     np.testing.assert_array_equal(result.tokens, np.stack([first, 10 * first], axis=1))
-    np.testing.assert_array_equal(result.group_sizes, group_sizes)
-    np.testing.assert_array_equal(result.expert_counts, expert_counts)
+    np.testing.assert_array_equal(result.group_sizes, sizes)
+    np.testing.assert_array_equal(result.expert_counts, counts)
+    np.testing.assert_array_equal(result.dropped_counts, dropped)
     assert result.group_sizes.dtype == result.expert_counts.dtype == np.int32
-    assert (result.num_dropped, result.rows_needed) == (num_dropped, rows_needed)
+    assert (result.num_dropped, result.rows_needed) == (sum(dropped), needed)
 
 
 def test_rows_stand_by_expert_then_source_then_token_then_choice():
     first, second = _dispatch(capacity=8)
-    _check(
-        first,
-        # Expert 0 has the first five rows, expert 1 the next two.
-        tokens=[1, 2, 4, 5, 5, 2, 3, 0],
-        group_sizes=[5, 2],
-        expert_counts=[5, 2],
-        num_dropped=0,
-        rows_needed=7,
-    )
-    _check(
-        second,
-        tokens=[1, 4, 0, 0, 0, 0, 0, 0],
-        group_sizes=[1, 1],
-        expert_counts=[1, 1],
-        num_dropped=0,
-        rows_needed=2,
-    )
+    # Expert 0 has the first five rows, expert 1 the next two.
+    _check(first, [1, 2, 4, 5, 5, 2, 3, 0], sizes=[5, 2], counts=[5, 2], needed=7)
+    _check(second, [1, 4, 0, 0, 0, 0, 0, 0], sizes=[1, 1], counts=[1, 1], needed=2)
 
 
 def test_routes_name_the_row_of_every_pair():
@@ -73,96 +55,40 @@ def test_routes_name_the_row_of_every_pair():
 
 def test_alignment_pads_blocks_and_counts_the_padding():
     first, second = _dispatch(capacity=12, expert_alignment=4)
-    _check(
-        first,
-        tokens=[1, 2, 4, 5, 5, 0, 0, 0, 2, 3, 0, 0],
-        group_sizes=[8, 4],
-        expert_counts=[5, 2],
-        num_dropped=0,
-        rows_needed=12,
-    )
-    _check(
-        second,
-        tokens=[1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0],
-        group_sizes=[4, 4],
-        expert_counts=[1, 1],
-        num_dropped=0,
-        rows_needed=8,
-    )
+    rows = [1, 2, 4, 5, 5, 0, 0, 0, 2, 3, 0, 0]
+    _check(first, rows, sizes=[8, 4], counts=[5, 2], needed=12)
+    _check(second, [1, 0, 0, 0, 4, *[0] * 7], sizes=[4, 4], counts=[1, 1], needed=8)
 
 
 def test_overflow_drops_the_last_rows_and_clips_the_blocks():
     first, second = _dispatch(capacity=6, expert_alignment=4)
-    _check(
-        first,
-        # Expert 1 has no rows, since its block would begin at row 8, past the end of the buffer.
-        tokens=[1, 2, 4, 5, 5, 0],
-        group_sizes=[6, 0],
-        expert_counts=[5, 0],
-        num_dropped=2,
-        rows_needed=12,
-    )
-    _check(
-        second,
-        tokens=[1, 0, 0, 0, 4, 0],
-        group_sizes=[4, 2],
-        expert_counts=[1, 1],
-        num_dropped=0,
-        rows_needed=8,
-    )
+    # Expert 1 has no rows, since its block would begin at row 8, past the end of the buffer.
+    rows = [1, 2, 4, 5, 5, 0]
+    _check(first, rows, sizes=[6, 0], counts=[5, 0], needed=12, dropped=[0, 2])
+    _check(second, [1, 0, 0, 0, 4, 0], sizes=[4, 2], counts=[1, 1], needed=8)
     np.testing.assert_array_equal(first.routes.rows, [[0, 0], [-1, 1], [-1, -1]])
 
 
 def test_fair_overflow_takes_from_the_experts_with_most_rows():
     """Rows must be dropped from the experts with most rows: rank 0 gets 5 + 2 rows and has 5."""
     first, second = _dispatch(capacity=5, overflow="fair")
-    _check(
-        first,
-        # The quota is 3: three rows of expert 0 are kept, and both of expert 1.
-        tokens=[1, 2, 4, 2, 3],
-        group_sizes=[3, 2],
-        expert_counts=[3, 2],
-        num_dropped=2,
-        rows_needed=7,
-        dropped_counts=[2, 0],
-    )
-    _check(
-        second,
-        tokens=[1, 4, 0, 0, 0],
-        group_sizes=[1, 1],
-        expert_counts=[1, 1],
-        num_dropped=0,
-        rows_needed=2,
-    )
+    # The quota is 3: three rows of expert 0 are kept, and both of expert 1.
+    _check(first, [1, 2, 4, 2, 3], sizes=[3, 2], counts=[3, 2], needed=7, dropped=[2, 0])
+    _check(second, [1, 4, 0, 0, 0], sizes=[1, 1], counts=[1, 1], needed=2)
     np.testing.assert_array_equal(first.routes.rows, [[0, 0], [3, 1], [-1, 4]])
     np.testing.assert_array_equal(second.routes.rows, [[1, 2], [-1, -1], [-1, -1]])
 
 
 def test_fair_overflow_counts_padding():
     first, _ = _dispatch(capacity=11, expert_alignment=4, overflow="fair")
-    _check(
-        first,
-        tokens=[1, 2, 4, 5, 2, 3, 0, 0, 0, 0, 0],
-        # Expert 0 keeps four rows. With a fifth one, its block would be padded to eight rows, and
-        # the blocks of both experts would not fit.
-        group_sizes=[4, 4],
-        expert_counts=[4, 2],
-        num_dropped=1,
-        rows_needed=12,
-        dropped_counts=[1, 0],
-    )
-    none, _ = _dispatch(capacity=7, expert_alignment=4, overflow="fair")
+    # Expert 0 keeps four rows. With a fifth one, its block would be padded to eight rows, and the
+    # blocks of both experts would not fit.
+    rows = [1, 2, 4, 5, 2, 3, 0, 0, 0, 0, 0]
+    _check(first, rows, sizes=[4, 4], counts=[4, 2], needed=12, dropped=[1, 0])
     # No row is kept: one row for each of the two experts would need two blocks of four rows, more
     # than the capacity.
-    _check(
-        none,
-        tokens=[0] * 7,
-        group_sizes=[0, 0],
-        expert_counts=[0, 0],
-        num_dropped=7,
-        rows_needed=12,
-        dropped_counts=[5, 2],
-    )
+    none, _ = _dispatch(capacity=7, expert_alignment=4, overflow="fair")
+    _check(none, [0] * 7, sizes=[0, 0], counts=[0, 0], needed=12, dropped=[5, 2])
 
 
 def test_unsigned_choices_with_a_host_capacity():
@@ -176,20 +102,10 @@ def test_unsigned_choices_with_a_host_capacity():
 
 
 def test_past_a_host_capacity_a_token_has_no_choices_on_the_host():
-    """A token past the host capacity must have no choice on that host: here rank 1's second token.
-
-    Rank 1 may send one token to the other host, but two of its tokens have choices there.
-    """
+    """A token past the host capacity must have no choice there: rank 1's second token."""
     first, second = _dispatch(capacity=8, num_hosts=2, host_capacity=1)
-    _check(
-        first,
-        tokens=[1, 2, 4, 2, 3, 0, 0, 0],
-        group_sizes=[3, 2],
-        expert_counts=[3, 2],
-        num_dropped=2,
-        rows_needed=5,
-        dropped_counts=[2, 0],
-    )
+    rows = [1, 2, 4, 2, 3, 0, 0, 0]
+    _check(first, rows, sizes=[3, 2], counts=[3, 2], needed=5, dropped=[2, 0])
     np.testing.assert_array_equal(second.tokens[:3, 0], [1, 4, 0])
     np.testing.assert_array_equal(second.routes.rows, [[1, 2], [-1, -1], [-1, -1]])
     for one, other in zip(_dispatch(num_hosts=2, host_capacity=2), _dispatch(), strict=True):
@@ -211,33 +127,15 @@ def test_the_fair_quota_is_the_largest_that_fits():
 
 def test_capacity_of_one_row():
     first, second = _dispatch(capacity=1)
-    _check(
-        first, tokens=[1], group_sizes=[1, 0], expert_counts=[1, 0], num_dropped=6, rows_needed=7
-    )
-    _check(
-        second, tokens=[1], group_sizes=[1, 0], expert_counts=[1, 0], num_dropped=1, rows_needed=2
-    )
+    _check(first, [1], sizes=[1, 0], counts=[1, 0], needed=7, dropped=[4, 2])
+    _check(second, [1], sizes=[1, 0], counts=[1, 0], needed=2, dropped=[0, 1])
 
 
 def test_empty_experts_have_no_rows_and_ids_out_of_range_are_none():
     idx = [np.array([[3, 4], [-7, 3], [99, -1]], np.int32), np.full((3, 2), -1, np.int32)]
     first, second = reference.dispatch(X, idx, num_experts=4, capacity=4, expert_alignment=2)
-    _check(
-        first,
-        tokens=[0, 0, 0, 0],
-        group_sizes=[0, 0],
-        expert_counts=[0, 0],
-        num_dropped=0,
-        rows_needed=0,
-    )
-    _check(
-        second,
-        tokens=[1, 2, 0, 0],
-        group_sizes=[0, 2],
-        expert_counts=[0, 2],
-        num_dropped=0,
-        rows_needed=2,
-    )
+    _check(first, [0, 0, 0, 0], sizes=[0, 0], counts=[0, 0], needed=0)
+    _check(second, [1, 2, 0, 0], sizes=[0, 2], counts=[0, 2], needed=2)
 
 
 def test_dropless_capacity_is_enough_for_the_worst_routing():
@@ -329,6 +227,8 @@ def test_top_k_routing_softmax():
     np.testing.assert_allclose(routing.probs, np.exp(logits))
     routing = reference.top_k_routing(logits, 2, normalize=False, scale=10.0)
     np.testing.assert_allclose(routing.topk_weights, np.array([[4, 3], [2.5, 2.5]]))
+    routing = reference.top_k_routing(logits, 2, normalize_epsilon=0.3)
+    np.testing.assert_allclose(routing.topk_weights, np.array([[0.4, 0.3], [0.3125, 0.3125]]))
 
 
 def test_the_bias_steers_the_choice_and_never_the_weight():
@@ -340,6 +240,10 @@ def test_the_bias_steers_the_choice_and_never_the_weight():
     np.testing.assert_array_equal(routing.topk_idx, [[0, 2]])
     np.testing.assert_allclose(routing.topk_weights, [[0.8, 0.2]])
     np.testing.assert_allclose(routing.probs, scores)
+    # Scores differ by 0.1 and logits by 2, so a bias of 1 changes only the choice by scores.
+    for choose_by, expert in (("score", 1), ("logit", 0)):
+        options: dict = dict(score="sigmoid", bias=np.array([0.0, 1.0]), choose_by=choose_by)
+        assert reference.top_k_routing(np.array([[4.0, 2.0]]), 1, **options).topk_idx == expert
 
 
 def test_groups_are_ranked_by_their_two_best():
@@ -352,6 +256,10 @@ def test_groups_are_ranked_by_their_two_best():
     np.testing.assert_array_equal(routing.topk_idx, [[3, 4]])
     routing = reference.top_k_routing(logits, 2, score="sigmoid", num_groups=3, groups_kept=2)
     np.testing.assert_array_equal(routing.topk_idx, [[0, 3]])
+    # The first group has the best expert.
+    options: dict = dict(num_groups=3, groups_kept=1, group_score="max")
+    routing = reference.top_k_routing(logits, 2, score="sigmoid", **options)
+    np.testing.assert_array_equal(routing.topk_idx, [[0, 1]])
     with pytest.raises(ValueError, match="score"):
         reference.top_k_routing(logits, 2, score="argmax")
 
@@ -403,10 +311,7 @@ def test_the_layer_equals_dispatch_experts_combine():
 
 
 def test_float8_numbers_are_those_of_the_formats():
-    """The reference's float8 must equal `Float8` bit for bit, at any magnitude and around NaN.
-
-    A NaN makes only its own element NaN, not its block.
-    """
+    """The reference's float8 must equal `Float8` bit for bit, at any magnitude and around NaN."""
     rng = np.random.default_rng(0)
     for factor in (0, 1e-40, 1e-30, 1, 1e30):
         x = rng.standard_normal((2, 256, 384)) * np.exp(3 * rng.standard_normal((2, 256, 1)))

@@ -13,82 +13,71 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 
 # Modules without a test file of their own name, and the files that test them.
 ELSEWHERE = {
-    # The tests of each bench command cover its helper modules.
-    "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/exchange_model.py": "tests/bench/test_estimate.py",
-    "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
+    # Benchmarks share tests, which run the commands.
+    "jax_ep/bench/estimate.py": "tests/bench/test_commands.py",
+    "jax_ep/bench/matmul_baselines.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
-    "jax_ep/bench/measuring.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/report.py": "tests/bench/test_commands.py",
+    "jax_ep/bench/runner.py": "tests/bench/test_commands.py",
+    "jax_ep/bench/suite.py": "tests/bench/test_commands.py",
+    "jax_ep/bench/decode.py": "tests/bench/test_commands.py",
     "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/report.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/timing.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/torch_grouped_mm.py": "tests/bench/test_matmul_torch.py",
     # All implementations of a collective, an exchange or a matmul share the tests of their API.
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
-    "jax_ep/collectives/problem.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
-    # Whether collectives run as kernels depends mostly on whether the GPUs share memory.
-    "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
-    "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
-    "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",
-    "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
-    "jax_ep/exchange/selection.py": "tests/exchange/test_pallas.py",
-    "jax_ep/exchange/rows.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
+    "jax_ep/exchange/workspace.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
     "jax_ep/matmul/gating.py": "tests/matmul/test_unquantized.py",
-    "jax_ep/matmul/groups.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
-    "jax_ep/matmul/weight_only_pallas.py": "tests/matmul/test_weight_only.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/primitives.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
+    # A block is found by what its config.json says.
+    "jax_ep/checkpoints/config.py": "tests/checkpoints/test_block.py",
+    # The examples run the models whole, in one process and in several.
+    "jax_ep/models/launch.py": "tests/test_examples.py",
+    "jax_ep/models/published.py": "tests/checkpoints/test_transformers.py",
     # The tests of `info` check the versions that it prints.
     "jax_ep/version.py": "tests/cli/test_info.py",
-    # These modules find out what a machine supports, and are tested together.
+    # Tests of the exchange make the objects through which ranks communicate.
     "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
-    "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
-    "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
+    # The road of a call of the layer.
+    "jax_ep/moe/call_checks.py": "tests/moe/test_layer.py",
+    "jax_ep/moe/held_experts.py": "tests/moe/test_expert_matmuls.py",
+    "jax_ep/moe/rank.py": "tests/moe/test_layer.py",
     # Kernels in one table share tests; float8 kernels are tested with their operands'
     # quantization.
-    "pallas_kernels/matmul/packed.py": "tests/kernels/matmul/test_quantize.py",
     "pallas_kernels/matmul/quantized_tiles.py": "tests/kernels/matmul/test_quantize.py",
     "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
-    "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
+    "pallas_kernels/collectives/with_signals.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce_rms_norm.py": (
         "tests/kernels/collectives/test_collectives.py"
     ),
-    "pallas_kernels/collectives/all_to_all.py": "tests/kernels/collectives/test_collectives.py",
-    "pallas_kernels/collectives/reduce_scatter.py": "tests/kernels/collectives/test_collectives.py",
     # These are parts of kernels, tested by running a kernel.
     "pallas_kernels/matmul/register_tiles.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/matmul/tensor_cores.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/tiles.py": "tests/kernels/collectives/test_collectives.py",
-    "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
+    "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/low_latency_combine_grad.py": (
-        "tests/kernels/exchange/test_low_latency.py"
-    ),
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
-    "pallas_kernels/exchange/windows.py": "tests/kernels/exchange/test_combine.py",
+    "pallas_kernels/fabric/compiler.py": "tests/kernels/fabric/test_mosaic.py",
+    "pallas_kernels/fabric/requirements.py": "tests/kernels/fabric/test_mosaic.py",
     "pallas_kernels/fabric/float8.py": "tests/kernels/exchange/test_quantized_rows.py",
     "pallas_kernels/fabric/memory_map.py": "tests/kernels/fabric/test_symmetric.py",
     "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
-    "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",
-    "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
     "pallas_kernels/matmul/float8_drhs.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
+    "pallas_kernels/matmul/mxfp4_matmul.py": "tests/kernels/matmul/test_decoder.py",
     "pallas_kernels/matmul/store.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/matmul/warp_products.py": "tests/kernels/matmul/test_decoder.py",
     "pallas_kernels/routing/plan.py": "tests/kernels/routing/test_top_k.py",
@@ -152,10 +141,7 @@ def test_rooms_import_each_other_one_way():
 
 
 def module_of(name: str) -> str | None:
-    """Returns the module of this repository's packages that an imported name is in, or None.
-
-    A package is no module here.
-    """
+    """Returns the module of this repository's packages that an imported name is in, or None."""
     parts = name.split(".")
     for length in (len(parts), len(parts) - 1):
         path = REPOSITORY.joinpath(*parts[:length]).with_suffix(".py")

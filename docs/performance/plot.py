@@ -21,19 +21,28 @@ PLOTS = HERE.parent / "_static" / "performance"
 
 # From the palette of Okabe and Ito, which color-blind readers can tell apart.
 COLORS = {"blue": "#0072B2", "light blue": "#56B4E9", "orange": "#E69F00", "gray": "#8C8C8C"}
+# A plot has no background, and text that can be read on a light page and on a dark one.
+TEXT = "#787878"
 STYLE = {
+    "axes.edgecolor": TEXT,
+    "axes.facecolor": "none",
+    "axes.labelcolor": TEXT,
     "axes.axisbelow": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
-    "figure.facecolor": "white",
+    "figure.facecolor": "none",
     "font.sans-serif": ["DejaVu Sans", "Arial"],
     "font.size": 9,
     "grid.alpha": 0.3,
-    "savefig.facecolor": "white",
+    "grid.color": TEXT,
+    "savefig.facecolor": "none",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "jax_ep",
+    "text.color": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
 }
 WIDTH = 8.6  # inches
 BAR = 0.19  # inches, the height of a bar with its share of the space between bars
@@ -131,7 +140,7 @@ def _panel(axis: Any, panel: dict[str, Any]) -> float:
             ends.append(start)
     if bound := panel.get("bound"):
         value = bound["value"]
-        axis.axvline(value, color="black", linestyle="--", linewidth=1, label=bound["label"])
+        axis.axvline(value, color=TEXT, linestyle="--", linewidth=1, label=bound["label"])
         _label(axis, str(value), value, len(rows) - 0.42)
     axis.set_yticks(range(len(rows)), rows)
     axis.set_ylim(len(rows) - (0.2 if bound else 0.5), -0.5)
@@ -159,7 +168,8 @@ def _lines(plot: dict[str, Any]) -> Any:
             linewidth=3 / (1 + 2 * number),
             label=f"{one['name']}, last 100 steps: {one['last']}",
         )
-    axis.set(xlabel=plot["x_label"], ylabel=plot["y_label"], yscale="log")
+    # The label of the y axis stands above it, since it may be longer than the axis.
+    axis.set(xlabel=plot["x_label"], title=plot["y_label"], yscale="log")
     axis.set_xlim(0, len(plot["lines"][0]["values"]) * steps)
     axis.set_yticks(plot["y_ticks"], map(str, plot["y_ticks"]))
     axis.minorticks_off()

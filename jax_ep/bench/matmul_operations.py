@@ -1,42 +1,32 @@
-"""Defines the operations that `bench matmul` times, their sizes and operands, and result checks."""
+"""The operations that `bench matmul` times: sizes, operands, programs in each dtype, and checks."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.formats import QuantizedArray
+from jax_ep.matmul import float8, xla
 from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.float8 import QuantizedMatrices
+from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
 # The operations that consist of two matrix products. Their yardstick, a dense matmul, is a single
 # product.
 OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
 
-# Maps the operands' dtype to the largest allowed relative error of a group's result: the norm of
-# its difference from a float32 result, divided by the norm of the float32 result.
-LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """The sizes of a grouped matmul: rows [num_rows, hidden] by num_groups matrices [hidden, mlp].
 
-    Attributes:
-      name: the name of the case.
-      num_rows: R, the number of rows.
-      hidden: H, the length of a row.
-      mlp: F, the number of columns of a matrix.
-      num_groups: L, the number of groups, each of which has a matrix.
-      live: the number of rows that belong to groups. They come first; all later rows are unused.
-      slow: whether the slow backends "xla" and "loop" are timed, too.
+    The first `live` rows belong to groups. If `slow`, the slow backend "xla" is timed, too.
     """
 
     name: str
@@ -67,24 +57,14 @@ CASES = (
     Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
 )
 # The cases that are measured on CPUs.
-SMALL_CASES = (
-    Case("small", 256, 64, 128, 4, 200, slow=True),
-    Case("small, wide", 64, 128, 64, 2, 64, slow=True),
-    Case("small, whole blocks", 96, 256, 128, 3, 80, slow=True),
-)
+SMALL_CASES = (Case("small", 96, 256, 128, 3, 80, slow=True),)
 
 
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """The operands of all operations, as JAX or NumPy arrays.
+class Operands(NamedTuple):
+    """The operands of all operations, for R rows in L groups.
 
-    Attributes:
-      lhs: [R, H], R rows, ordered by group.
-      rhs: [L, H, F], a matrix [H, F] for each of the L groups.
-      grad: [R, F], the cotangent of the product lhs @ rhs.
-      rhs_1: [L, H, F], the matrices of the second product in "gated" and "sum_of_dlhs".
-      grad_1: [R, F], the cotangent of the second product.
-      group_sizes: [L] int32, the number of rows of each group.
+    lhs is [R, H], rhs and rhs_1 are [L, H, F], and grad and grad_1, the cotangents of their
+    products, are [R, F].
     """
 
     lhs: Any
@@ -95,66 +75,29 @@ class Operands:
     group_sizes: Any
 
 
-jax.tree_util.register_dataclass(
-    Operands, [field.name for field in dataclasses.fields(Operands)], []
-)
-Function = Callable[[Operands], jax.Array]
+class Float8Operands(NamedTuple):
+    """The operands of all operations, quantized to float8.
 
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def operation(backend: Backend, op: str) -> Function:
-    """Returns the function that computes the operation `op`, one of OPERATIONS, with a backend.
-
-    The function takes `Operands`. For "gated", it returns only swiglu(lhs @ rhs, lhs @ rhs_1),
-    although the backend also returns the two products.
+    `rows` are lhs, grad and grad_1; `matrices` rhs and rhs_1, as they are and transposed;
+    `transposed` lhs and grad, transposed for "drhs", in whose rows `groups` are the blocks.
     """
-    functions: dict[str, Function] = {
-        "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
-        "gated": lambda o: backend.gated_product(
-            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, swiglu, False
-        )[0],
-        "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
-        "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
-        "sum_of_dlhs": lambda o: backend.sum_of_products(
-            [(o.grad, o.rhs), (o.grad_1, o.rhs_1)], o.group_sizes, transpose_rhs=True
-        ),
-    }
-    return functions[op]
+
+    rows: tuple[QuantizedArray, QuantizedArray, QuantizedArray]
+    matrices: tuple[QuantizedMatrices, QuantizedMatrices]
+    transposed: tuple[TransposedRows, TransposedRows]
+    groups: Any
+    group_sizes: Any
 
 
-def dense_operation(operation: str) -> Function:
-    """Returns the dense matmul whose speed is the yardstick for the grouped `operation`.
-
-    The function takes `Operands` and treats all rows as a single group: it multiplies lhs or grad
-    by the matrix of the first group or, for "drhs", lhs.T by grad. Of the two products of "gated"
-    and "sum_of_dlhs", it computes only one.
-    """
-    return {
-        "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
-        "gated": lambda o: jnp.dot(o.lhs, o.rhs[0]),
-        "dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),
-        "drhs": lambda o: jnp.dot(o.lhs.T, o.grad),
-        "sum_of_dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),
-    }[operation]
-
-
-def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
-    """Draws the operands of a case from a normal distribution, with groups of random sizes.
-
-    Every array has a leading axis of length 1, because a `Loop` takes arrays with a leading axis of
-    ranks. Each of the first `case.live` rows belongs to a group, and all groups are equally likely.
-    """
-    sizes = np.random.default_rng(seed).multinomial(
-        case.live, np.full(case.num_groups, 1 / case.num_groups)
-    )
+def random_operands(case: Case, dtype: Any = jnp.bfloat16) -> Operands:
+    """Draws operands, with groups of random sizes and a leading axis of one rank."""
+    equal = np.full(case.num_groups, 1 / case.num_groups)
+    sizes = np.random.default_rng(0).multinomial(case.live, equal)
     shape_of_rhs = (case.num_groups, case.hidden, case.mlp)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
     def array(stream: int, *shape: int) -> jax.Array:
-        return normal(jax.random.key(8 * seed + stream), (1, *shape), dtype)
+        return normal(jax.random.key(stream), (1, *shape), dtype)
 
     return Operands(
         lhs=array(0, case.num_rows, case.hidden),
@@ -166,81 +109,132 @@ def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
     )
 
 
-def small_operands(dtype: Any) -> Iterator[Operands]:
-    """Yields small NumPy operands, to check operations on empty, large and oddly sized groups.
+@jax.jit
+def quantized(operands: Operands) -> Float8Operands:
+    """Quantizes operands; all arrays have a leading axis of one rank."""
+    o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
+    blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
+    rows, matrices = float8.quantize_rows, float8.quantize_matrices
+    found = Float8Operands(
+        rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
+        matrices=(matrices(o.rhs), matrices(o.rhs_1)),
+        transposed=(
+            float8.transpose_rows(o.lhs, blocks)[1],
+            float8.transpose_rows(o.grad, blocks)[1],
+        ),
+        groups=groups,
+        group_sizes=o.group_sizes,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], found)
 
-    Rows past the last group are NaN. Each run of the program draws other random numbers.
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
+    """Returns the function that computes the operation `op` with a backend."""
+    functions: dict[str, Callable[[Operands], jax.Array]] = {
+        "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
+        "gated": lambda o: backend.gated_product(
+            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, swiglu, keep=False
+        )[0],
+        "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
+        "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
+        "sum_of_dlhs": lambda o: backend.sum_of_products(
+            [(o.grad, o.rhs), (o.grad_1, o.rhs_1)], o.group_sizes, transpose_rhs=True
+        ),
+    }
+    return functions[op]
+
+
+def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands], Any]:
+    """Returns the function that computes the operation `op` in float8."""
+    product = functools.partial(
+        float8.product_of_float8, dtype=jnp.bfloat16, implementation=implementation
+    )
+
+    def gated(o: Float8Operands) -> Any:
+        gate, up = (each.transposed for each in o.matrices)
+        return float8.gated_product_of_float8(
+            o.rows[0],
+            (gate, up),
+            o.group_sizes,
+            swiglu,
+            keep=False,
+            implementation=implementation,
+        )[0]
+
+    def drhs(o: Float8Operands) -> Any:
+        lhs, grad = o.transposed
+        return float8.drhs_of_each(lhs, [grad], o.groups, jnp.bfloat16, implementation)[0]
+
+    def sum_of_dlhs(o: Float8Operands) -> Any:
+        matrices = (each.matrices for each in o.matrices)
+        return product(list(zip(o.rows[1:], matrices, strict=True)), o.group_sizes)
+
+    functions: dict[str, Callable[[Float8Operands], Any]] = {
+        "product": lambda o: product([(o.rows[0], o.matrices[0].transposed)], o.group_sizes),
+        "gated": gated,
+        "dlhs": lambda o: product([(o.rows[1], o.matrices[0].matrices)], o.group_sizes),
+        "drhs": drhs,
+        "sum_of_dlhs": sum_of_dlhs,
+    }
+    return functions[op]
+
+
+def dense_operation(op: str, matmul_dtype: str) -> Callable[[Any], jax.Array]:
+    """Returns XLA's dense matmul of as many rows, of one product, that is `op`'s yardstick."""
+
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        dims = (((1,), (1,)), ((), ()))
+        return lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.bfloat16)
+
+    def plain(o: Operands) -> jax.Array:
+        if op == "drhs":
+            return jnp.dot(o.lhs.T, o.grad)
+        if op in ("dlhs", "sum_of_dlhs"):
+            return jnp.dot(o.grad, o.rhs[0].T)
+        return jnp.dot(o.lhs, o.rhs[0])
+
+    def of_float8(o: Float8Operands) -> jax.Array:
+        if op == "drhs":
+            return dot(o.transposed[0].values, o.transposed[1].values)
+        if op in ("dlhs", "sum_of_dlhs"):
+            return dot(o.rows[1].values, o.matrices[0].matrices.values[0])
+        return dot(o.rows[0].values, o.matrices[0].transposed.values[0])
+
+    return plain if matmul_dtype == "none" else of_float8
+
+
+def group_in_float32(op: str, operands: Operands, group: int) -> tuple[jax.Array, slice]:
+    """Computes an operation for one group by XLA in float32; also returns the group's rows.
+
+    Operands and result have a leading axis of one rank.
     """
-    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-    # Only three shapes are used, because every operation is compiled anew for each shape. In the
-    # first and the last, `hidden` and `mlp` are multiples of 128, as float8 needs.
-    for num_rows, sizes, hidden, mlp in (
-        (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
-        (768, np.array([0, 1, 640, 0, 7, 0]), 192, 64),
-        (64, np.zeros(3, int), 128, 128),
-    ):
+    sizes = np.asarray(operands.group_sizes[0])
+    end = int(sizes[: group + 1].sum())
+    rows = slice(end - int(sizes[group]), end)
+    groups, o = slice(group, group + 1), operands
 
-        def array(*shape: int, first_nan: int | None = None) -> Any:
-            values = rng.standard_normal(shape)
-            if first_nan is not None:
-                values[first_nan:] = np.nan
-            return values.astype(dtype)
+    def part(x: jax.Array, index: slice) -> jax.Array:
+        return x[0, index].astype(jnp.float32)
 
-        live, matrices = int(sizes.sum()), (len(sizes), hidden, mlp)
-        yield Operands(
-            lhs=array(num_rows, hidden, first_nan=live),
-            rhs=array(*matrices),
-            grad=array(num_rows, mlp, first_nan=live),
-            rhs_1=array(*matrices),
-            grad_1=array(num_rows, mlp, first_nan=live),
-            group_sizes=sizes.astype(np.int32),
-        )
+    of_group = Operands(
+        lhs=part(o.lhs, rows),
+        rhs=part(o.rhs, groups),
+        grad=part(o.grad, rows),
+        rhs_1=part(o.rhs_1, groups),
+        grad_1=part(o.grad_1, rows),
+        group_sizes=o.group_sizes[0, groups],
+    )
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(operation(xla.BACKEND, op))(of_group)[None], rows
 
 
-def check_groups(
-    op: str, operands: Operands, out: Any, groups: Iterable[int], limit: float | None = None
-) -> None:
-    """Raises AssertionError unless the result of an operation is right for some of the groups.
-
-    The part of the result that belongs to a group is compared with a result in float32, which NumPy
-    computes if the operands are NumPy arrays, and else JAX. Except for "drhs", rows of the result
-    past the last group must be zero.
-
-    Args:
-      op: the operation, one of OPERATIONS.
-      operands: its operands.
-      out: its result.
-      groups: the numbers of the groups to check.
-      limit: the largest allowed relative error (in norm) of a group. None: the one that LIMITS has
-        for the operands' dtype.
-    """
-    o, limit = operands, LIMITS[operands.lhs.dtype.name] if limit is None else limit
-    on_host = isinstance(o.lhs, np.ndarray)
-    dot = np.matmul if on_host else functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
-    ends = np.cumsum(np.asarray(o.group_sizes))
-    if op != "drhs":
-        assert not bool((out[ends[-1] :] != 0).any()), "rows past the last group are not zero"
-    for group in groups:
-        rows = slice(int(ends[group] - o.group_sizes[group]), int(ends[group]))
-        x, g, g_1 = (array[rows].astype(np.float32) for array in (o.lhs, o.grad, o.grad_1))
-        w, w_1 = (array[group].astype(np.float32) for array in (o.rhs, o.rhs_1))
-        want = np.asarray(_of_group(op, dot, x, w, g, w_1, g_1))
-        got = np.asarray(out[group] if op == "drhs" else out[rows]).astype(np.float32)
-        error = float(np.linalg.norm(got - want) / np.maximum(np.linalg.norm(want), 1e-30))
-        assert error < limit, f"group {group} is off by {error:.1e} of its norm, not {limit:g}"
-
-
-def _of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
-    """Computes the right result of the operation `op` for one group, with the matmul `dot`.
-
-    x, g and g_1 are the group's rows of lhs, grad and grad_1. w and w_1 are the group's matrices in
-    rhs and rhs_1.
-    """
-    if op == "product":
-        return dot(x, w)
-    if op == "gated":
-        return swiglu(dot(x, w), dot(x, w_1))
-    if op == "drhs":
-        return dot(x.T, g)
-    dlhs = dot(g, w.T)
-    return dlhs if op == "dlhs" else dlhs + dot(g_1, w_1.T)
+def tolerance(op: str, matmul_dtype: str) -> float:
+    """Returns the largest relative error of a row of an operation's result; see `agree`."""
+    if matmul_dtype == "none":
+        return 1e-2
+    # Each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
+    return 2 * 2**-4 if op == "gated" else 2**-4

@@ -11,355 +11,291 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from jax_ep.bench import energy, measuring, report
-from jax_ep.bench.flags import BenchFlags, Shared
+from jax_ep.bench import report
+from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
+from jax_ep.bench.timing import Loop, expert_mesh
+from jax_ep.flags import Args, Error, Flags, choice, image, integer, number, some
+from pallas_kernels.exchange.plan import FEW_TOKENS
 
-# How many times, at most, the loop of a slow program is run and timed. `Case.is_slow` says which
-# programs are slow.
-_SLOW_REPEATS = 3
 # A pair: the row of results of a program, and the compiled loop that calls the program.
 Program = tuple[Row, Loop]
-
-
-class Run(NamedTuple):
-    """The settings of a command's measurements, from its flags.
-
-    Attributes:
-      check: whether a program's results are checked before it is timed.
-      repeats: how many times each loop is run and timed.
-      timer: the profiler that measures device times, one of `flags.TIMERS`.
-      seconds: the time limit, in seconds since the start. Past it, the command begins no further
-        measurement. None: no limit.
-      started: when the command started, in seconds of `time.monotonic`.
-      energy: whether the GPUs' energy, power and clock are measured, too.
-    """
-
-    check: bool = False
-    repeats: int = 1
-    timer: str = "none"
-    seconds: float | None = None
-    started: float = 0.0
-    energy: bool = False
-
-    def check_time(self) -> None:
-        """Raises TimeoutError if more than `seconds` have passed since the command started."""
-        if self.seconds is not None and time.monotonic() - self.started > self.seconds:
-            raise TimeoutError(f"not started, because --seconds={self.seconds:g} had passed")
 
 
 class Case:
     """One piece of work, and the programs that do it, to be measured and compared.
 
-    Subclasses define at least `build` and `check`.
-
-    Attributes:
-      name: the work in words, for the progress line.
-      rows: a row for each program, with the fields that identify the program.
-      in_turns: True to run each program's loop once per round, round after round, so that a
-        drifting clock affects all programs alike. False to run all repeats of a program in a row.
-      spaced: whether a waiting kernel follows each call while device times are measured; see
-        `Loop.device_time`.
-      device_repeats: how many times, at most, a loop runs to measure its device time.
+    `rows` has the fields that identify each program, among them "implementation" and "ranks", which
+    all rows share. With `in_turns`, each program's loop runs once per round, so that a drifting
+    clock affects all alike. `spaced` is that of `Loop.device_time`.
     """
 
     in_turns = False
     spaced = True
-    device_repeats = 2
 
-    def __init__(self, name: str, rows: Sequence[Row]):
-        self.name, self.rows = name, list(rows)
+    def __init__(self, bench: Any, rows: Sequence[Row]):
+        self.bench, self.args, self.rows = bench, bench.args, list(rows)
+
+    @property
+    def mesh(self) -> Mesh:
+        return expert_mesh(self.rows[0]["ranks"])
 
     def prepare(self) -> Any:
-        """Makes what all programs share, such as operands: the `shared` of `build` and `check`."""
+        """Makes the `shared` of `build` and `check`, such as operands."""
 
     def build(self, row: Row, shared: Any) -> Loop:
-        """Compiles the program of a row, and returns the loop that calls it."""
+        """Compiles the program of a row."""
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns fields to add to `row` that are known after compiling, such as memory."""
+        """Returns fields to add to `row` that are known after compiling."""
         return {}
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        """Checks the results of the program of a row, which `loop` calls.
-
-        Returns False if there is nothing to compare the results with, else True. Raises
-        AssertionError if they are wrong.
-        """
+        """Raises AssertionError if results are wrong; returns whether they were compared."""
         raise NotImplementedError
 
-    def is_slow(self, row: Row) -> bool:
-        """Returns whether a row's program is so slow that its loop is timed only a few times."""
-        return False
-
-    def yardstick(self, row: Row) -> Row:
-        """Returns fields that identify the program that a row's speed is compared with."""
-        return self.rows[0]
-
     def results(self, row: Row) -> Row:
-        """Returns fields to add to `row` that follow from its times, such as throughputs."""
+        """Returns fields to add to `row` that follow from its times."""
         return {}
 
-    def measure(self, run: Run) -> list[Row]:
-        """Compiles, checks and times all programs.
-
-        Returns a copy of each program's row, with its results added or, after a failure, a field
-        "error".
-        """
+    def measure(self) -> list[Row]:
+        """Compiles, checks and times all programs; returns their rows, some with an "error"."""
         rows = [dict(row) for row in self.rows]
-        measuring.progress(f"{self.name}: compiling")
         try:
             shared = self.prepare()
         except Exception as error:
-            return [row | {"error": measuring.first_line(error)} for row in rows]
+            return [row | {"error": _first_line(error)} for row in rows]
 
         def build(row: Row) -> Loop:
-            run.check_time()
+            report.progress(f"{self.bench.name(row)}: compiling")
+            self._check_time()
             return self.build(row, shared)
 
         with ThreadPoolExecutor(min(len(rows), 16)) as pool:
             futures = [pool.submit(build, row) for row in rows]
         pairs = list(zip(rows, futures, strict=True))
+        # The programs of a group are timed in turns.
         for group in [pairs] if self.in_turns else [[pair] for pair in pairs]:
-            ready = [(row, self._ready(row, future, shared, run)) for row, future in group]
-            self._time([(row, loop) for row, loop in ready if loop is not None], run)
+            ready = [(row, self._ready(row, future, shared)) for row, future in group]
+            self._time([(row, loop) for row, loop in ready if loop is not None])
         return rows
 
-    def _ready(self, row: Row, future: Future[Loop], shared: Any, run: Run) -> Loop | None:
-        """Waits for a program's compiled loop, checks its results and runs it once to warm it up.
-
-        Returns the loop, or None after an error, which is stored in `row`.
-        """
-        measuring.progress(f"{self.name}, {row['implementation']}")
-        with errors_go_into(row):
+    def _ready(self, row: Row, future: Future[Loop], shared: Any) -> Loop | None:
+        """Checks a compiled program and runs it once; returns None after an error."""
+        report.progress(self.bench.name(row))
+        with _errors_go_into(row):
             loop = future.result()
             row |= self.compiled(row, loop)
-            run.check_time()
-            row["checked"] = run.check and self.check(row, loop, shared)
+            self._check_time()
+            row["checked"] = self.args.check and self.check(row, loop, shared)
             loop.run()
             return loop
         return None
 
-    def _time(self, programs: Sequence[Program], run: Run) -> None:
-        """Times the loops of programs; adds wall times, device times and `results` to their rows.
+    def _check_time(self) -> None:
+        if time.monotonic() - self.args.started > self.args.seconds:
+            raise TimeoutError(f"not started, because --seconds={self.args.seconds:g} had passed")
 
-        Each round runs every loop once. With `in_turns`, rows also get the field "relative_rate":
-        the speed-up over the program that `yardstick` identifies, the median over rounds. Only
-        times of the same round are compared, because a GPU's clock drifts between rounds.
-        """
-        slow = any(self.is_slow(row) for row, _ in programs)
-        with errors_go_into(*(row for row, _ in programs)):
-            turns = [
-                [loop.run() for _, loop in programs]
-                for _ in range(min(run.repeats, _SLOW_REPEATS) if slow else run.repeats)
-            ]
+    def _time(self, programs: Sequence[Program]) -> None:
+        """Adds wall times, device times and `results` to the rows of programs."""
+        with _errors_go_into(*(row for row, _ in programs)):
+            turns = [[loop.run() for _, loop in programs] for _ in range(self.args.repeats)]
             for i, (row, loop) in enumerate(programs):
-                row["wall"] = wall_record(WallTime.of([turn[i] for turn in turns]))
-                wanted = self.yardstick(row).items()
-                found = [j for j, (other, _) in enumerate(programs) if other.items() >= wanted]
-                if self.in_turns and found:
-                    ratios = [turn[found[0]] / turn[i] for turn in turns]
-                    row["relative_rate"] = statistics.median(ratios)
-                repeats = 1 if slow else min(run.repeats, self.device_repeats)
-                row |= device_times(loop, run.timer, repeats, self.spaced)
-                row |= energy_used(loop) if run.energy else {}
+                times = [turn[i] for turn in turns]
+                row["wall"] = {
+                    "median_us": statistics.median(times),
+                    "low_us": min(times),
+                    "high_us": max(times),
+                    "all_us": times,
+                }
+                row |= self._device_time(loop)
                 row |= self.results(row)
+                if "floor_us" in row:
+                    row["of_floor"] = row["floor_us"] / time_of(row)
+
+    def _device_time(self, loop: Loop) -> Row:
+        """Returns "device", microseconds or None, and after a failure "device_error"."""
+        if self.args.device_timer == "none" or jax.default_backend() != "gpu":
+            return {"device": None}
+        try:
+            return {"device": loop.device_time(min(self.args.repeats, 2), self.spaced)._asdict()}
+        except Exception as error:
+            return {"device": None, "device_error": _first_line(error)}
 
 
 class Bench:
-    """A bench command: its flags, its cases, and how their results are shown.
+    """A bench command.
 
-    Attributes:
-      flags: all flags of the command.
-      shared: those of the flags that most bench commands have, such as --json.
-      columns: the columns of the table of results.
-      facts: the fields that the JSON file of results has besides its rows. The method `cases` may
-        add fields.
+    `columns` follow in its table on those of all benchmarks, which are work, sizes, program, times
+    and, if a case gives "floor_us", that lower bound. `facts` are the fields of its JSON file
+    besides the rows.
     """
 
-    flags: BenchFlags
-    shared: Shared
     columns: Sequence[Column]
 
-    def __init__(self) -> None:
+    def __init__(self, args: Args) -> None:
+        self.args = args
         self.facts: dict[str, Any] = {}
+        self.copies: list[str] = []
+        # The results of the first checked program of each kind, which others are compared with.
+        self.first: dict[Any, Any] = {}
 
-    def default_ranks(self, devices: Sequence[jax.Device]) -> list[int]:
-        return [len(devices)]
+    def measure_bandwidths(self, devices: Sequence[jax.Device]) -> None:
+        """Measures plain copies, which the command prints, and saves with its rows."""
+        self.bandwidths = measure_bandwidths(devices)
+        self.facts["bandwidths"] = self.bandwidths._asdict()
+        for place, per_second in self.bandwidths._asdict().items():
+            if per_second is not None:
+                self.copies.append(f"copies, {place}: {per_second / 1e9:.0f} GB/s")
+
+    def default_ranks(self, num_devices: int) -> list[int]:
+        return [num_devices]
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> Iterable[Case]:
-        """Checks the flags and returns the cases to measure, on each number of ranks in `ranks`.
-
-        Raises `Error` if a flag contradicts other flags or is not possible on this machine.
-        """
+        """Returns the cases to measure; raises `Error` if flags cannot be followed."""
         raise NotImplementedError
 
     def header(self) -> list[str]:
-        """Returns lines to print before measuring: facts that hold for all rows, such as sizes."""
+        """Returns lines to print before measuring."""
         return []
 
     def name(self, row: Row) -> str:
-        """Describes a row in words, to precede its error or its list of kernel times."""
+        return ", ".join([*self.group(row), self.program(row)])
+
+    def group(self, row: Row) -> tuple[str, str]:
+        """Returns in words the row's operation, and the sizes at which programs are compared."""
         raise NotImplementedError
+
+    def program(self, row: Row) -> str:
+        """Describes what distinguishes a row's program from others of its group."""
+        return row["implementation"]
 
     def compare(self, rows: list[Row]) -> None:
-        """Adds further fields to each row that follow from other rows, such as speed-ups."""
+        """Adds fields to rows that follow from other rows, such as speed-ups."""
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        """Renders rows of results as lines of text: a table, and a legend where needed."""
-        return report.table(self.columns, rows)
+        words = (
+            Column("work", lambda row: self.group(row)[0], left=True),
+            Column("sizes", lambda row: self.group(row)[1], left=True),
+            Column("program", self.program, left=True),
+        )
+        return report.table((*words, *report.COMMON, *self.columns), rows)
 
-    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
-        """Plots all rows of results to the file `path`; `machine` names the devices in words."""
-        raise NotImplementedError
 
-
-def run(bench: Bench, by_case: bool = False) -> int:
-    """Runs a bench command; returns its exit status: 1 if a program failed, else 0.
-
-    With `by_case`, each case has its own table, which is printed as soon as the case is measured.
-    """
-    shared = bench.shared
-    run = make_run(shared)
-    bench.flags.check_outputs()
-    ranks = [1] if shared.ranks is None else shared.ranks.value
-    devices = measuring.find_devices(max(ranks or [8]))
-    ranks = ranks or bench.default_ranks(devices)
-    measuring.check_ranks(ranks, len(devices))
-    if shared.ranks is None:
-        devices = devices[:1]
-    cases = bench.cases(devices, ranks)
-    machine = measuring.devices_in_words(devices)
-    print("\n".join([f"{machine}, jax {jax.__version__}", *bench.header()]), flush=True)
+def run(bench: Bench) -> int:
+    """Runs a bench command; returns its exit status: 1 if a program failed, else 0."""
+    args = bench.args
+    args.started = time.monotonic()
+    devices = find_devices(max(args.ranks or [8]))
+    ranks = args.ranks or bench.default_ranks(len(devices))
+    if max(ranks) > len(devices):
+        raise Error(f"--ranks is {max(ranks)}, but there are only {len(devices)} devices")
+    cases = [case for case in bench.cases(devices, ranks) if case.rows]
+    if not cases:
+        raise Error("--implementations and --baselines leave nothing to measure")
+    machine = f"{devices_in_words(devices[: max(ranks)])}, jax {jax.__version__}"
+    title = "\n".join([machine, *bench.header(), *bench.copies])
+    print(title, flush=True)
 
     rows: list[Row] = []
+
+    def save() -> None:
+        facts = dict(devices=devices_in_words(devices), **bench.facts, rows=rows)
+        report.save_json(args.json, report.record(**facts))
+
     for case in cases:
-        found = case.measure(run)
-        rows += found
-        measuring.progress("")
-        # The file is written after each case, so that an interrupted run keeps its results.
-        if shared.json.value:
-            measuring.write_json(shared.json.value, rows, **bench.facts)
-        if by_case:
-            _print_table(bench, found)
+        rows += case.measure()
+        report.progress("")
+        save()  # after each case, so that an interrupted run keeps its results
     bench.compare(rows)
-    if shared.json.value:
-        measuring.write_json(shared.json.value, rows, **bench.facts)
-    if shared.plot.value:
-        bench.draw(rows, shared.plot.value, machine)
-    if not by_case:
-        _print_table(bench, rows)
+    save()
+    if args.plot:
+        report.plot(rows, args.plot, title, bench.group, bench.program)
+    lines = ["", *bench.table(rows), *report.notes(rows, bench.name)]
+    if args.by_kernel:
+        lines += report.kernels(rows, bench.name)
+    print("\n".join(lines), flush=True)
     return 1 if any("error" in row for row in rows) else 0
 
 
-def make_run(shared: Shared) -> Run:
-    """Makes a `Run` from the values of a command's flags; its time limit counts from this call."""
-    started, timing = time.monotonic(), shared.timing
-    if timing is None:
-        return Run(started=started)
-    return Run(
-        shared.check is not None and shared.check.value,
-        timing.repeats.value,
-        timing.timer.value,
-        None if shared.seconds is None else shared.seconds.value,
-        started,
-        timing.energy.value,
+def add_flags(flags: Flags, check: str, repeats: int, seconds: float, least: int = 1) -> None:
+    flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
+    calls = "Dependent calls in one timed loop. Default: more for few tokens."
+    flags.add("iterations", None, calls, lambda text: integer(text, least))
+    flags.add("repeats", str(repeats), "How many times each loop is run and timed.", integer)
+    timers = "What measures device times: on GPUs JAX's profiler, or nothing."
+    flags.add("device_timer", "auto", timers, choice(("auto", "none")))
+    flags.switch("by_kernel", "Print each result's device time by kernel, below the table.")
+    flags.switch("check", f"Before timing, compare {check}; a difference is an error.")
+    last = "Seconds from the start, after which no further measurement is begun."
+    flags.add("seconds", f"{seconds:g}", last, number)
+    flags.json()
+    flags.add(
+        "plot", None, "The file for a plot of the wall times; its ending is its format.", image
     )
 
 
-def _print_table(bench: Bench, rows: Sequence[Row]) -> None:
-    timing = bench.shared.timing
-    text = ["", *bench.table(rows), *report.notes(rows, bench.name)]
-    if timing is not None and timing.by_kernel.value:
-        text += report.kernels(rows, bench.name)
-    print("\n".join(text), flush=True)
+def iterations(args: Args, num_tokens: int, on_cpus: int, many: int, few: int) -> int:
+    """Returns --iterations, or its default: on GPUs `few` calls for few tokens, else `many`.
+
+    On GPUs a compiled loop takes about 450 microseconds to start, so short calls must be more.
+    """
+    if args.iterations is not None:
+        return args.iterations
+    if jax.default_backend() != "gpu":
+        return on_cpus
+    return few if num_tokens <= FEW_TOKENS else many
+
+
+def check_available(flag: str, reasons: Mapping[str, str | None]) -> None:
+    """Raises `Error` if a program that the flag names cannot run; `reasons` says why, by name."""
+    for name, why in reasons.items():
+        if why:
+            raise Error(f"--{flag}: {name} cannot run here: {why}")
+
+
+def held_bytes(compiled: Any) -> dict[str, int | None]:
+    """Returns the bytes that a compiled program holds on a device; None if XLA does not know."""
+    if (memory := compiled.memory_analysis()) is None:
+        return {"peak_bytes": None, "temp_bytes": None}
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
+
+
+def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **of: Any) -> None:
+    """Adds `field`: the speed-up over the row with the fields `of` and the same `keys`."""
+    timed = [row for row in rows if "wall" in row]
+    others = {tuple(row[key] for key in keys): row for row in timed if row.items() >= of.items()}
+    for row in timed:
+        other = others.get(tuple(row[key] for key in keys))
+        if other is not None and other is not row:
+            row[field] = other["wall"]["median_us"] / row["wall"]["median_us"]
+
+
+def time_of(row: Row) -> float:
+    """Returns the slowest rank's device time if it was measured, else the wall time."""
+    return row["device"]["slowest_us"] if row["device"] else row["wall"]["median_us"]
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
-def errors_go_into(*rows: Row) -> Iterator[None]:
-    """A context that catches any exception, and stores its text as the field "error" of `rows`."""
+def _errors_go_into(*rows: Row) -> Iterator[None]:
+    """Ends the `with` block at an exception, and stores its first line in the rows."""
     try:
         yield
     except Exception as error:
         for row in rows:
-            row["error"] = measuring.first_line(error)
-
-
-def with_matmul_dtype(text: str, row: Row) -> str:
-    """Adds a row's matmul dtype to the name of its program, unless the dtype is "none"."""
-    return text if row["matmul_dtype"] == "none" else f"{text}, {row['matmul_dtype']}"
-
-
-def compare_float8(rows: Iterable[Row], keys: Sequence[str]) -> None:
-    """Adds the field "speedup_of_float8" to rows whose "matmul_dtype" is float8.
-
-    The field is the speed-up in wall time over another row: the one with the matmul dtype "none"
-    and the same values of the fields `keys`.
-    """
-    rows = [row for row in rows if "wall" in row]
-
-    def identity(row: Row) -> tuple[Any, ...]:
-        return tuple(row[key] for key in keys)
-
-    plain = {identity(row): row for row in rows if row["matmul_dtype"] == "none"}
-    for row in rows:
-        if row["matmul_dtype"] != "none" and (other := plain.get(identity(row))):
-            row["speedup_of_float8"] = other["wall"]["median_us"] / row["wall"]["median_us"]
-
-
-def energy_used(loop: Loop) -> dict[str, Any]:
-    """Returns {"energy": what `energy.measure` returns}, or {"energy_error": why it failed}."""
-    try:
-        return {"energy": energy.measure(loop)}
-    except RuntimeError as error:  # the times are valid without the energy
-        return {"energy_error": str(error)}
-
-
-def wall_record(wall: WallTime) -> dict[str, float]:
-    return {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high}
-
-
-def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """Measures the device time of one iteration of a loop.
-
-    Args:
-      loop: the loop.
-      timer: the profiler to use, one of `flags.TIMERS`: "auto" tries each profiler in turn until
-        one works, and "none" measures nothing.
-      repeats: how many times the loop runs.
-      spaced: whether a kernel that only waits follows each iteration, and the time of the loop's
-        own kernels is subtracted; see `Loop.device_time`.
-
-    Returns:
-      A dict with the field "device": a dict of times in microseconds, or None if nothing was
-      measured. If the measurement failed, the field "device_error" has the reason. It is no failure
-      if `timer` is "none", or if `timer` is "auto" and the devices are not GPUs.
-    """
-    if timer == "none":
-        return {"device": None}
-    if (platform := loop.mesh.devices.flat[0].platform) != "gpu":
-        reason = f"--device_timer={timer} measures GPUs only, and the devices here are {platform}"
-        return {"device": None} | ({} if timer == "auto" else {"device_error": reason})
-    try:
-        device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
-    except RuntimeError as error:
-        return {"device": None, "device_error": str(error)}
-    return {
-        "device": {
-            "median_us": device.median,
-            "slowest_us": device.slowest,
-            "low_us": device.low,
-            "high_us": device.high,
-            "timer": device.timer,
-            "of_loop_us": device.of_loop,
-            "by_kernel_us": device.by_kernel,
-        }
-    }
+            row["error"] = _first_line(error)

@@ -1,9 +1,9 @@
 """Divides the device time of a training step among its parts, such as attention and experts.
 
 A profile names, for each kernel, the HLO operation that the kernel runs. The text of the compiled
-program has an `op_name` for each operation: the Flax modules and named scopes in which JAX traced
-it. The part that a kernel belongs to follows from this `op_name` or, for kernels of this library,
-from the kernel's name.
+program has an `op_name` for each operation: the named scopes in which JAX traced it. The part that
+a kernel belongs to follows from this `op_name` or, for kernels of this library, from the kernel's
+name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax_ep.bench.layer import MATMUL
 
 # Maps each part of a training step to a regular expression for the `op_name` of its operations: the
 # path of Flax modules and named scopes in which JAX traced an operation. The modules are those of
-# `jax_ep.bench.decoder`. An operation belongs to the first part whose expression matches.
+# `jax_ep.models.decoder`. An operation belongs to the first part whose expression matches.
 _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",
@@ -35,22 +35,16 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\""
 
 
 def operations_of(text: str) -> dict[str, str]:
-    """Finds the `op_name` of each operation in `text`, the HLO text of a compiled program.
+    """Finds the `op_name` of each operation in the HLO text of a compiled program.
 
-    An `op_name` says in which Flax modules and named scopes JAX traced the operation. The keys of
-    the result are the names of the operations, and also the names of their kernels: XLA names a
-    kernel like its operation, but with underscores in place of "." and "-".
+    The keys are the names of operations and of their kernels, which have "_" for "." and "-".
     """
     found = dict(_INSTRUCTION.findall(text))
     return {re.sub(r"[.\-]", "_", name): op_name for name, op_name in found.items()} | found
 
 
 def part_of(kernel: str, op_name: str | None) -> str:
-    """Returns the part of a training step, one of `PARTS`, that a kernel belongs to.
-
-    `kernel` is the name of the kernel, and `op_name` that of its HLO operation (see
-    `operations_of`), or None if the operation is unknown.
-    """
+    """Returns the part that a kernel belongs to; `op_name` is None if unknown."""
     if _EXCHANGE.search(kernel):
         return "exchange"
     part = REST
@@ -66,15 +60,11 @@ def part_of(kernel: str, op_name: str | None) -> str:
 
 
 def is_collective(kernel: str) -> bool:
-    """Returns whether a kernel, or a kernel's label, is that of one of XLA's collectives."""
     return _COLLECTIVE.search(kernel) is not None
 
 
 def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
-    """Returns a function that labels a profiler event with "part: kernel name".
-
-    `operations` is the result of `operations_of`.
-    """
+    """Returns a function that labels a profiler event with "part: kernel name"."""
 
     def label(event: Any) -> str:
         stats = {name: value for name, value in event.stats if name == "hlo_op"}
@@ -85,10 +75,7 @@ def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 def sums(by_kernel: Mapping[str, float]) -> dict[str, float]:
-    """Sums times of kernels by part of the training step; returns a dict with all `PARTS` as keys.
-
-    `by_kernel` maps labels "part: kernel name", as `labels` makes them, to times.
-    """
+    """Sums the times of `labels` by part."""
     found = dict.fromkeys(PARTS, 0.0)
     for label, time in by_kernel.items():
         found[label.partition(": ")[0]] += time

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,17 +18,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jax_ep import checks
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
-from jax_ep.checkpoints.block import Block, open_block, plan_block
-from jax_ep.checkpoints.safetensors import adding, rewriting
+from jax_ep.checkpoints.block import Block, OtherModelError, open_block, plan_block
+from jax_ep.checkpoints.safetensors import Directory, adding, rewriting
 from jax_ep.checks import as_axes, as_dtype_of_arrays
 from jax_ep.formats import Format, QuantizedArray, Transposed
-from jax_ep.moe.config import MoEConfig, check_config
+from jax_ep.moe.call_checks import check_placement
+from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.lora import init_lora, merge_lora
 from jax_ep.moe.params import LOGICAL_AXES, MATRICES, MoEParams, ParameterOptions
-from jax_ep.moe.slots import check_placement
 from jax_ep.nnx import MoE
 from jax_ep.placement.table import Placement
-from jax_ep.placement.weights import ROUTED_WEIGHTS, to_experts
+from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
 # A callback that is called with the bytes loaded so far and the bytes to load in total.
@@ -46,8 +47,9 @@ def load_moe_params(
     layer: int,
     *,
     mesh: Mesh | None = None,
-    dtype: Any = None,
+    param_dtype: Any = None,
     quantized: Quantized = None,
+    partial: bool = False,
     progress: Progress | None = None,
     **fields: Any,
 ) -> tuple[MoEConfig, MoEParams]:
@@ -63,23 +65,22 @@ def load_moe_params(
         mesh: the mesh over which to spread the experts (along `expert_axis`) and their hidden width
             F (along `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient
             mesh, or else one device.
-        dtype: the dtype of the parameters; the selection bias is always float32. None: the stored
-            dtype, or bfloat16 for stored float8 and MXFP4. For quantized parameters, it is the
-            dtype that they dequantize to.
+        param_dtype: the dtype of the parameters, floating and of 16 bits or more; the selection
+            bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
+            Quantized parameters dequantize to it. The layer computes in the field `dtype`.
         quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
             matrices of routed and shared experts that the files hold as float8 or MXFP4 become
             `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
             `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
             to this format while they are loaded; matrices that the files hold in this format keep
-            their bytes. With a format, values and scales have the axis order [out, in], as in most
-            published models, although the parameter is [in, out] (`jax_ep.formats.Transposed`).
-            With "keep", they have the axis order of the files. Quantized parameters have no
-            gradient.
+            their bytes. With a format, values and scales are stored as [out, in]
+            (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
+        partial: whether the block may have tensors that the layer does not hold, and that
+            `load_others` returns. The layer is then only a part of the block.
         progress: called as progress(bytes loaded, bytes to load); both count this process only.
             None draws a progress bar on standard error if standard error is a terminal.
-        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. If
-            `num_slots` is set to P, the experts' parameters are [P, ...]. Slot s of the P then
-            holds a copy of expert s % E, as in `jax_ep.placement.Placement.in_order`.
+        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
+            `num_slots`, slot s holds a copy of expert s % E (`Placement.in_order`).
 
     Returns:
         The configuration and the parameters.
@@ -87,27 +88,132 @@ def load_moe_params(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
-            tensor of the MoE block is missing, misshapen or unknown; a field has a value that the
-            MoE block or the layer does not support; the mesh does not divide the experts, slots or
-            F; or `quantized` does not fit the matrices, for example if numbers that share one scale
-            would be on several devices. The message names the cause.
-        TypeError: `dtype` is not a floating dtype that JAX arrays can have, `mesh` is not a
-            `jax.sharding.Mesh` of devices, `quantized` is neither None nor "keep" nor a format, or
-            a keyword is not a field of `jax_ep.MoEConfig`.
+            tensor of it is missing, misshapen or unknown; a field has a value that the block or the
+            layer does not support; the mesh does not divide the experts, slots or F; or `quantized`
+            does not fit the matrices. The message names the cause.
+        TypeError: an argument has the wrong type, or a keyword is not a field of
+            `jax_ep.MoEConfig`.
     """
-    if dtype is not None:
-        as_dtype_of_arrays("dtype", dtype)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh must be a jax.sharding.Mesh of devices, but is {checks.described(mesh)}."
-        )
+    check_arguments(mesh, param_dtype, quantized)
+    planned = plan_load(Directory(directory), layer, mesh, param_dtype, quantized, fields, partial)
+    planned.check_call()
+    counter = Counter(planned.num_bytes(), progress or print_progress)
+    loaded = {name: planned.load(name, counter) for name in planned.shardings}
+    return planned.config, MoEParams.of(**loaded)
+
+
+def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
+    """Raises TypeError for arguments of `load_moe_params` that are not of their type."""
+    if param_dtype is not None:
+        as_dtype_of_arrays("param_dtype", param_dtype)
+        hint = "; quantized=jax_ep.formats.FLOAT8_MATRICES holds experts as float8"
+        check_compute_dtype(param_dtype, hint, name="param_dtype")
+    if mesh is not None:
+        checks.check_mesh("mesh", mesh)
     is_keep = isinstance(quantized, str) and quantized == "keep"
     if not (quantized is None or is_keep or isinstance(quantized, Format)):
         raise TypeError(
             'quantized must be None, "keep" or a jax_ep.Format, but is '
             f"{checks.described(quantized)}."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLoad:
+    """How each parameter of a block is to be loaded, by the parameter's name.
+
+    `formats` has only the parameters that become a `QuantizedArray`.
+    """
+
+    block: Block
+    config: MoEConfig
+    shardings: dict[str, Sharding]
+    dtypes: dict[str, np.dtype]
+    formats: dict[str, Format]
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of all shards that this process loads."""
+        shape = self.block.shape
+        return sum(
+            array.size * array.dtype.itemsize * len(devices_of_parts(sharding, shape(name)))
+            for name, sharding in self.shardings.items()
+            for array in jax.tree.leaves(self._struct(name, sharding.shard_shape(shape(name))))
+        )
+
+    def _struct(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Returns a parameter of `shape` as it is loaded, with `ShapeDtypeStruct` leaves."""
+        format, dtype = self.formats.get(name), self.dtypes[name]
+        if format is None:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        values: Any = jax.ShapeDtypeStruct(format.values_shape(shape), format.dtype)
+        scales: Any = jax.ShapeDtypeStruct(format.scales_shape(shape), format.scale_dtype)
+        return QuantizedArray(values, scales, format, dtype)
+
+    def check_call(self) -> None:
+        """Traces a call of the layer, so that an unsupported one raises before loading."""
+        config = self.config
+        params = {name: self._struct(name, self.block.shape(name)) for name in self.dtypes}
+        hidden = self.block.shape("wi_0")[1]
+        x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or self.dtypes["wi_0"])
+        inputs: dict[str, Any] = {}
+        if "gate" not in params:
+            choices = (1, 1, config.num_experts_per_token)
+            inputs["topk_idx"] = jax.ShapeDtypeStruct(choices, np.int32)
+            inputs["topk_weights"] = jax.ShapeDtypeStruct(choices, np.float32)
+        elif (router_dim := self.block.shape("gate")[0]) != hidden:
+            inputs["router_x"] = jax.ShapeDtypeStruct((1, 1, router_dim), x.dtype)
+        placement = None
+        if config.num_slots is not None:
+            sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
+            placement = Placement.in_order(**sizes, num_ranks=1)[0]
+            sizes_of_mesh = {} if config.mesh is None else config.mesh.shape
+            along = (sizes_of_mesh.get(axis, 1) for axis in as_axes(config.expert_axis))
+            placement = dataclasses.replace(placement, num_ranks=math.prod(along))
+        # `config` may name implementations that this machine lacks, if another machine will call
+        # the layer. So the call is traced with "xla", which every machine has. A `MoEConfig` with a
+        # host_capacity_factor does not allow it, but None, which chooses what can run here.
+        between_hosts = config.host_capacity_factor is not None
+        config = dataclasses.replace(
+            config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
+        )
+        # A checked `mesh` has devices.
+        mesh: Any = config.mesh
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            jax.eval_shape(
+                lambda params, x, inputs: moe_layer(
+                    params, x, config, placement=placement, **inputs
+                ),
+                MoEParams.of(**params),
+                x,
+                inputs,
+            )
+
+    def load(self, name: str, counter: Counter) -> jax.Array | QuantizedArray:
+        block, format, dtype = self.block, self.formats.get(name), self.dtypes[name]
+
+        def read(index: tuple[slice, ...]) -> Any:
+            return block.read(name, index, dtype, counter, format)
+
+        return load_shards(read, block.shape(name), self.shardings[name], dtype, format)
+
+
+def plan_load(
+    directory: Directory,
+    layer: int,
+    mesh: Mesh | None,
+    param_dtype: Any,
+    quantized: Quantized,
+    fields: dict[str, Any],
+    partial: bool = False,
+) -> PlannedLoad:
+    """Plans what `load_moe_params` loads; raises its errors but those of a call of the layer."""
     block = open_block(directory, layer)
+    if block.others() and not partial:
+        raise ValueError(
+            f"partial must be True for layer {layer} of {block.directory.path}, because the layer "
+            f"does not hold {', '.join(block.others().values())}: jax_ep.checkpoints.load_others "
+            "returns them."
+        )
     config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
     check_config(config)
     for name in ("num_experts", "zero_experts", "identity_experts", "constant_experts"):
@@ -117,27 +223,16 @@ def load_moe_params(
             )
     block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
-        mesh = _ambient_mesh()
+        mesh = ambient_mesh()
     shardings = {name: _sharding(name, block, config, mesh) for name in block.params()}
     dtypes = {
-        name: np.dtype(np.float32 if name == "bias" else dtype or block.dtype(name))
+        name: np.dtype(np.float32 if name == "bias" else param_dtype or block.dtype(name))
         for name in block.params()
     }
     formats = _formats(block, quantized)
     for name, format in formats.items():
         _check_blocks(name, format, block.shape(name), shardings[name])
-    _check_call(block, config, dtypes, formats)
-    total = sum(
-        _num_bytes(sharding.shard_shape(block.shape(name)), dtypes[name], formats.get(name))
-        * len(_devices_of_parts(sharding, block.shape(name)))
-        for name, sharding in shardings.items()
-    )
-    counter = _Counter(total, progress or _print_progress)
-    params: dict[str, Any] = {
-        name: _load(block, name, sharding, dtypes[name], formats.get(name), counter)
-        for name, sharding in shardings.items()
-    }
-    return config, MoEParams.of(**params)
+    return PlannedLoad(block, config, shardings, dtypes, formats)
 
 
 def load_moe(
@@ -145,17 +240,52 @@ def load_moe(
     layer: int,
     *,
     mesh: Mesh | None = None,
-    dtype: Any = None,
+    param_dtype: Any = None,
     quantized: Quantized = None,
+    partial: bool = False,
     progress: Progress | None = None,
+    lora_rank: int = 0,
+    rngs: nnx.Rngs | None = None,
     **fields: Any,
 ) -> MoE:
     """Loads the MoE block of one decoder layer as a Flax NNX layer, `jax_ep.nnx.MoE`.
 
-    The arguments and errors are those of `jax_ep.checkpoints.load_moe_params`.
+    The other arguments and the errors are those of `jax_ep.checkpoints.load_moe_params`.
+
+    Args:
+        lora_rank: the inner size of the low-rank adapters that the experts get; 0 means none. See
+            `jax_ep.init_lora`.
+        rngs: the random number generators of the adapters; None: `nnx.Rngs(0)`.
     """
-    arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, quantized=quantized, progress=progress)
-    return _module(*load_moe_params(directory, layer, **arguments, **fields))
+    config, params = load_moe_params(
+        directory,
+        layer,
+        mesh=mesh,
+        param_dtype=param_dtype,
+        quantized=quantized,
+        partial=partial,
+        progress=progress,
+        **fields,
+    )
+    if lora_rank:
+        params = init_lora(params, lora_rank, (rngs or nnx.Rngs(0)).params())
+    return _module(config, params)
+
+
+def load_others(directory: PathLike, layer: int) -> dict[str, np.ndarray]:
+    """Loads the tensors of a layer's MoE block that are no parameters of the layer.
+
+    The caller of the layer applies them; the page "Published models" shows how. Most models have
+    none.
+
+    Returns:
+        A dict that maps the name of each tensor after "layers.<layer>." to its array, as it is
+        stored. Quantized tensors become float32.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_moe_params`.
+    """
+    return open_block(directory, layer).read_others()
 
 
 def save_moe(
@@ -164,72 +294,109 @@ def save_moe(
     layer: int,
     *,
     placement: Placement | None = None,
+    others: Mapping[str, jax.Array | np.ndarray] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes one layer's MoE block into a directory, in the published format.
 
-    If the directory has the layer's block, its tensors are overwritten in place: they keep their
-    names, shapes, dtypes and encodings, and all other tensors stay. Numbers that have not changed
-    keep their bytes, so loading and saving again changes no byte of a file. Changed numbers are
-    rounded to the stored dtype. In float8 and MXFP4 tensors, blocks with changed numbers get new
-    scales. A `QuantizedArray` in the stored format is written with its own values and scales. Each
-    file of the block is copied, changed and then replaced, which needs free space for the copies.
-    Only one save at a time may write to a directory. A save that was killed leaves a folder
-    .rewriting-*, which may be removed.
+    If the directory has the layer's block, its tensors are overwritten in place, and keep their
+    names, shapes, dtypes and encodings. Numbers that have not changed keep their bytes, so loading
+    and saving again changes no byte of a file. Changed numbers are rounded to the stored dtype. In
+    float8 and MXFP4 tensors, blocks with changed numbers get new scales. A `QuantizedArray` in the
+    stored format is written with its own values and scales. Each file of the block is copied,
+    changed and then replaced, which needs free space for the copies. Only one save at a time may
+    write to a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
 
     If the directory has config.json but not the block, the block is written to a new file and added
     to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
-    other block in the directory. Without any other block, it takes the published names, and the
-    encoding that `quantization_config` states. Tensors that are not encoded have the dtypes of the
-    parameters.
+    other block in the directory; without one, the published names, and the encoding that
+    `quantization_config` states. Tensors that are not encoded have the dtypes of the parameters.
 
     Args:
-        layer_or_params: the layer, or its parameters. Each array is on devices of this process
+        layer_or_params: the layer, or its parameters. Low-rank adapters of a layer are merged into
+            the experts' matrices. Each array is on devices of this process
             only, or replicated on all of its devices.
         directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
         layer: the number of the decoder's layer, from 0.
-        placement: the layer's `jax_ep.placement.Placement`, which says the expert of each slot.
-            Required if slots are the first axis of the experts' parameters (`num_slots`), and None
-            if experts are. An expert with several slots is saved from its first slot.
+        placement: the layer's `jax_ep.placement.Placement` if it has `num_slots`, else None. An
+            expert with several slots is saved from its first slot.
+        others: the tensors that `load_others` returns, by name. None leaves those that the
+            directory has as they are.
+        overwrite: whether the block may be written into a directory that holds another model: one
+            whose tensors, or whose options of an NNX layer, differ from what config.json says. If
+            tensors of this layer differ, the block takes their place in the index; tensors of other
+            layers always stay.
 
     Raises:
-        FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the parameters' names
-            or shapes differ from the block's; if a parameter is split over devices of several
-            processes; or if the placement has other numbers of experts or slots.
+        FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the directory holds
+            another model, unless `overwrite` is True; if names or shapes of the parameters or sizes
+            of the placement do not fit; or if a parameter is split over several processes.
         TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
     num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
-    if isinstance(layer_or_params, MoEParams):
-        fields = layer_or_params._asdict()
-        given = {name: value for name, value in fields.items() if value is not None}
-    elif not isinstance(layer_or_params, MoE):
-        raise TypeError(
-            "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
-            f"{checks.described(layer_or_params)}."
-        )
-    else:
-        variables = _variables(layer_or_params)
-        given = {name: variable.get_value() for name, variable in variables.items()}
+    given = _arrays_to_save(layer_or_params)
+    if isinstance(layer_or_params, MoE):
         num_slots = layer_or_params.config.num_slots
-    added = plan_block(directory, layer)
-    block = added or open_block(directory, layer)
+    removed: list[str] = []
+    try:
+        added = plan_block(directory, layer)
+        block = added or open_block(directory, layer)
+        if isinstance(layer_or_params, MoE) and not added and not overwrite:
+            _check_options(block, layer_or_params.config)
+    except OtherModelError as error:
+        if not overwrite:
+            hint = "To write the block there all the same, give overwrite=True."
+            raise OtherModelError(f"{error} {hint}") from None
+        added = plan_block(directory, layer, replaces=True)
+        assert added is not None
+        block, removed = added, added.in_its_modules()
+    given_others = {name: np.asarray(array) for name, array in (others or {}).items()}
+    if given_others.keys() != block.others().keys() and (added or given_others):
+        raise ValueError(
+            f"others must be the tensors {', '.join(block.others()) or '(none)'} of the block in "
+            f"{block.directory.path}, but are {', '.join(given_others) or '(none)'}."
+        )
     check_placement(placement, block.sizes["E"], num_slots)
     _check_saved(dataclasses.replace(block, num_slots=num_slots), given)
     if added:
-        tensors = block.new_tensors({name: value.dtype for name, value in given.items()})
-        files = adding(block.directory, f"model-moe-{layer:05}.safetensors", tensors)
+        dtypes = {name: value.dtype for name, value in given.items()}
+        tensors = block.new_tensors(dtypes, given_others)
+        files = adding(block.directory, f"model-moe-{layer:05}.safetensors", tensors, removed)
     else:
         files = rewriting(block.directory, block.stored())
     with files as into:
         params = jax.tree.map(np.asarray, given)
-        block.write(params if placement is None else to_experts(params, placement), into)
+        params = params if placement is None else to_experts(params, placement)
+        block.write(params, into, given_others)
+
+
+def _arrays_to_save(layer_or_params: MoE | MoEParams) -> dict[str, Any]:
+    """Returns the parameters that a layer or `MoEParams` have, by name; merges adapters."""
+    if isinstance(layer_or_params, MoEParams):
+        fields = layer_or_params._asdict()
+        given = {name: value for name, value in fields.items() if value is not None}
+        if adapters := [name for name in ADAPTERS if name in given]:
+            raise ValueError(
+                f"layer_or_params must have no adapters, which no published model has, but has "
+                f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
+            )
+        return given
+    if not isinstance(layer_or_params, MoE):
+        raise TypeError(
+            "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
+            f"{checks.described(layer_or_params)}."
+        )
+    variables = _variables(layer_or_params)
+    given = {name: variable.get_value() for name, variable in variables.items()}
+    if not any(name in ADAPTERS for name in given):
+        return given
+    merged = merge_lora(MoEParams.of(**given), layer_or_params.config.lora_scale)
+    return {name: each for name, each in merged._asdict().items() if each is not None}
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
-    """Returns the format of each parameter that is to be loaded as a `QuantizedArray`, by name.
-
-    `quantized` is the argument of `load_moe_params`.
-    """
+    """Returns the formats of the parameters that become a `QuantizedArray`, by name."""
     if isinstance(quantized, Format):
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
@@ -240,16 +407,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: Sharding) -> None:
-    """Raises ValueError if sharding a quantized parameter would split a block between devices.
-
-    The numbers of a block share one scale, so a device must hold whole blocks.
-
-    Args:
-        name: the parameter's name, for the error message.
-        format: the quantized format of the parameter.
-        shape: the shape of the parameter.
-        sharding: the sharding of the parameter.
-    """
+    """Raises ValueError if a sharding splits the numbers of a scale between devices."""
     part = sharding.shard_shape(shape)
     rows, columns = format.block
     if part[-2] % rows or part[-1] % columns:
@@ -260,78 +418,18 @@ def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: S
         )
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: np.dtype, format: Format | None) -> int:
-    if format is None:
-        return math.prod(shape) * dtype.itemsize
-    return (
-        math.prod(format.values_shape(shape)) * format.dtype.itemsize
-        + math.prod(format.scales_shape(shape)) * format.scale_dtype.itemsize
-    )
-
-
-def _check_call(
-    block: Block, config: MoEConfig, dtypes: dict[str, np.dtype], formats: dict[str, Format]
-) -> None:
-    """Traces a call of the layer, so that an unsupported configuration raises before loading.
-
-    `dtypes` maps the name of each parameter to its dtype, and `formats` the name of each quantized
-    parameter to its format.
-    """
-    params: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
-    }
-    for name, format in formats.items():
-        numbers = params[name]
-        values: Any = jax.ShapeDtypeStruct(format.values_shape(numbers.shape), format.dtype)
-        scales: Any = jax.ShapeDtypeStruct(format.scales_shape(numbers.shape), format.scale_dtype)
-        params[name] = QuantizedArray(values, scales, format, numbers.dtype)
-    hidden = block.shape("wi_0")[1]
-    x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or dtypes["wi_0"])
-    placement = None
-    if config.num_slots is not None:
-        sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
-        placement = Placement.in_order(**sizes, num_ranks=1)[0]
-    # `config` may name implementations that this machine lacks, if another machine will call the
-    # layer. So the call is traced with "xla", which every machine has. But a `MoEConfig` with a
-    # host_capacity_factor does not allow implementation="xla". It allows None, which chooses an
-    # exchange that can run here.
-    between_hosts = config.host_capacity_factor is not None
-    config = dataclasses.replace(
-        config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
-    )
-    mesh = contextlib.nullcontext() if config.mesh is None else jax.set_mesh(config.mesh)
-    with mesh:
-        jax.eval_shape(
-            lambda params, x: moe_layer(params, x, config, placement=placement),
-            MoEParams.of(**params),
-            x,
-        )
-
-
-def _load(
-    block: Block,
-    name: str,
+def load_shards(
+    read: Callable[[tuple[slice, ...]], Any],
+    shape: tuple[int, ...],
     sharding: Sharding,
     dtype: np.dtype,
-    format: Format | None,
-    counter: _Counter,
+    format: Format | None = None,
 ) -> jax.Array | QuantizedArray:
-    """Loads the parameter `name` of a block, shard by shard, as a sharded array.
-
-    A shard that several devices of this process hold is read once.
-
-    Args:
-        block: the block.
-        name: the parameter's name in `jax_ep.MoEParams`.
-        sharding: the sharding of the parameter.
-        dtype: the dtype of the parameter. A `QuantizedArray` dequantizes to it.
-        format: the quantized format of the parameter. None: it becomes a plain array.
-        counter: called with the number of bytes of each piece that has been read.
-    """
-    shape = block.shape(name)
+    """Loads an array of `shape` shard by shard; `read` returns the slice at an index."""
+    # A shard that several devices of this process hold is read once.
     shards: list[Any] = []
-    for index, devices in _devices_of_parts(sharding, shape).items():
-        part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter, format)
+    for index, devices in devices_of_parts(sharding, shape).items():
+        part = read(tuple(slice(*bounds) for bounds in index))
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
         # Frees the shard's host memory before the next shard is read, unless a CPU device uses it.
         del part
@@ -349,13 +447,10 @@ def _load(
     )
 
 
-def _devices_of_parts(
+def devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Maps each shard of an array of `shape` to the devices of this process that hold the shard.
-
-    A shard is given by a pair (start, stop) for each axis.
-    """
+    """Maps each shard, (start, stop) for each axis, to the devices of this process that hold it."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -364,22 +459,14 @@ def _devices_of_parts(
     return devices
 
 
-def _ambient_mesh() -> Mesh | None:
-    """Returns the mesh that is set by `jax.set_mesh` or a `with mesh:` statement, or None."""
+def ambient_mesh() -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh` or of a `with mesh:` statement, or None."""
     mesh = jax.sharding.get_mesh()
     return jax_compat.mesh_of_with_statement() if mesh.empty else mesh
 
 
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of a parameter on a mesh.
-
-    Experts are split over the mesh axes `config.expert_axis`, and F, the experts' hidden width,
-    over `config.tensor_axis`. `config.fsdp_axes` names dimensions that are split over further mesh
-    axes. If `mesh` is None, the parameter is on one device.
-
-    Raises:
-        ValueError: the number of ranks along a dimension's mesh axes does not divide the dimension.
-    """
+    """Returns the sharding of a parameter on a mesh; ValueError if the ranks do not divide it."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
@@ -393,31 +480,30 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         strict=True,
     )
     for size, letter, logical, further in dims:
+        # The field with the mesh axes over which this dimension is split. `further` has the axes in
+        # `fsdp_axes`, which may split any dimension.
         field = fields.get(logical or "", "fsdp_axes")
-        own = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
-        axes = tuple(axis for axis in (*own, *further) if axis in mesh.shape)
+        in_field = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
+        axes = tuple(axis for axis in (*in_field, *further) if axis in mesh.shape)
         num_ranks = math.prod(mesh.shape[axis] for axis in axes)
         if size % num_ranks:
-            what, given = f"the width of {name}", f"{block.directory.path} has {size}."
+            subject, found = f"the width of {name}", f"{block.directory.path} has {size}."
             if letter == "E" and config.num_slots is not None:
-                what, given = "num_slots", f"is {size}."
+                subject, found = "num_slots", f"is {size}."
             elif letter == "E":
                 least = -(-size // num_ranks) * num_ranks
-                what, given = "num_experts", f"{given[:-1]}; num_slots={least} would hold copies."
+                hint = f"num_slots={least} would hold copies."
+                subject, found = "num_experts", f"{block.directory.path} has {size}; {hint}"
             raise ValueError(
-                f"{what} must be a multiple of the {num_ranks} ranks along {field} {axes}, but "
-                f"{given}"
+                f"{subject} must be a multiple of the {num_ranks} ranks along {field} {axes}, but "
+                f"{found}"
             )
         spec.append(axes or None)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-class _Counter:
-    """Counts the bytes that several threads have loaded, and reports the progress.
-
-    A thread calls the counter with the number of bytes that it has loaded. The counter adds them up
-    and calls `report` with the sum so far and with `total`, the number of bytes to load.
-    """
+class Counter:
+    """Counts the bytes that several threads have loaded, and calls `report`."""
 
     def __init__(self, total: int, report: Progress):
         self._total, self._report = total, report
@@ -430,9 +516,10 @@ class _Counter:
             self._report(self._loaded, self._total)
 
 
-def _print_progress(loaded: int, total: int) -> None:
-    """Draws a progress bar, of bytes, on standard error if standard error is a terminal."""
+def print_progress(loaded: int, total: int) -> None:
+    """Draws a progress bar on standard error, if it is a terminal."""
     width = 40
+    # Draws at even percentages only, since every call is a write.
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
         end = "\n" if loaded == total else ""
@@ -445,8 +532,13 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
     _, hidden, mlp_dim = params.wi_0.shape
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options = dataclasses.asdict(ParameterOptions.of_params(params))
+    if params.gate is None:
+        options["gate_init"] = None
+    elif params.gate.shape[0] != hidden:
+        options["router_dim"] = params.gate.shape[0]
     structure = []
 
+    # `jax.eval_shape` returns arrays only, so `make` hands the layer's graph over in `structure`.
     def make() -> Any:
         graph, state = nnx.split(MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
         structure.append(graph)
@@ -470,12 +562,19 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
     return {name: variable for name, variable in found.items() if variable is not None}
 
 
-def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless the parameters `given` can be saved to the block.
+def _check_options(block: Block, config: MoEConfig) -> None:
+    """Raises OtherModelError if a layer's options are not those of the stored model."""
+    # Only numbers, strings and booleans are compared: a dtype does not make another model.
+    for name, stored in block.fields.items():
+        if isinstance(stored, bool | int | float | str) and getattr(config, name) != stored:
+            raise OtherModelError(
+                f"{name} of layer_or_params must be {stored!r}, as config.json of "
+                f"{block.directory.path} says, but is {getattr(config, name)!r}."
+            )
 
-    Names and shapes must be those of the block. Each array must be on devices of this process only,
-    or replicated on all of its devices.
-    """
+
+def _check_saved(block: Block, given: dict[str, Any]) -> None:
+    """Raises ValueError unless names, shapes and devices of `given` allow to save them."""
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}
     if shapes != wanted:

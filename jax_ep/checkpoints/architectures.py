@@ -5,13 +5,15 @@ Letters name the axes of a stored tensor:
   E  the experts that have weights.
   R  the experts that the router chooses among: the E experts and experts without weights, such as
      LongCat-Flash's identity experts.
-  H  the hidden size of the model.
+  H  the hidden size of the model, or of its experts if they have another one.
+  D  the hidden size of the model, where the experts have another one.
   F  the hidden width of an expert.
   S  the hidden width of all shared experts together.
   1  an axis with one element.
   G  the two parameters wi_0 and wi_1, which one tensor holds. G shares an axis with F: "GF H" is
      [2 * F, H] with the rows of wi_0 before the rows of wi_1; "H FG" is [H, 2 * F] with alternating
      columns of wi_0 and wi_1.
+  EF  F for each expert, one after another.
 
 `{e}` in a tensor's name stands for the number of an expert; each expert then has its own tensor.
 """
@@ -19,9 +21,13 @@ Letters name the axes of a stored tensor:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from jax_ep.checkpoints.functions import half_swiglu, swiglu
 from jax_ep.moe.params import PARAMETERS
 
 # Maps a parameter's name to the letters of its axes: "EHF" for wi_0, of shape [experts, hidden
@@ -30,16 +36,14 @@ PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()
 
 
 class Tensor(NamedTuple):
-    """Describes a stored tensor: its name, its axes, and the parameters whose weights it holds.
+    """A stored tensor: its name, its axes, and the parameters whose weights it holds.
 
     Attributes:
-        params: the names of the parameters in `jax_ep.MoEParams` that the tensor holds: two if its
-            axes have the letter G, else one.
+        params: the parameters of `jax_ep.MoEParams` that it holds: two with an axis G, else one;
+            none for a tensor that the layer does not hold (`jax_ep.checkpoints.load_others`).
         name: the tensor's name after "layers.<layer>.".
-        axes: the letters of the tensor's axes, separated by spaces, such as "E GF H"; this module's
-            docstring lists the letters.
-        where: a key of config.json whose value says whether the tensor exists. "" stands for a
-            tensor that always exists.
+        axes: the letters of the tensor's axes, separated by spaces, such as "E GF H".
+        where: a key of config.json whose value says whether the tensor exists; "": it always does.
     """
 
     params: tuple[str, ...]
@@ -54,10 +58,8 @@ Tensors = tuple[Tensor, ...]
 class OneOf(NamedTuple):
     """Alternative sets of tensors in which the same weights may be stored.
 
-    Attributes:
-        layouts: the alternatives, each a tuple of tensors. A checkpoint has the tensors of one
-            alternative. When a first MoE block is saved to a checkpoint, it gets the tensors of the
-            first alternative that the model's quantization allows.
+    A checkpoint has the tensors of one of the `layouts`. When a first MoE block is saved to a
+    checkpoint, it gets the first that the model's quantization allows.
     """
 
     layouts: tuple[Tensors, ...]
@@ -69,19 +71,19 @@ class Architecture:
 
     In `sizes` and `fields`, a key may be written as "a|b": the first of the keys a and b that
     config.json has. In `sizes`, it may also be written as "a*b": the product of the values of the
-    keys a and b.
+    keys a and b. "a.b" is the key b of the object that config.json has as a.
 
     Attributes:
         models: the names of the models.
         model_types: the values of `model_type` in the models' config.json.
-        sizes: maps the letter of an axis (see this module's docstring) to the key of config.json
-            that holds the axis's size. R, the outputs of the router, follows from E. Any other
-            axis without a key has size 0. Tensors with an axis of size 0 do not exist.
+        sizes: maps the letter of an axis to the key of config.json that holds the axis's size. R,
+            the outputs of the router, follows from E. Any other axis without a key has size 0.
+            Tensors with an axis of size 0 do not exist.
         fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
         defaults: maps keys that config.json may omit or set to null to their values in this case.
-        only: maps keys of config.json to the values that this library supports. Loading a model
-            with any other value is an error. A key may always be missing.
+        only: maps keys of config.json to the values that this library supports. A key may be
+            missing.
         tensors: the tensors that hold the weights.
         unused: names of tensors that are ignored. Some files hold them for experts that compute
             nothing and so need no weights.
@@ -98,6 +100,13 @@ class Architecture:
     unused: tuple[str, ...] = ()
 
 
+def _sizes(
+    experts: str, width: str, shared: str = "", hidden: str = "hidden_size"
+) -> dict[str, str]:
+    """Maps the letters E, H, F and S to their keys of config.json."""
+    return {"E": experts, "H": hidden, "F": width} | ({"S": shared} if shared else {})
+
+
 def _router(name: str) -> Tensor:
     return Tensor(("gate",), name, "R H")
 
@@ -106,12 +115,13 @@ def _bias(name: str, where: str = "") -> Tensor:
     return Tensor(("bias",), name, "R", where)
 
 
-def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of models in which each expert has its own three tensors.
+def _others(*names: str) -> Tensors:
+    """Lists tensors that the layer does not hold."""
+    return tuple(Tensor((), name, "") for name in names)
 
-    `block` is the name of the PyTorch module that contains all experts. `gate`, `up` and `down` are
-    the names of the modules inside an expert that hold wi_0, wi_1 and wo.
-    """
+
+def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
+    """Lists the tensors of models in which each expert has its own three tensors."""
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -120,21 +130,12 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Lists the tensors of models in which two tensors hold the matrices of all experts.
-
-    `gate_up` is the name of the tensor that holds wi_0 and wi_1, and `axes` are its axes. `down` is
-    the name of the tensor that holds wo, and `down_axes` are its axes.
-    """
+    """Lists the tensors of models in which two tensors hold the matrices of all experts."""
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the three tensors of the shared experts, which are stored as a single MLP.
-
-    The MLP's hidden width S is that of all shared experts together. `block` is the name of the
-    MLP's PyTorch module; `gate`, `up` and `down` are the names of the modules inside it that hold
-    shared_wi_0, shared_wi_1 and shared_wo.
-    """
+    """Lists the three tensors of the shared experts, which are stored as a single MLP."""
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
@@ -142,192 +143,389 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
     )
 
 
+# Each expert has its own tensors, or two tensors hold all experts. The first is preferred when a
+# first MoE block is saved to a directory. In _STACKED, the second is preferred, but each expert of
+# a float8 model still has its own tensors.
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-# The alternatives of _EXPERTS in the reverse order: the tensors that hold all experts are preferred
-# when a first MoE block is saved to a directory. In a float8 model, each expert still has its own
-# tensors.
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
-_MIXTRAL = (
-    _router("block_sparse_moe.gate.weight"),
-    *_each("block_sparse_moe.experts", "w1", "w3", "w2"),
-)
-_MIXTRAL_SIZES = {"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"}
-_GRANITE = (
-    _router("block_sparse_moe.router.layer.weight"),
-    *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-)
 
-# The field of `jax_ep.MoEConfig` by which routers compute their logits in the dtype of the tokens,
-# not in float32.
+_K = {
+    "num_experts_per_token": "num_experts_per_tok|num_experts_per_token",
+    "activation": "hidden_act",
+}
+_SILU = {"hidden_act": "silu"}
+
+# Values of the field `router_dtype`: routers compute their logits in the dtype of the tokens, or
+# in float32.
 _OWN_DTYPE = {"router_dtype": None}
+_FLOAT32 = {"router_dtype": jnp.float32}
 
-# The fields of `jax_ep.MoEConfig` for routers that divide the weights of a token's K experts by
-# their sum. (DeepSeek's router adds a small number to the sum: `_DEEPSEEK`.)
+# The fields of routers that divide the weights of a token's K experts by their sum.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
-_DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
 
-_QWEN_SIZES = {
-    "E": "num_experts|num_local_experts",
-    "H": "hidden_size",
-    "F": "moe_intermediate_size",
+# What the models of a family have in common: arguments of `Architecture`.
+_MIXTRAL: dict[str, Any] = {
+    "sizes": _sizes("num_local_experts", "intermediate_size"),
+    "fields": _K,
+    "fixed": _SOFTMAX,
+    "tensors": (
+        _router("block_sparse_moe.gate.weight"),
+        *_each("block_sparse_moe.experts", "w1", "w3", "w2"),
+    ),
 }
-_SHARED_BY_NUMBER = {"S": "num_shared_experts*moe_intermediate_size"}
-_QWEN = (_router("mlp.gate.weight"), _EXPERTS)
+_QWEN: dict[str, Any] = {
+    "sizes": _sizes("num_experts|num_local_experts", "moe_intermediate_size"),
+    "fields": _K | {"normalize": "norm_topk_prob"},
+    "fixed": {"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
+    "tensors": (_router("mlp.gate.weight"), _EXPERTS),
+}
 _QWEN_SHARED = (
     *_mlp("mlp.shared_expert"),
     Tensor(("shared_gate",), "mlp.shared_expert_gate.weight", "1 H"),
 )
-_DEEPSEEK_SIZES = {
-    "E": "n_routed_experts",
-    "H": "hidden_size",
-    "F": "moe_intermediate_size",
-    "S": "n_shared_experts*moe_intermediate_size",
+_SHARED_BY_NUMBER = {"S": "num_shared_experts*moe_intermediate_size"}
+_SHARED_BY_WIDTH = {"S": "shared_expert_intermediate_size"}
+
+_DEEPSEEK: dict[str, Any] = {
+    "sizes": _sizes(
+        "n_routed_experts|num_experts",
+        "moe_intermediate_size",
+        "n_shared_experts|num_shared_experts*moe_intermediate_size",
+    ),
+    "fields": _K | {"scale": "routed_scaling_factor"},
+    "tensors": (_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
 }
-_DEEPSEEK_TENSORS = (_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts"))
-_DEEPSEEK_V3_TENSORS = (*_DEEPSEEK_TENSORS, _bias("mlp.gate.e_score_correction_bias"))
+_NO_SHARED = {"n_shared_experts": 0}
+_DEEPSEEK_V2: dict[str, Any] = _DEEPSEEK | {
+    "fixed": {"score": "softmax", "normalize": False},
+    "defaults": _NO_SHARED,
+    "only": {"scoring_func": ("softmax",), "norm_topk_prob": (False,)},
+}
+_GROUPS = {"num_groups": "n_group|num_expert_group", "groups_kept": "topk_group"}
+# The router adds a small number to the sum of the weights before it divides by it.
+_SIGMOID = {"score": "sigmoid", "normalize_epsilon": 1e-20}
+_DEEPSEEK_V3: dict[str, Any] = _DEEPSEEK | {
+    "fields": _DEEPSEEK["fields"] | _GROUPS | {"normalize": "norm_topk_prob|moe_renormalize"},
+    "fixed": _SIGMOID,
+    "tensors": (*_DEEPSEEK["tensors"], _bias("mlp.gate.e_score_correction_bias")),
+}
 _DEEPSEEK_V3_ONLY = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
-_DEEPSEEK_DEFAULTS = {"n_shared_experts": 0}
-_GROUPS = {
-    "num_groups": "n_group",
-    "groups_kept": "topk_group",
-    "normalize": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
+_NEMOTRON: dict[str, Any] = _DEEPSEEK_V3 | {
+    "fields": _DEEPSEEK_V3["fields"] | {"activation": "mlp_hidden_act"},
+    "only": {"mlp_bias": (False,)},
 }
-_DEEPSEEK_V2_ONLY = {"scoring_func": ("softmax",), "norm_topk_prob": (False,)}
+_NEMOTRON_EXPERTS = (
+    _bias("mixer.gate.e_score_correction_bias"),
+    Tensor(("wi_0",), "mixer.experts.{e}.up_proj.weight", "F H"),
+    Tensor(("wo",), "mixer.experts.{e}.down_proj.weight", "H F"),
+)
+_GRANITE_SHARED = (
+    Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
+    Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
+)
+_GPT_OSS: dict[str, Any] = {
+    "sizes": _MIXTRAL["sizes"],
+    "fields": {
+        "num_experts_per_token": "num_experts_per_tok",
+        "gating": "swiglu_alpha",
+        "clamp": "swiglu_limit",
+    },
+    # GPT-OSS computes the softmax over the chosen logits only. A softmax over all logits gives the
+    # same weights, once the chosen ones are divided by their sum.
+    "fixed": _SOFTMAX,
+}
+_GPT_OSS_ROUTER = (
+    _router("mlp.router.weight"),
+    Tensor(("gate_bias",), "mlp.router.bias", "R"),
+)
 
-_K = {"num_experts_per_token": "num_experts_per_tok", "activation": "hidden_act"}
-_SILU = {"hidden_act": "silu"}
 
+def _row(family: dict[str, Any], models: str, model_types: str, **changes: Any) -> Architecture:
+    """Describes models of a family; mappings among the `changes` are added to the family's.
+
+    `model_types` are separated by spaces.
+    """
+    for name, value in changes.items():
+        if isinstance(value, Mapping):
+            changes[name] = {**family.get(name, {}), **value}
+    return Architecture(
+        models=models, model_types=tuple(model_types.split()), **{**family, **changes}
+    )
+
+
+_like_mixtral = functools.partial(_row, _MIXTRAL)
+_like_qwen = functools.partial(_row, _QWEN)
+_like_deepseek_v3 = functools.partial(_row, _DEEPSEEK_V3)
 
 TABLE = (
-    Architecture(
-        models="Mixtral, MiniMax-Text-01",
-        model_types=("mixtral", "minimax"),
-        sizes=_MIXTRAL_SIZES,
-        fields=_K,
-        fixed=_SOFTMAX,
-        tensors=_MIXTRAL,
-    ),
+    _like_mixtral("Mixtral, MiniMax-Text-01", "mixtral minimax"),
     Architecture(
         models="Phi-3.5-MoE, its router at inference",
         model_types=("phimoe",),
-        sizes=_MIXTRAL_SIZES,
+        sizes=_MIXTRAL["sizes"],
         fields=_K | {"router": "router_jitter_noise"},
         fixed=_OWN_DTYPE,
         only={"num_experts_per_tok": (2,)},
-        tensors=_MIXTRAL,
+        tensors=_MIXTRAL["tensors"],
     ),
-    Architecture(
-        models="MiniMax-M2",
-        model_types=("minimax_m2",),
-        sizes=_MIXTRAL_SIZES,
-        fields=_K,
-        fixed={"score": "sigmoid"} | _SUM,
+    _like_mixtral(
+        "MiniMax-M2",
+        "minimax_m2",
+        fixed={"score": "sigmoid"} | _FLOAT32,
         only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
-        tensors=(*_MIXTRAL, _bias("block_sparse_moe.e_score_correction_bias")),
+        tensors=(*_MIXTRAL["tensors"], _bias("block_sparse_moe.e_score_correction_bias")),
     ),
-    Architecture(
-        models="Qwen3-MoE, Mellum",
-        model_types=("qwen3_moe", "mellum"),
-        sizes=_QWEN_SIZES,
-        fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
-        tensors=_QWEN,
+    _like_qwen("Qwen3-MoE, Qwen3-Omni's thinker, Mellum", "qwen3_moe qwen3_omni_moe_text mellum"),
+    _like_qwen(
+        "Qwen2-MoE, Qwen3-Next, Qwen3-Omni's talker, Qwen4 Experimental",
+        "qwen2_moe qwen3_next qwen3_omni_moe_talker_text qwen4_exp_text",
+        sizes=_SHARED_BY_WIDTH,
+        tensors=(*_QWEN["tensors"], *_QWEN_SHARED),
     ),
-    Architecture(
-        models="Qwen2-MoE, Qwen3-Next",
-        model_types=("qwen2_moe", "qwen3_next"),
-        sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
-        fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
-        tensors=(*_QWEN, *_QWEN_SHARED),
-    ),
-    Architecture(
-        models="Qwen3.5-MoE",
-        model_types=("qwen3_5_moe_text",),
-        sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
-        fields=_K,
-        fixed=_SOFTMAX,
+    _like_mixtral(
+        "Qwen3.5-MoE",
+        "qwen3_5_moe_text",
+        sizes=_QWEN["sizes"] | _SHARED_BY_WIDTH,
         only={"norm_topk_prob": (True,)},
         tensors=(_router("mlp.gate.weight"), _STACKED, *_QWEN_SHARED),
     ),
-    Architecture(
-        models="Qwen3-VL-MoE",
-        model_types=("qwen3_vl_moe_text",),
-        sizes=_QWEN_SIZES,
-        fields=_K,
-        fixed=_SOFTMAX,
+    _like_mixtral(
+        "Qwen3-VL-MoE",
+        "qwen3_vl_moe_text",
+        sizes=_QWEN["sizes"],
         only={"norm_topk_prob": (True,)},
         tensors=(
             _router("mlp.gate.weight"),
             *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
         ),
     ),
-    Architecture(
-        models="OLMoE, FlexOlmo",
-        model_types=("olmoe", "flex_olmo"),
-        sizes={
-            "E": "num_experts|num_local_experts",
-            "H": "hidden_size",
-            "F": "intermediate_size",
-        },
-        fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
+    _like_qwen(
+        "OLMoE, FlexOlmo",
+        "olmoe flex_olmo",
+        sizes={"F": "intermediate_size"},
         defaults={"norm_topk_prob": False} | _SILU,
-        tensors=_QWEN,
     ),
-    Architecture(
-        models="DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, dots.llm1, Solar Open",
-        model_types=(
-            "deepseek_v3",
-            "deepseek_v32",
-            "kimi_k2",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm4v_moe_text",
-            "glm_moe_dsa",
-            "dots1",
-            "solar_open",
-        ),
-        sizes=_DEEPSEEK_SIZES,
-        fields=_K | _GROUPS,
-        fixed=_DEEPSEEK,
-        defaults=_DEEPSEEK_DEFAULTS,
+    _like_deepseek_v3(
+        "DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, dots.llm1, Solar Open, Beam, "
+        # A.X-K1's decoder layer normalizes the block's output.
+        "A.X-K1, Sarvam-105B",
+        "deepseek_v3 deepseek_v32 kimi_k2 glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa dots1 "
+        "solar_open beam axk1 sarvam_mla",
+        defaults=_NO_SHARED,
         only=_DEEPSEEK_V3_ONLY,
-        tensors=_DEEPSEEK_V3_TENSORS,
     ),
-    Architecture(
-        models="MiMo-V2-Flash",
-        model_types=("mimo_v2_flash",),
-        sizes=_DEEPSEEK_SIZES,
-        fields=_K | _GROUPS,
-        fixed=_DEEPSEEK,
+    _like_deepseek_v3(
+        "MiMo-V2-Flash",
+        "mimo_v2_flash",
         # Its config.json has null for both of these keys.
-        defaults=_DEEPSEEK_DEFAULTS | {"routed_scaling_factor": 1.0},
+        defaults=_NO_SHARED | {"routed_scaling_factor": 1.0},
         only=_DEEPSEEK_V3_ONLY,
-        tensors=_DEEPSEEK_V3_TENSORS,
+    ),
+    _like_deepseek_v3(
+        # A.X-K2 chooses an expert of a group that is not kept before one whose score and bias have
+        # a negative sum. This library never does.
+        "A.X-K2",
+        "axk2",
+        # Both are null if there are no groups.
+        defaults={"n_group": 1, "topk_group": 1},
+    ),
+    _like_deepseek_v3(
+        "Dots 3 Note",
+        "dots3_note_text dots3_note",
+        sizes={
+            "S": "n_shared_experts*"
+            "shared_experts_intermediate_size|moe_shared_expert_intermediate_size"
+        },
+    ),
+    _row(_DEEPSEEK_V3, "GLM-5-Next", "glm5_next_text glm5_next", fields={"clamp": "swiglu_limit"}),
+    _like_deepseek_v3(
+        "Bailing Hybrid (Ling, Ring), Sarvam-30B",
+        "bailing_hybrid sarvam_moe",
+        tensors=(*_DEEPSEEK["tensors"], _bias("mlp.gate.expert_bias")),
+    ),
+    _like_deepseek_v3(
+        "Kimi Linear",
+        "kimi_linear",
+        only={"moe_router_activation_func": ("sigmoid",)},
+        tensors=(
+            *_MIXTRAL["tensors"],
+            _bias("block_sparse_moe.gate.e_score_correction_bias"),
+            *_mlp("block_sparse_moe.shared_experts"),
+        ),
+    ),
+    _like_deepseek_v3(
+        "Hunyuan 4",
+        "hy_v4 hy_v4_vl_text",
+        fields={"clamp": "swiglu_limit"},
+        fixed={"shared_gating": swiglu},
+        tensors=(
+            _router("mlp.gate.weight"),
+            _bias("mlp.gate.e_score_correction_bias"),
+            _STACKED,
+            # transformers loads the first name, and saves the second one.
+            OneOf((_mlp("mlp.shared_experts"), _mlp("mlp.shared_experts", "linear_gate"))),
+        ),
+    ),
+    _like_deepseek_v3(
+        "Mistral Small 4",
+        "mistral4",
+        fixed={"score": "softmax"} | _OWN_DTYPE,
+        tensors=(_router("mlp.gate.weight"), _STACKED, *_mlp("mlp.shared_experts")),
+    ),
+    _row(
+        _DEEPSEEK,
+        "Mistral Large 4",
+        "mistral_large4_text",
+        fields=_GROUPS,
+        fixed={"score": "softmax", "normalize": True, "normalize_epsilon": 1e-20},
+        tensors=(
+            _router("gate.weight"),
+            *_each("experts", "w1", "w3", "w2"),
+            *_mlp("shared_experts", "w1", "w3", "w2"),
+        ),
+    ),
+    _like_qwen(
+        "Lara Mini",
+        "lara_mini",
+        sizes=_SHARED_BY_WIDTH,
+        fixed=_FLOAT32,
+        tensors=(_router("mlp.gate.weight"), _STACKED, *_mlp("mlp.shared_expert")),
+    ),
+    _like_qwen(
+        "Flint",
+        "flint",
+        sizes=_SHARED_BY_WIDTH,
+        fixed={"score": "sigmoid"} | _FLOAT32,
+        tensors=(*_QWEN["tensors"], *_mlp("mlp.shared_expert")),
+    ),
+    _like_qwen(
+        "Kolibri 1",
+        "kolibri1",
+        sizes=_SHARED_BY_WIDTH,
+        fixed={"score": "sigmoid", "choose_by": "logit"} | _FLOAT32,
+        tensors=(
+            *_QWEN["tensors"],
+            _bias("moe.router.expert_bias"),
+            *_mlp("mlp.shared_experts"),
+        ),
+    ),
+    _like_mixtral(
+        "Laguna",
+        "laguna",
+        sizes=_QWEN["sizes"] | _SHARED_BY_WIDTH,
+        fields={
+            "scale": "moe_routed_scaling_factor",
+            "logit_softcap": "moe_router_logit_softcapping",
+        },
+        fixed={"score": "sigmoid"},
+        defaults={"moe_routed_scaling_factor": 1.0, "moe_router_logit_softcapping": 0.0},
+        only={"moe_apply_router_weight_on_input": (False,)},
+        tensors=(
+            *_QWEN["tensors"],
+            _bias("mlp.experts.e_score_correction_bias"),
+            *_mlp("mlp.shared_expert"),
+        ),
+    ),
+    *(
+        Architecture(
+            models="Cohere2-MoE",
+            model_types=("cohere2_moe",),
+            sizes=_sizes(
+                "num_experts", "intermediate_size", "num_shared_experts*intermediate_size"
+            ),
+            # Cohere2-MoE computes the softmax over the chosen logits only; see _GPT_OSS.
+            fields=_K | {"score": "expert_selection_fn"},
+            fixed=_SUM | _OWN_DTYPE | fixed,
+            defaults={"num_shared_experts": 0, "expert_selection_fn": "softmax"},
+            only={"norm_topk_prob": (True,)} | only,
+            tensors=(*_QWEN["tensors"], *_mlp("mlp.shared_experts")),
+        )
+        for only, fixed in (
+            ({"num_shared_experts": (0,)}, {}),
+            ({"shared_expert_combination_strategy": ("sum",)}, {}),
+            # The mean of both outputs.
+            (
+                {"shared_expert_combination_strategy": ("average",)},
+                {"scale": 0.5, "shared_gating": half_swiglu},
+            ),
+        )
     ),
     Architecture(
-        models="EXAONE-MoE",
-        model_types=("exaone_moe",),
-        sizes={"E": "num_experts", "H": "hidden_size", "F": "moe_intermediate_size"}
-        | _SHARED_BY_NUMBER,
-        fields=_K | _GROUPS,
-        fixed=_DEEPSEEK,
+        models="Step-3.5, Step-3.7",
+        model_types=("step3p5",),
+        sizes=_sizes(
+            "n_routed_experts|moe_num_experts", "moe_intermediate_size", "share_expert_dim"
+        ),
+        fields={
+            "num_experts_per_token": "num_experts_per_tok|moe_top_k",
+            "scale": "moe_router_scaling_factor",
+            "gating": "swiglu_limits",
+            "shared_gating": "swiglu_limits_shared",
+        },
+        fixed=_SOFTMAX | {"score": "sigmoid"},
+        defaults={"swiglu_limits": 0.0, "swiglu_limits_shared": 0.0},
+        tensors=(
+            _router("moe.gate.weight"),
+            _bias("moe.router_bias"),
+            Tensor(("wi_0",), "moe.gate_proj.weight", "E F H"),
+            Tensor(("wi_1",), "moe.up_proj.weight", "E F H"),
+            Tensor(("wo",), "moe.down_proj.weight", "E H F"),
+            *_mlp("share_expert"),
+        ),
+    ),
+    Architecture(
+        models="DBRX",
+        model_types=("dbrx",),
+        sizes=_sizes("ffn_config.moe_num_experts", "ffn_config.ffn_hidden_size", hidden="d_model"),
+        fields={
+            "num_experts_per_token": "ffn_config.moe_top_k",
+            "activation": "ffn_config.ffn_act_fn.name",
+            "normalize": "ffn_config.moe_normalize_expert_weights",
+        },
+        fixed=_QWEN["fixed"],
+        defaults={
+            "ffn_config.ffn_act_fn.name": "silu",
+            "ffn_config.moe_normalize_expert_weights": 0,
+        },
+        # The sum of the weights is their norm of order 1.
+        only={"ffn_config.moe_normalize_expert_weights": (1,)},
+        tensors=(
+            _router("ffn.router.layer.weight"),
+            Tensor(("wi_0",), "ffn.experts.mlp.w1", "EF H"),
+            Tensor(("wi_1",), "ffn.experts.mlp.v1", "EF H"),
+            Tensor(("wo",), "ffn.experts.mlp.w2", "EF H"),
+        ),
+    ),
+    _row(
+        _GPT_OSS,
+        "MiniMax-M3",
+        "minimax_m3_vl_text",
+        sizes={"S": "shared_intermediate_size"},
+        fields={"scale": "routed_scaling_factor"},
+        fixed={"score": "sigmoid"},
+        tensors=(
+            *_MIXTRAL["tensors"],
+            _bias("block_sparse_moe.e_score_correction_bias"),
+            *_mlp("block_sparse_moe.shared_experts"),
+        ),
+    ),
+    _like_deepseek_v3(
+        "EXAONE-MoE",
+        "exaone_moe",
         only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        tensors=(*_DEEPSEEK_TENSORS, _bias("mlp.e_score_correction_bias")),
+        tensors=(*_DEEPSEEK["tensors"], _bias("mlp.e_score_correction_bias")),
     ),
-    Architecture(
-        models="DeepSeek-V4, its layers with a learned choice of experts",
-        model_types=("deepseek_v4",),
-        sizes=_DEEPSEEK_SIZES,
-        fields=_K | {"scale": "routed_scaling_factor", "clamp": "swiglu_limit"},
+    _row(
+        _DEEPSEEK,
+        "DeepSeek-V4",
+        "deepseek_v4",
+        fields={"clamp": "swiglu_limit"},
         fixed={"score": "sqrt_softplus", "normalize": True, "normalize_epsilon": 1e-20}
         | _OWN_DTYPE,
-        defaults=_DEEPSEEK_DEFAULTS,
+        defaults=_NO_SHARED,
         only={
             "scoring_func": ("sqrtsoftplus",),
             "norm_topk_prob": (True,),
@@ -335,33 +533,85 @@ TABLE = (
         },
         tensors=(
             _router("ffn.gate.weight"),
-            _bias("ffn.gate.bias"),
+            # A layer with a learned choice of experts, or one that chooses by the token's id.
+            OneOf(((_bias("ffn.gate.bias"),), _others("ffn.gate.tid2eid"))),
             *_each("ffn.experts", "w1", "w3", "w2"),
             *_mlp("ffn.shared_experts", "w1", "w3", "w2"),
         ),
     ),
-    Architecture(
-        models="Nemotron-H",
-        model_types=("nemotron_h",),
-        sizes=_DEEPSEEK_SIZES | {"S": "moe_shared_expert_intermediate_size"},
-        fields=_K | {"activation": "mlp_hidden_act"} | _GROUPS,
-        fixed=_DEEPSEEK,
-        only={"moe_latent_size": (), "mlp_bias": (False,)},
+    _row(
+        _NEMOTRON,
+        "Nemotron-H",
+        "nemotron_h",
+        sizes={"S": "moe_shared_expert_intermediate_size"},
+        only={"moe_latent_size": ()},
         tensors=(
             _router("mixer.gate.weight"),
-            _bias("mixer.gate.e_score_correction_bias"),
-            Tensor(("wi_0",), "mixer.experts.{e}.up_proj.weight", "F H"),
-            Tensor(("wo",), "mixer.experts.{e}.down_proj.weight", "H F"),
+            *_NEMOTRON_EXPERTS,
             Tensor(("shared_wi_0",), "mixer.shared_experts.up_proj.weight", "S H"),
             Tensor(("shared_wo",), "mixer.shared_experts.down_proj.weight", "H S"),
+        ),
+    ),
+    _row(
+        _NEMOTRON,
+        "Nemotron-H with latent experts",
+        "nemotron_h",
+        sizes={"H": "moe_latent_size", "D": "hidden_size"},
+        tensors=(
+            Tensor(("gate",), "mixer.gate.weight", "R D"),
+            *_NEMOTRON_EXPERTS,
+            *_others(
+                "mixer.fc1_latent_proj.weight",
+                "mixer.fc2_latent_proj.weight",
+                "mixer.shared_experts.up_proj.weight",
+                "mixer.shared_experts.down_proj.weight",
+            ),
+        ),
+    ),
+    Architecture(
+        models="Gemma 4, DiffusionGemma",
+        model_types=("gemma4_text", "diffusion_gemma_text"),
+        sizes=_QWEN["sizes"],
+        fields={"num_experts_per_token": "top_k_experts", "activation": "hidden_activation"},
+        fixed=_SOFTMAX,
+        tensors=(
+            _router("router.proj.weight"),
+            Tensor(("expert_scale",), "router.per_expert_scale", "R"),
+            *_stacked("experts.gate_up_proj", "experts.down_proj"),
+            *_others("router.scale"),
+        ),
+    ),
+    _like_mixtral(
+        "JetMoE, without its experts of attention",
+        "jetmoe",
+        fields={"activation": "activation_function"},
+        tensors=(
+            _router("mlp.router.layer.weight"),
+            *_stacked("mlp.input_linear.weight", "mlp.output_linear.weight"),
+            *_others("mlp.bias"),
+        ),
+    ),
+    Architecture(
+        # Its shared experts have a part in the sum of the weights, so the caller routes.
+        models="Inkling, its routed experts",
+        model_types=("inkling_text",),
+        sizes=_DEEPSEEK["sizes"] | {"F": "moe_intermediate_size|intermediate_size"},
+        fields=_K,
+        fixed={},
+        defaults=_SILU,
+        tensors=(
+            *_others("mlp.gate.weight", "mlp.gate.bias", "mlp.gate.global_scale"),
+            *_stacked("mlp.experts.w13_weight", "mlp.experts.w2_weight", "E FG H"),
+            *_others("mlp.shared_experts.shared_w13_weight"),
+            *_others("mlp.shared_experts.shared_w2_weight"),
         ),
     ),
     Architecture(
         models="Hunyuan 3",
         model_types=("hy_v3",),
-        sizes=_QWEN_SIZES | _SHARED_BY_NUMBER,
+        sizes=_QWEN["sizes"] | _SHARED_BY_NUMBER,
         fields=_K | {"scale": "router_scaling_factor"},
-        fixed=_DEEPSEEK | {"normalize": True},
+        fixed=_SIGMOID | {"normalize": True},
         tensors=(
             _router("mlp.router.gate.weight"),
             _bias("mlp.expert_bias"),
@@ -372,9 +622,9 @@ TABLE = (
     Architecture(
         models="AFMoE",
         model_types=("afmoe",),
-        sizes=_QWEN_SIZES | _SHARED_BY_NUMBER,
+        sizes=_QWEN["sizes"] | _SHARED_BY_NUMBER,
         fields=_K | {"scale": "route_scale"},
-        fixed=_DEEPSEEK | {"normalize": True} | _OWN_DTYPE,
+        fixed=_SIGMOID | {"normalize": True} | _OWN_DTYPE,
         only={"score_func": ("sigmoid",), "route_norm": (True,)},
         tensors=(
             _router("mlp.router.gate.weight"),
@@ -386,12 +636,9 @@ TABLE = (
     Architecture(
         models="Aria",
         model_types=("aria_text",),
-        sizes={
-            "E": "moe_num_experts",
-            "H": "hidden_size",
-            "F": "intermediate_size",
-            "S": "moe_num_shared_experts*intermediate_size",
-        },
+        sizes=_sizes(
+            "moe_num_experts", "intermediate_size", "moe_num_shared_experts*intermediate_size"
+        ),
         fields={"num_experts_per_token": "moe_topk", "activation": "hidden_act"},
         fixed=_SOFTMAX,
         only={"mlp_bias": (False,), "hidden_act": ("silu",)},
@@ -401,69 +648,53 @@ TABLE = (
             *_mlp("mlp.shared_experts"),
         ),
     ),
-    Architecture(
-        models="DeepSeek-V2-Lite",
-        model_types=("deepseek_v2",),
-        sizes=_DEEPSEEK_SIZES,
-        fields=_K | {"scale": "routed_scaling_factor"},
-        fixed={"score": "softmax", "normalize": False},
-        defaults=_DEEPSEEK_DEFAULTS,
-        only=_DEEPSEEK_V2_ONLY | {"topk_method": ("greedy",)},
-        tensors=_DEEPSEEK_TENSORS,
+    _row(
+        _DEEPSEEK_V2,
+        "DeepSeek-V2-Lite, DeepSeek-OCR 2, Unlimited OCR",
+        "deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",
+        only={"topk_method": ("greedy",)},
     ),
-    Architecture(
-        models="DeepSeek-V2",
-        model_types=("deepseek_v2",),
-        sizes=_DEEPSEEK_SIZES,
-        fields=_K
-        | {
-            "num_groups": "n_group",
-            "groups_kept": "topk_group",
-            "scale": "routed_scaling_factor",
-        },
-        fixed={"score": "softmax", "normalize": False, "group_score": "max"},
-        defaults=_DEEPSEEK_DEFAULTS,
-        only=_DEEPSEEK_V2_ONLY | {"topk_method": ("group_limited_greedy",)},
-        tensors=_DEEPSEEK_TENSORS,
+    _row(
+        _DEEPSEEK_V2,
+        "DeepSeek-V2",
+        "deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",
+        fields={"num_groups": "n_group", "groups_kept": "topk_group"},
+        fixed={"group_score": "max"},
+        only={"topk_method": ("group_limited_greedy",)},
     ),
-    Architecture(
-        models="Granite MoE",
-        model_types=("granitemoe",),
-        sizes=_MIXTRAL_SIZES,
-        fields=_K,
-        # Granite computes the softmax over the chosen logits only. A softmax over all logits gives
-        # the same weights, once the chosen ones are divided by their sum.
-        fixed=_SOFTMAX,
-        tensors=_GRANITE,
-    ),
-    Architecture(
-        models="Granite MoE with shared experts, Granite 4.0",
-        model_types=("granitemoeshared", "granitemoehybrid"),
-        sizes=_MIXTRAL_SIZES | {"S": "shared_intermediate_size"},
-        fields=_K,
-        fixed=_SOFTMAX,
+    _like_mixtral(
+        "Granite MoE, also with shared experts, Granite 4.0",
+        "granitemoe granitemoeshared granitemoehybrid",
+        sizes={"S": "shared_intermediate_size"},
+        defaults={"shared_intermediate_size": 0},
+        # Granite computes the softmax over the chosen logits only; see _GPT_OSS.
         tensors=(
-            *_GRANITE,
-            Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
-            Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
+            _router("block_sparse_moe.router.layer.weight"),
+            *_stacked(
+                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+            ),
+            *_GRANITE_SHARED,
         ),
     ),
-    Architecture(
-        models="GPT-OSS",
-        model_types=("gpt_oss",),
-        sizes=_MIXTRAL_SIZES,
-        fields={
-            "num_experts_per_token": "num_experts_per_tok",
-            "gating": "swiglu_alpha",
-            "clamp": "swiglu_limit",
-        },
-        # GPT-OSS computes the softmax over the chosen logits only. A softmax over all logits gives
-        # the same weights, once the chosen ones are divided by their sum.
-        fixed=_SOFTMAX,
+    _like_mixtral(
+        "Granite MoE with sliding windows",
+        "granitemoe_swa",
+        sizes={"S": "shared_intermediate_size"},
+        tensors=(
+            _router("block_sparse_moe.router.weight"),
+            *_stacked(
+                "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
+            ),
+            *_GRANITE_SHARED,
+        ),
+    ),
+    _row(
+        _GPT_OSS,
+        "GPT-OSS",
+        "gpt_oss",
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
-            _router("mlp.router.weight"),
-            Tensor(("gate_bias",), "mlp.router.bias", "R"),
+            *_GPT_OSS_ROUTER,
             OneOf(
                 (
                     _stacked(
@@ -481,10 +712,22 @@ TABLE = (
             Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
         ),
     ),
+    _row(
+        _GPT_OSS,
+        "OpenAI Privacy Filter",
+        "openai_privacy_filter",
+        fixed=_FLOAT32,
+        tensors=(
+            *_GPT_OSS_ROUTER,
+            *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
+            Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E GF"),
+            Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
+        ),
+    ),
     Architecture(
         models="Llama 4",
         model_types=("llama4_text",),
-        sizes=_MIXTRAL_SIZES | {"S": "intermediate_size"},
+        sizes=_MIXTRAL["sizes"] | {"S": "intermediate_size"},
         fields=_K,
         fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"} | _OWN_DTYPE,
         tensors=(
@@ -501,12 +744,11 @@ TABLE = (
     Architecture(
         models="ERNIE 4.5",
         model_types=("ernie4_5_moe",),
-        sizes={
-            "E": "moe_num_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-            "S": "moe_num_shared_experts*moe_intermediate_size",
-        },
+        sizes=_sizes(
+            "moe_num_experts",
+            "moe_intermediate_size",
+            "moe_num_shared_experts*moe_intermediate_size",
+        ),
         fields={
             "num_experts_per_token": "moe_k",
             "activation": "hidden_act",
@@ -519,19 +761,14 @@ TABLE = (
         defaults={"moe_norm_min": 1e-12} | _SILU,
         only={"use_bias": (False,)},
         tensors=(
-            *_DEEPSEEK_TENSORS,
+            *_DEEPSEEK["tensors"],
             Tensor(("bias",), "mlp.moe_statics.e_score_correction_bias", "1 R"),
         ),
     ),
     Architecture(
         models="Hunyuan-A13B",
         model_types=("hunyuan_v1_moe", "hunyuan"),
-        sizes={
-            "E": "num_experts",
-            "H": "hidden_size",
-            "F": "intermediate_size",
-            "S": "intermediate_size",
-        },
+        sizes=_sizes("num_experts", "intermediate_size", "intermediate_size"),
         fields={"num_experts_per_token": "moe_topk", "activation": "hidden_act"},
         fixed={"score": "softmax"} | _SUM,
         only={"norm_topk_prob": (True,)},
@@ -540,7 +777,7 @@ TABLE = (
     Architecture(
         models="LFM2-MoE",
         model_types=("lfm2_moe",),
-        sizes={"E": "num_experts", "H": "hidden_size", "F": "moe_intermediate_size"},
+        sizes=_sizes("num_experts", "moe_intermediate_size"),
         fields={
             "num_experts_per_token": "num_experts_per_tok",
             "normalize": "norm_topk_prob",
@@ -556,7 +793,7 @@ TABLE = (
     Architecture(
         models="LongCat-Flash",
         model_types=("longcat_flash",),
-        sizes={"E": "n_routed_experts", "H": "hidden_size", "F": "expert_ffn_hidden_size"},
+        sizes=_sizes("n_routed_experts", "expert_ffn_hidden_size"),
         fields={
             "num_experts_per_token": "moe_topk",
             "activation": "hidden_act",
@@ -580,7 +817,7 @@ TABLE = (
     Architecture(
         models="Jamba",
         model_types=("jamba",),
-        sizes={"E": "num_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_sizes("num_experts", "intermediate_size"),
         fields=_K,
         fixed={"score": "softmax", "normalize": False} | _OWN_DTYPE,
         tensors=(_router("feed_forward.router.weight"), *_each("feed_forward.experts")),
@@ -588,46 +825,52 @@ TABLE = (
 )
 
 
-# Maps a model's `model_type` to what precedes "layers." in its published tensor names. For all
-# models that are not listed, this is "model.".
+# Maps a model's `model_type` to what precedes "layers." in its published tensor names: of a decoder
+# alone, and of a decoder that is a part of a multimodal model.
 _ROOTS = {
-    "qwen3_5_moe_text": "model.language_model.",
-    "qwen3_vl_moe_text": "model.language_model.",
-    "glm4v_moe_text": "model.language_model.",
-    "llama4_text": "language_model.model.",
-    "nemotron_h": "backbone.",
-    "deepseek_v4": "",
+    "qwen3_5_moe_text": ("model.language_model.", "model.language_model."),
+    "qwen4_exp_text": ("model.language_model.", "model.language_model."),
+    "glm5_next_text": ("model.language_model.", "model.language_model."),
+    "glm5_next": ("model.language_model.", "model.language_model."),
+    "qwen3_vl_moe_text": ("model.language_model.", "model.language_model."),
+    "glm4v_moe_text": ("model.language_model.", "model.language_model."),
+    "llama4_text": ("language_model.model.", "language_model.model."),
+    "nemotron_h": ("backbone.", "language_model.backbone."),
+    "deepseek_v4": ("", "language_model."),
+    "dbrx": ("transformer.", "language_model.transformer."),
+    "gemma4_text": ("model.", "model.language_model."),
+    "qwen3_omni_moe_text": ("model.", "thinker.model."),
+    "qwen3_omni_moe_talker_text": ("model.", "talker.model."),
+    "mistral_large4_text": ("model.", ""),
+    "dots3_note_text": ("model.", "model."),
+    "deepseek_ocr2_text": ("model.", "model."),
+    "unlimited_ocr_text": ("model.", "model."),
+    "hy_v4_vl_text": ("model.", "model."),
+    "inkling_text": ("model.", "model.llm."),
+    "diffusion_gemma_text": ("model.", "model.decoder."),
+    "step3p5": ("model.", "model."),
 }
+_OTHER_ROOTS = ("model.", "language_model.model.")
 
 
 def root_parts() -> tuple[str, ...]:
-    """Returns the words that may precede "layers." in the tensor names of published models.
-
-    In "model.language_model.layers.0.", for example, these are "model" and "language_model".
-    """
-    roots = ("model.", *_ROOTS.values())
+    """Returns the words that may precede "layers." or "blocks." in published tensor names."""
+    roots = [root for pair in (_OTHER_ROOTS, *_ROOTS.values()) for root in pair]
     return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
 
 
 def published_root(model_type: str, is_part: bool) -> str:
-    """Returns the beginning of a published model's tensor names, before "layers.".
+    """Returns the beginning of a published model's tensor names, such as "model.layers.".
 
-    Args:
-        model_type: the `model_type` of the decoder.
-        is_part: whether the decoder is the `text_config` of a multimodal model, such as the
-            DeepSeek-V3 in Kimi-K2.5.
+    `is_part` says whether the decoder is the `text_config` of a multimodal model.
     """
-    root = _ROOTS.get(model_type, "model.")
-    return "language_model." + root if is_part and "language_model." not in root else root
+    root = _ROOTS.get(model_type, _OTHER_ROOTS)[is_part]
+    return root + ("blocks." if model_type == "dbrx" else "layers.")
 
 
 def architectures() -> dict[str, Architecture]:
     """Returns a dict that maps each supported `model_type` of config.json to its architecture.
 
-    A `model_type` of several architectures maps to the first of them in `TABLE`.
+    A `model_type` of several architectures maps to the first of them.
     """
-    known: dict[str, Architecture] = {}
-    for row in TABLE:
-        for model_type in row.model_types:
-            known.setdefault(model_type, row)
-    return known
+    return {model_type: row for row in reversed(TABLE) for model_type in row.model_types}

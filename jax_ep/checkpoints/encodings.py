@@ -1,5 +1,7 @@
 """Reads and writes tensors of published models: plain ones, float8 with scales, and MXFP4.
 
+Other quantized tensors are read only: `Scaled`.
+
 Each class reads slices of a stored tensor as decoded numbers, and encodes numbers to write them to
 slices. A block is the numbers of a quantized tensor that share a scale. A block is written only if
 its new numbers differ from the decoded old ones, so writing unchanged numbers changes no bytes.
@@ -17,19 +19,17 @@ from jax_ep import formats
 from jax_ep.checkpoints.safetensors import Directory, Index
 
 SCALE_SUFFIX = "_scale_inv"
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS, SCALES, PACKED = "_blocks", "_scales", "_packed"
 
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+# The numbers of float4_e2m1, by their bits.
+_FLOAT4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FLOAT4 = np.concatenate([_FLOAT4, -_FLOAT4])
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A tensor of floating-point numbers that is stored without quantization.
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor.
-    """
+    """A tensor of floating-point numbers that is stored without quantization."""
 
     directory: Directory
     name: str
@@ -49,14 +49,12 @@ class Plain:
         return self.directory.entry(self.name).dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a slice of the tensor, as an array of the stored dtype."""
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
 
-        Numbers that have not changed keep their stored bits; they are compared in the dtype of
-        `values`. So writing back values that were read and cast to another dtype changes no bytes.
+        Numbers that have not changed, in the dtype of `values`, keep their stored bits.
         """
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
@@ -67,28 +65,19 @@ class Plain:
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Compares stored numbers `old` with new `values`; returns booleans, true where they differ.
-
-    `old` is first cast to the dtype of `values`. Two NaNs count as equal.
-    """
+    """Returns where stored numbers `old`, cast to the dtype of `values`, differ; NaNs are equal."""
     old = old.astype(values.dtype)
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
 
 @dataclasses.dataclass(frozen=True)
 class _InBlocks:
-    """A quantized tensor, which consists of blocks of numbers that share a scale.
-
-    A block that reaches past the end of the tensor is padded with zeros before it is encoded.
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor that holds the values.
-    """
+    """A quantized tensor, which consists of blocks of numbers that share a scale."""
 
     directory: Directory
     name: str
 
+    # A block that reaches past the end of the tensor is padded with zeros before it is encoded.
     @property
     def format(self) -> formats.Format:
         raise NotImplementedError
@@ -102,9 +91,9 @@ class _InBlocks:
         return np.dtype(jnp.bfloat16)
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a slice of the tensor, decoded to float32."""
+        """Reads a slice of the tensor as float32; ValueError for scales of damaged files."""
         blocks, within = self._blocks(index)
-        numbers = self.format.decode(self._load(blocks), np.float32)
+        numbers = self.format.decode(self._load_to_read(blocks), np.float32)
         return numbers[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
@@ -117,32 +106,28 @@ class _InBlocks:
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
         if not changed.any():
             return
-        changed = self._any_of_block(self._padded(changed))
         new = self._encode(self._padded(values))
-        of_values = changed
+        changed_scales = self._any_of_block(self._padded(changed))
+        changed_values = changed_scales
         for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
-            of_values = np.repeat(of_values, size, axis=axis)
-        parts = np.where(of_values, new[0], old[0]), np.where(changed, new[1], old[1])
-        self._store(blocks, *parts)
+            changed_values = np.repeat(changed_values, size, axis=axis)
+        (old_values, old_scales), (new_values, new_scales) = old, new
+        self._store(
+            blocks,
+            np.where(changed_values, new_values, old_values),
+            np.where(changed_scales, new_scales, old_scales),
+        )
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads a slice of whole blocks; returns (values, scales), which `format.decode` takes."""
-        return self._load(self._whole_blocks(index))
+        return self._load_to_read(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
         """Writes values and scales, as `read_parts` returns them, to a slice of whole blocks."""
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Converts a slice of the tensor, in numbers, to the same slice in blocks.
-
-        Returns:
-            A slice for each axis. For the tensor's last axes, which are divided into blocks, it
-            counts blocks instead of numbers.
-
-        Raises:
-            ValueError: the slice has some but not all numbers of a block.
-        """
+        """Converts a slice in numbers to one in blocks; ValueError if it cuts a block."""
         blocks, within = self._blocks(index)
         for taken, size in zip(within, self._block, strict=True):
             if taken.start or taken.stop % size or taken.step != 1:
@@ -154,13 +139,7 @@ class _InBlocks:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Finds the blocks that contain a slice of the tensor.
-
-        Returns:
-            A pair (blocks, within). `blocks` has a slice for each axis of the tensor; for the last
-            axes, which are divided into blocks, it counts blocks. `within` has a slice for each of
-            these last axes; it takes the numbers of `index` out of the decoded blocks.
-        """
+        """Returns a slice's blocks, and its numbers within these as slices of the last axes."""
         block = self._block
         blocks, within = [], []
         for taken, n, size in zip(
@@ -200,6 +179,10 @@ class _InBlocks:
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values)
 
+    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        # `Float8` also checks the scales.
+        return self._load(blocks)
+
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads the stored (values, scales) of a slice of blocks, as `_blocks` returns it."""
         raise NotImplementedError
@@ -215,17 +198,10 @@ class Float8(_InBlocks):
 
     A number is its stored value times the scale of its block. The scales are in the tensor
     `<name>_scale_inv`, [.., ceil(rows / block rows), ceil(columns / block columns)].
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor that holds the values.
-        block: the numbers of rows and columns of a block.
-        power_of_two: whether new scales are powers of two, for programs that read only the exponent
-            of a scale.
     """
 
-    block: tuple[int, int]
-    power_of_two: bool = False
+    block: tuple[int, int]  # rows and columns
+    power_of_two: bool = False  # whether new scales are powers of two
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -243,11 +219,7 @@ class Float8(_InBlocks):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor.
-
-        Raises:
-            ValueError: the tensor of scales does not have exactly one scale for each block.
-        """
+        """The shape of the tensor; ValueError unless there is one scale for each block."""
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
         blocks = self.format.scales_shape(shape)
@@ -258,12 +230,26 @@ class Float8(_InBlocks):
             )
         return shape
 
-    @property
-    def scale_dtype(self) -> np.dtype:
-        return self.format.scale_dtype
-
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values, divide=True)
+
+    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        """Raises ValueError for scales that only a damaged file has."""
+        values, scales = self._load(blocks)
+        numbers = scales.astype(np.float32)
+        wrong = ~(np.isfinite(numbers) & (numbers > 0))
+        # A scale of 0 is right for a block of zeros.
+        zero = numbers == 0
+        if zero.any():
+            wrong[zero] = self._any_of_block(values.astype(np.float32) != 0)[zero]
+        if wrong.any():
+            name = self.name + SCALE_SUFFIX
+            raise ValueError(
+                f"{name} in {self.directory.path / self.directory.files[name]} must hold scales "
+                f"that are finite and above 0, but has {numbers[wrong][0]} ({wrong.sum()} of the "
+                f"{wrong.size} scales that were read)."
+            )
+        return values, scales
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         values = self.directory.read(self.name, self._of_values(blocks))
@@ -271,6 +257,7 @@ class Float8(_InBlocks):
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
         index = self._of_values(blocks)
+        # Leaves out the padding of blocks that reach past the end of the tensor.
         kept: list[Any] = [slice(each.stop - each.start) for each in index[-len(self._block) :]]
         self.directory.write(self.name, index, values[(..., *kept)])
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
@@ -290,10 +277,6 @@ class MXFP4(_InBlocks):
     The last axis of the tensor is divided into G blocks of 32 numbers. The stored tensor
     `<...>_blocks` [.., G, 16] uint8 holds the values, in the form of `jax_ep.formats.MXFP4`. The
     stored tensor `<...>_scales` [.., G] uint8 holds the scales, which are exponents of two.
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor with the values, which ends in "_blocks".
     """
 
     @property
@@ -310,12 +293,6 @@ class MXFP4(_InBlocks):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded tensor, in numbers.
-
-        Raises:
-            ValueError: the stored blocks do not have 16 bytes each, or the tensor of scales does
-                not have exactly one scale for each block.
-        """
         *shape, blocks, size = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
         if scales != (*shape, blocks) or (size,) != self._values_block:
@@ -336,24 +313,134 @@ class MXFP4(_InBlocks):
         self.directory.write(self._scales, blocks, scales.view(np.uint8))
 
 
-Encoding = Plain | Float8 | MXFP4
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A quantized tensor that is only read: each block of values has a scale.
+
+    The shapes of values and scales tell the size of a block: a row (compressed-tensors), the whole
+    tensor (static float8), 32 numbers of a row (MXFP8), and so on. The dtype of the values says
+    what they are: float8_e4m3fn; uint8 or int8 for two float4_e2m1 numbers (NVFP4, DeepSeek-V4),
+    the first in the low bits; int32 for eight integers from -8 to 7, to each of which 8 is added,
+    the first in the lowest bits. Scales of dtype uint8 are exponents of two plus 127.
+
+    Attributes:
+        directory: the directory with the tensor.
+        name: the name of the tensor, which ends in "_packed" in the file if that exists.
+        scales: the name of the scales.
+    """
+
+    directory: Directory
+    name: str
+    scales: str
+
+    @property
+    def _values(self) -> str:
+        return self.name if self.name in self.directory.files else self.name + PACKED
+
+    @property
+    def _factors(self) -> tuple[str, str]:
+        """The names of numbers that divide (compressed-tensors) or multiply (ModelOpt) all."""
+        return self.name + "_global_scale", self.name + "_scale_2"
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        module = self.name.removesuffix("weight")
+        beside: tuple[str, ...] = (
+            self.name + "_shape",
+            module + "input_scale",
+            module + "input_global_scale",
+        )
+        beside = tuple(name for name in (*self._factors, *beside) if name in self.directory.files)
+        return self._values, self.scales, *beside
+
+    @property
+    def _per_value(self) -> int:
+        """How many numbers a stored value holds."""
+        dtype = self.directory.entry(self._values).dtype
+        return 1 if dtype == _FLOAT8 else 8 if dtype.itemsize == 4 else 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, columns = self.directory.entry(self._values).shape
+        return *rows, columns * self._per_value
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.bfloat16)
+
+    def read(self, index: Index) -> np.ndarray:
+        """Reads a slice of the tensor, decoded to float32."""
+        *rows, columns = index
+        start, stop, step = columns.indices(self.shape[-1])
+        first, last = start // self._per_value, -(-stop // self._per_value)
+        values = self._decoded(self.directory.read(self._values, (*rows, slice(first, last))))
+        first *= self._per_value
+        numbers = values[..., start - first : stop - first : step] * self._scales_of(index)
+        divisor, factor = (
+            self.directory.read(name, (slice(None),) * len(self.directory.entry(name).shape))
+            if name in self.directory.files
+            else np.ones(1, np.float32)
+            for name in self._factors
+        )
+        return numbers * factor.astype(np.float32).ravel() / divisor.astype(np.float32).ravel()
+
+    def _decoded(self, values: np.ndarray) -> np.ndarray:
+        """Returns the numbers in stored values as float32, before they are multiplied by scales."""
+        if self._per_value == 1:
+            return values.astype(np.float32)
+        if self._per_value == 2:
+            nibbles = np.stack([values.view(np.uint8) & 15, values.view(np.uint8) >> 4], axis=-1)
+            return _FLOAT4[nibbles].reshape(*values.shape[:-1], -1)
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)
+        nibbles = values.view(np.uint32)[..., None] >> shifts & 15
+        return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
+
+    def _scales_of(self, index: Index) -> np.ndarray:
+        """Reads the scale of each number in a slice of the tensor."""
+        stored = self.directory.entry(self.scales).shape
+        # The number of blocks along each axis: all 1 if the whole tensor has one scale.
+        counts = () if np.prod(stored) == 1 else stored
+        counts = (*counts, *(1,) * (len(self.shape) - len(counts)))
+        if len(counts) > len(self.shape) or any(
+            n % count for n, count in zip(self.shape, counts, strict=False)
+        ):
+            raise ValueError(
+                f"{self.scales} must have a scale for each block of {self.name} {self.shape}, but "
+                f"has shape {stored}."
+            )
+        # For each axis, the block of each number in the slice.
+        places = [
+            np.arange(*taken.indices(n)) // (n // count)
+            for taken, n, count in zip(index, self.shape, counts, strict=True)
+        ]
+        blocks = tuple(slice(place[0], place[-1] + 1) for place in places)
+        scales = self.directory.read(self.scales, blocks[: len(stored)])
+        scales = scales.reshape([block.stop - block.start for block in blocks])
+        if scales.dtype == np.uint8:
+            scales = scales.view(jnp.float8_e8m0fnu)
+        scale_of_number = np.ix_(*(place - place[0] for place in places))
+        return scales.astype(np.float32)[scale_of_number]
+
+    def write(self, index: Index, values: np.ndarray) -> None:
+        """Raises ValueError unless the values are those that the tensor has."""
+        if _differ(self.read(index), values).any():
+            raise ValueError(
+                f"{self.name} in {self.directory.path} is quantized in a way that is only read, "
+                "so it cannot be changed; save to a directory that is not quantized."
+            )
+
+
+Encoding = Plain | Float8 | MXFP4 | Scaled
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """The quantization of a model, as config.json states it in `quantization_config`.
+    """The quantization of a model, as config.json states it in `quantization_config`."""
 
-    Attributes:
-        method: "fp8", "mxfp4", or None for a model that is not quantized.
-        block: the numbers of rows and columns of a float8 block, whose numbers share a scale.
-        power_of_two: whether scales of float8 blocks are powers of two (`scale_fmt` "ue8m0").
-        kept: names, or parts of names, of the modules that are not quantized.
-    """
-
-    method: str | None = None
-    block: tuple[int, int] = (128, 128)
-    power_of_two: bool = False
-    kept: tuple[str, ...] = ()
+    method: str | None = None  # such as "fp8" or "mxfp4"; None: not quantized
+    block: tuple[int, int] = (128, 128)  # rows and columns of a float8 block
+    power_of_two: bool = False  # whether float8 scales are powers of two (`scale_fmt` "ue8m0")
+    kept: tuple[str, ...] = ()  # names, or parts of names, of modules that are not quantized
 
     def is_float8(self, name: str) -> bool:
         """Returns whether an expert's matrix, in a new tensor called `name`, becomes float8."""
@@ -362,26 +449,46 @@ class Quantization:
 
 
 def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the quantized format of a stored tensor; None if it is not quantized."""
-    return None if isinstance(encoding, Plain) else encoding.format
+    """Returns the quantized format of a stored tensor; None if it is plain or `Scaled`."""
+    return None if isinstance(encoding, Plain | Scaled) else encoding.format
+
+
+def is_stored(directory: Directory, name: str) -> bool:
+    """Returns whether a directory has a tensor, under its name or as packed numbers."""
+    return name in directory.files or name + PACKED in directory.files
+
+
+def is_beside(directory: Directory, name: str) -> bool:
+    """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
+    bases = {name.rpartition(".")[0] + ".weight"} - {name}
+    for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):
+        if name.endswith(suffix):
+            bases.add(name.removesuffix(suffix))
+    return any(
+        is_stored(directory, base) and name in open_tensor(directory, base, Quantization()).stored
+        for base in bases
+    )
 
 
 def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:
-    """Opens a stored tensor: finds its encoding from its name, its dtype and its scales.
-
-    Raises:
-        ValueError: the tensor's dtype is unknown, or the tensor is stored without scales in a dtype
-            that is not a floating one of 16 bits or more.
-    """
+    """Opens a stored tensor: finds its encoding from its name, its dtype and its scales."""
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
         return MXFP4(directory, name)
-    dtype = directory.entry(name).dtype
-    if dtype == _FLOAT8 and name + SCALE_SUFFIX in directory.files:
-        return Float8(directory, name, quantization.block, quantization.power_of_two)
+    dtype = directory.entry(name if name in directory.files else name + PACKED).dtype
+    module = name.removesuffix("weight")
+    names = name + SCALE_SUFFIX, name + "_scale", module + "scale", module + "qscale_weight"
+    scales = [scale for scale in names if scale in directory.files and scale != name]
+    if scales and dtype in (_FLOAT8, np.uint8, np.int8, np.int32):
+        # `Float8` can also write, but takes only scales "_scale_inv" that are not exponents.
+        are_exponents = directory.entry(scales[0]).dtype == np.uint8
+        if dtype == _FLOAT8 and scales[0] == name + SCALE_SUFFIX and not are_exponents:
+            return Float8(directory, name, quantization.block, quantization.power_of_two)
+        return Scaled(directory, name, scales[0])
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
             f"{name} in {directory.path / directory.files[name]} must be of a floating dtype, or "
-            f"float8_e4m3fn with {name}{SCALE_SUFFIX}, or MXFP4 in tensors {BLOCKS} and {SCALES}, "
+            f"float8_e4m3fn with {name}{SCALE_SUFFIX} or {name}_scale, or MXFP4 in tensors "
+            f"{BLOCKS} and {SCALES}, "
             f"but is {dtype}."
         )
     return Plain(directory, name)
@@ -390,35 +497,14 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
 def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Describes the two tensors that store a tensor as float8: its values and its scales.
-
-    Args:
-        name: the name of the tensor, which is also the name of its values.
-        shape: the shape of the tensor.
-        block: the numbers of rows and columns of a block, whose numbers share a scale.
-        scale_dtype: the dtype of the scales.
-
-    Returns:
-        A dict that maps the name of each of the two tensors to its dtype and shape.
-    """
+    """Returns dtype and shape of the two tensors that store a tensor as float8."""
     format = formats.Float8.of(_FLOAT8, block, scale_dtype)
     scales = format.scale_dtype, format.scales_shape(shape)
     return {name: (format.dtype, shape), name + SCALE_SUFFIX: scales}
 
 
 def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Describes the two tensors that store a tensor as MXFP4: its values and its scales.
-
-    Args:
-        name: the name of the values, which ends in "_blocks".
-        shape: the shape of the decoded tensor.
-
-    Returns:
-        A dict that maps the name of each of the two tensors to its dtype and shape.
-
-    Raises:
-        ValueError: the last axis is not a multiple of a block's 32 numbers.
-    """
+    """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
     format, block = formats.MXFP4, formats.MXFP4.row_block
     if shape[-1] % block:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Defines the activation, gating and router functions that a published model's config.json selects.
 
-`gpt_oss_gating` and `sparse_mixer` make a function from a number. They return the same object for
-the same number, so that equal layers have equal `jax_ep.MoEConfig`.
+`gpt_oss_gating`, `step_gating` and `sparse_mixer` make a function from a number. They return the
+same object for the same number, so that equal layers have equal `jax_ep.MoEConfig`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,38 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.silu,
     "relu": jax.nn.relu,
     "relu2": relu_squared,
+    "gelu_pytorch_tanh": jax.nn.gelu,
 }
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation function that config.json calls `name`, such as "silu".
-
-    Raises:
-        ValueError: no activation of this name is known.
-    """
+    """Returns the activation function that config.json calls `name`, or raises ValueError."""
     if name not in ACTIVATIONS:
         raise ValueError(f"must be one of {', '.join(ACTIVATIONS)}, but is {name!r}.")
     return ACTIVATIONS[name]
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def half_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return 0.5 * swiglu(gate, up)
+
+
+@functools.cache
+def step_gating(limit: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns Step-3.5's gating, which clamps silu(gate) and up; a `limit` of 0 clamps nothing."""
+    return functools.partial(_step_gating, limit=limit) if limit else swiglu
+
+
+def _step_gating(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
+    return jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)
+
+
 @functools.cache
 def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns GPT-OSS's gating, the function (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1).
-
-    `gate` and `up` are the results of an expert's matmuls with wi_0 and wi_1.
-    """
+    """Returns GPT-OSS's gating: (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1)."""
     return functools.partial(_gpt_oss_gating, alpha=alpha)
 
 
@@ -87,10 +99,14 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     return Routing(topk_idx, jnp.concatenate(weights, axis=-1))
 
 
-# Maps a field of `jax_ep.MoEConfig` to the function that makes the field's value from the value in
-# config.json. Fields that are not listed take the value in config.json unchanged.
+# Maps a key of config.json or a field of `jax_ep.MoEConfig` to the function that makes the field's
+# value from the value in config.json. Other fields take the value in config.json unchanged.
 MAKE: dict[str, Callable[[Any], Any]] = {
     "activation": activation,
     "gating": gpt_oss_gating,
     "router": sparse_mixer,
+    "logit_softcap": lambda cap: cap or None,
+    "swiglu_limits": step_gating,
+    "swiglu_limits_shared": step_gating,
+    "ffn_config.moe_normalize_expert_weights": bool,
 }

@@ -53,32 +53,18 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor is stored in a safetensors file, and its dtype and shape.
-
-    Attributes:
-        name: the tensor's name.
-        file: the path of the file.
-        kind: the name of the tensor's dtype in the file's header, such as "BF16".
-        shape: the tensor's shape.
-        start: the offset in the file, in bytes, at which the tensor begins.
-        num_bytes: the number of the tensor's bytes.
-    """
+    """Where a tensor is stored in a safetensors file, and its dtype and shape."""
 
     name: str
     file: Path
-    kind: str
+    kind: str  # its dtype in the file's header, such as "BF16"
     shape: tuple[int, ...]
-    start: int
+    start: int  # the offset in the file, in bytes
     num_bytes: int
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the tensor's elements.
-
-        Raises:
-            ValueError: the dtype is not supported. A file may hold such tensors, as long as they
-                are not read.
-        """
+        """The dtype; ValueError if it is not supported, as a file may hold unless it is read."""
         if self.kind not in _DTYPES:
             raise ValueError(
                 f"{self.name} in {self.file} must have a dtype among {', '.join(_DTYPES)} to be "
@@ -91,11 +77,8 @@ class Directory:
     """Reads and writes the tensors in a directory of safetensors files, by name.
 
     A file is memory-mapped when it is first needed. Methods may be called from several threads.
-
-    Attributes:
-        path: the path of the directory.
-        files: maps the name of each tensor to the name of its file.
-        bytes_read: the number of bytes of tensors that have been read so far.
+    `files` maps tensors to names of files, and `bytes_read` counts the bytes of tensors read so
+    far.
     """
 
     def __init__(
@@ -107,16 +90,7 @@ class Directory:
     ):
         """Lists the tensors of a directory, from its index or its single safetensors file.
 
-        Args:
-            path: the path of the directory.
-            writable: whether `write` may change the files.
-            may_be_empty: whether a directory with neither an index nor a single file is taken for
-                one without tensors, instead of raising an error.
-
-        Raises:
-            FileNotFoundError: there is neither an index nor a single file, and `may_be_empty` is
-                False.
-            ValueError: the index or the single file is malformed.
+        A directory with neither raises FileNotFoundError, unless it `may_be_empty`.
         """
         self.path = Path(path)
         self.bytes_read = 0
@@ -138,12 +112,7 @@ class Directory:
             )
 
     def entry(self, name: str) -> Entry:
-        """Returns the `Entry` of the tensor `name`: where it is stored, its dtype and its shape.
-
-        Raises:
-            FileNotFoundError: the file that the index names for the tensor does not exist.
-            ValueError: the file that the index names for the tensor does not hold the tensor.
-        """
+        """Returns the `Entry` of a tensor; raises if its file is missing or does not hold it."""
         file = self.files[name]
         if file not in self._entries:
             if not (self.path / file).exists():
@@ -165,27 +134,22 @@ class Directory:
         return out
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
-        """Writes `values` to a slice of the tensor `name` in its file.
-
-        `values` must have the tensor's dtype and the slice's shape.
-        """
+        """Writes `values`, of the tensor's dtype, to a slice of the tensor `name` in its file."""
         with self._slice(name, index) as view:
             assert (values.dtype, values.shape) == (view.dtype, view.shape), name
             view[...] = values
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Yields a view of a slice of the memory-mapped tensor `name`.
-
-        On exit, gives the slice's pages back to the operating system, so that reading large files
-        does not fill the process's memory.
-        """
+        """Yields a view of a slice of the memory-mapped tensor `name`."""
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
         whole = np.frombuffer(mapped, entry.dtype, count, entry.start).reshape(entry.shape)
-        view = whole[index]
+        # With `...`, a tensor without axes is a view, too.
+        view = whole[(*index, Ellipsis)]  # type: ignore[arg-type]
         yield view
+        # The slice's pages go back to the operating system, so that large files do not fill memory.
         if view.size and hasattr(mmap, "MADV_DONTNEED"):
             file_start = whole.ctypes.data - entry.start
             first, last = (b - file_start for b in np.lib.array_utils.byte_bounds(view))
@@ -193,6 +157,7 @@ class Directory:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapped(self, file: str) -> mmap.mmap:
+        """Returns the memory map of a file; opens it in the first call."""
         with self._lock:
             if file not in self._maps:
                 mode = "r+b" if self._access == mmap.ACCESS_WRITE else "rb"
@@ -202,15 +167,14 @@ class Directory:
 
 
 def _read_index(file: Path) -> dict[str, Any]:
-    """Reads the JSON index of a directory, whose "weight_map" maps tensor names to file names.
-
-    Raises ValueError if the index is malformed or names files outside of its folder.
-    """
+    """Reads the JSON index of a directory, whose "weight_map" maps tensor names to file names."""
     try:
-        index = json.loads(file.read_text())
+        index = json.loads(file.read_text(), object_pairs_hook=_without_duplicates)
         files = index["weight_map"]
         if not all(isinstance(name, str) for name in files.values()):
             raise TypeError
+    except _DuplicateError as error:
+        raise ValueError(f"{file} must name each tensor once, but has {error} twice.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} must have a weight_map from tensors to files.") from error
     for name in set(files.values()):
@@ -220,33 +184,15 @@ def _read_index(file: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Reads the header of a safetensors file; returns the `Entry` of each tensor, by name.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a safetensors file.
-    """
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        size = os.fstat(opened.fileno()).st_size
-        if not 2 <= length <= size - 8:
-            raise ValueError(
-                f"{file} is not a safetensors file: its header would be {length} bytes."
-            )
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError as error:
-            raise ValueError(
-                f"{file} is not a safetensors file: its header is not JSON."
-            ) from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is not a safetensors file: its header names no tensors.")
-    header.pop("__metadata__", None)
-    entries = {}
+    """Returns the `Entry` of each tensor in a file, by name; ValueError if the file is damaged."""
+    header, data_start, size = _json_header(file)
+    entries: dict[str, Entry] = {}
     for name, stored in header.items():
         try:
             kind, shape = stored["dtype"], tuple(map(operator.index, stored["shape"]))
             first, last = map(operator.index, stored["data_offsets"])
+            if not isinstance(kind, str):
+                raise TypeError
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
@@ -255,23 +201,70 @@ def read_header(file: Path) -> dict[str, Entry]:
         num_bytes = last - first
         if kind in _DTYPES:
             num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
-        entries[name] = Entry(name, file, kind, shape, 8 + length + first, num_bytes)
-        inside = 0 <= first <= last <= size - 8 - length and min(shape, default=0) >= 0
+        entries[name] = Entry(name, file, kind, shape, data_start + first, num_bytes)
+        inside = 0 <= first <= last <= size - data_start and min(shape, default=0) >= 0
         if last - first != num_bytes or not inside:
             raise ValueError(
                 f"{name} in {file} must have {num_bytes} bytes within the file's "
                 f"{size}, but its data_offsets are {first} and {last}: is the download complete?"
             )
+    # The format allows neither shared bytes nor holes: the tensors must follow each other.
+    end, before = data_start, "the header"
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.num_bytes)):
+        if entry.start != end:
+            raise ValueError(
+                f"{entry.name} in {file} must begin at byte {end - data_start} of the data, where "
+                f"{before} ends, but begins at {entry.start - data_start}: its data_offsets "
+                f"{'overlap' if entry.start < end else 'leave a hole'}."
+            )
+        end, before = entry.start + entry.num_bytes, entry.name
+    if end != size:
+        raise ValueError(
+            f"{file} must have {end} bytes, as the data_offsets of its tensors say, but has {size}."
+        )
     return entries
 
 
-def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Creates a safetensors file whose tensors are all zero, to be filled by `Directory.write`.
+def _json_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """Returns a header's JSON without metadata, where the data begin, and the file's size."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = os.fstat(opened.fileno()).st_size
+        if not 2 <= length <= size - 8:
+            raise ValueError(
+                f"{file} is not a safetensors file: its header would be {length} bytes."
+            )
+        try:
+            header = json.loads(opened.read(length), object_pairs_hook=_without_duplicates)
+        except _DuplicateError as error:
+            raise ValueError(
+                f"{file} must name each tensor once, but has {error} twice."
+            ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is not a safetensors file: its header is not JSON."
+            ) from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is not a safetensors file: its header names no tensors.")
+    header.pop("__metadata__", None)
+    return header, 8 + length, size
 
-    Args:
-        file: the path of the file.
-        tensors: the dtype and shape of each tensor, by name.
-    """
+
+class _DuplicateError(ValueError):
+    """A JSON object has a key twice; `json` would keep the last value and say nothing."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict; raises `_DuplicateError` if a key is there twice."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateError(next(name for name in names if names.count(name) > 1))
+    return out
+
+
+def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    """Creates a safetensors file of zeros, with the dtypes and shapes of `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -311,21 +304,15 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 
 @contextlib.contextmanager
 def adding(
-    directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+    directory: Directory,
+    file: str,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    removed: Iterable[str] = (),
 ) -> Iterator[Directory]:
     """Creates a file with tensors of zeros, to be filled and then added to a directory.
 
     Yields a writable `Directory` that holds only the new file. On exit, the file and the names of
-    its tensors are added to `directory` and its index.
-
-    Args:
-        directory: the directory to add to.
-        file: the name of the new file.
-        tensors: the dtype and shape of each new tensor, by name.
-
-    Raises:
-        ValueError: the directory holds a single file without an index; or its index says that
-            `file` holds other tensors than the new ones.
+    its tensors are added to `directory` and its index, which names those `removed` no longer.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():
@@ -333,20 +320,22 @@ def adding(
             f"{directory.path} must have an index, {INDEX}, or no tensors for {file} to be added, "
             f"but has {ONE_FILE}, which programs read without an index."
         )
-    others = [name for name, of in directory.files.items() if of == file and name not in tensors]
-    if others:
+    gone = {*tensors, *removed}
+    kept = {name: holder for name, holder in directory.files.items() if name not in gone}
+    in_file = [name for name, holder in kept.items() if holder == file]
+    if in_file:
         raise ValueError(
             f"{directory.path / file} must be free for a new block, but {INDEX} says that it holds "
-            f"{min(others)}; rename that file, in the index too."
+            f"{min(in_file)}; rename that file, in the index too."
         )
     index = _read_index(index_file) if index_file.exists() else {}
-    index["metadata"] = _metadata(directory, index.get("metadata") or {}, tensors)
-    index["weight_map"] = directory.files | dict.fromkeys(tensors, file)
+    index["metadata"] = _metadata(directory, index.get("metadata") or {}, tensors, kept)
+    index["weight_map"] = kept | dict.fromkeys(tensors, file)
     with _scratch(directory.path) as scratch:
         create(scratch / file, tensors)
-        _write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})
+        write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})
         yield Directory(scratch, writable=True)
-        _write_index(scratch, index)
+        write_index(scratch, index)
         os.replace(scratch / file, directory.path / file)
         os.replace(scratch / INDEX, index_file)
 
@@ -355,21 +344,11 @@ def _metadata(
     directory: Directory,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    kept: Iterable[str],
 ) -> dict[str, Any]:
-    """Returns the "metadata" of an index after tensors have been added or replaced.
-
-    "total_size" becomes the number of bytes of all tensors. If a file is missing, as after a
-    partial download, the old "total_size" changes by the bytes of the new tensors minus those of
-    the tensors that they replace. "total_parameters", if there is one, always changes in this way,
-    by numbers of elements.
-
-    Args:
-        directory: the directory before the change.
-        metadata: the "metadata" of its index.
-        tensors: maps the names of the added or replaced tensors to their new dtypes and shapes.
-    """
-    kept = [name for name in directory.files if name not in tensors]
-    replaced = [directory.entry(name) for name in directory.files if name in tensors]
+    """Returns an index's "metadata" after tensors were added or replaced; others are `kept`."""
+    # If a file is missing, as after a partial download, "total_size" changes by differences alone.
+    replaced = [directory.entry(name) for name in directory.files.keys() - set(kept)]
     sizes = {name: (math.prod(shape), dtype.itemsize) for name, (dtype, shape) in tensors.items()}
     added = sum(count * itemsize for count, itemsize in sizes.values())
     out = dict(metadata)
@@ -383,7 +362,7 @@ def _metadata(
     return out
 
 
-def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
+def write_index(folder: Path, index: Mapping[str, Any]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

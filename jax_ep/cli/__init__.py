@@ -1,7 +1,7 @@
 """The command line `python -m jax_ep`.
 
-Each command is a module with `FLAGS`, the command's flags, and `run()`, which runs it and returns
-the exit status.
+Each command is a module with `add_flags(flags)`, which adds the command's flags, and `run(args)`,
+which runs it with their values and returns the exit status.
 """
 
 from __future__ import annotations
@@ -12,108 +12,57 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jax_ep.flags import Error, Flags
 
-
-class Command(NamedTuple):
-    # The name of the command's module, which is not imported before the command runs.
-    module: str
-    summary: str
-
-
+# Maps a command to its module, which is not imported before the command runs, and its summary.
 COMMANDS = {
-    "info": Command(
-        "jax_ep.cli.info",
-        "print versions, devices and peer access, and which implementation runs here",
-    ),
-    "memory": Command(
-        "jax_ep.cli.memory",
-        "compute the bytes that communication holds per rank, compared with other libraries",
-    ),
-    "estimate": Command(
-        "jax_ep.bench.estimate",
-        "predict bytes and time of an exchange between hosts, compared with published figures",
-    ),
-    "placement": Command(
-        "jax_ep.cli.placement",
-        "compare ways to place experts, on a trace of routing: balance, rows sent, predicted time",
-    ),
-    "bench": Command(
-        "jax_ep.bench.exchange",
-        "time dispatch, combine and their gradients, compared with collectives of plain JAX",
-    ),
-    "bench collectives": Command(
-        "jax_ep.bench.collectives",
-        "time every algorithm of all_reduce and the other collectives, and name the fastest",
-    ),
-    "bench layer": Command(
-        "jax_ep.bench.layer",
-        "measure time, throughput and memory of the MoE layer, compared with layers of plain JAX",
-    ),
-    "bench decode": Command(
-        "jax_ep.bench.decode",
-        "time the MoE layers of a decoding step by batch, next to the bytes that they must read",
-    ),
-    "bench balance": Command(
-        "jax_ep.bench.balance",
-        "time the MoE layer under skewed routing, for several ways to place its experts",
-    ),
-    "bench matmul": Command(
-        "jax_ep.bench.matmul",
-        "check and time the grouped matmuls, compared with a dense matmul and other libraries",
-    ),
-    "bench compile": Command(
-        "jax_ep.bench.compile",
-        "measure the seconds to trace, lower and compile the MoE layer and its parts",
-    ),
-    "bench train": Command(
-        "jax_ep.bench.train",
-        "time a training step of a whole model and its parts, compared with plain JAX",
-    ),
-    "bench all": Command(
-        "jax_ep.bench.suite",
-        "run all benchmarks except decode, balance, compile and train, each in its own process, "
-        "and save the results of each as soon as it ends",
+    "info": ("cli.info", "print versions, devices, peer access, and what runs here"),
+    "memory": ("cli.memory", "compute the bytes that communication holds per rank"),
+    "estimate": ("bench.estimate", "predict bytes and least time of an exchange between hosts"),
+    "placement": ("cli.placement", "compare ways to place experts, on a trace of routing"),
+    "bench": ("bench.exchange", "time dispatch, combine and their gradients"),
+    "bench layer": ("bench.layer", "time the MoE layer, compared with XLA's exchange"),
+    "bench matmul": ("bench.matmul", "time the grouped matmuls, compared with a dense matmul"),
+    "bench decode": ("bench.decode", "time the MoE layers of a decoding step by batch"),
+    "bench train": ("bench.train", "time a training step of a whole model and its parts"),
+    "bench collectives": ("bench.collectives", "time all_reduce and the other collectives"),
+    "bench all": (
+        "bench.suite",
+        "run bench, layer, matmul and collectives, each in its own process",
     ),
 }
 
 
 def usage() -> str:
-    lines = ["usage: python -m jax_ep <command> [flags]", "", "commands:"]
     width = max(map(len, COMMANDS)) + 2
-    lines += [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
-    lines += ["", "python -m jax_ep <command> --help lists a command's flags."]
-    return "\n".join(lines)
+    lines = [f"  {name:<{width}}{summary}" for name, (_, summary) in COMMANDS.items()]
+    head = ["usage: python -m jax_ep <command> [flags]", "", "commands:"]
+    return "\n".join([*head, *lines, "", "python -m jax_ep <command> --help lists its flags."])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command; returns the exit status: the command's own, or 2 for wrong usage.
-
-    argv[0] is ignored. The command's name, of one or two words, and its flags follow.
-    """
+    """Runs a command; returns its exit status, or 2 for wrong usage. argv[0] is ignored."""
     words = argv[1:]
     if words and words[0] in ("help", "-h", "--help"):
         print(usage())
         return 0
-    name = _command(words)
-    if name is None:
-        print(usage() if not words else _no_such_command(words), file=sys.stderr)
+    leading = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    name = " ".join(leading)
+    if name not in COMMANDS:
+        print(_no_such_command(leading or words) if words else usage(), file=sys.stderr)
         return 2
-    command = importlib.import_module(COMMANDS[name].module)
-    values: Flags = command.FLAGS
+    path, summary = COMMANDS[name]
+    command = importlib.import_module(f"jax_ep.{path}")
+    flags = Flags(name, f"{summary[0].upper()}{summary[1:]}.")
+    command.add_flags(flags)
     try:
-        values.parse(f"python -m jax_ep {name}", words[len(name.split()) :])
-        if values.values.help:
-            summary = COMMANDS[name].summary
-            sentence = f"{summary[0].upper()}{summary[1:]}."
-            print(f"usage: python -m jax_ep {name} [flags]\n\n{sentence}\n\n{values.help()}")
-            return 0
-        return command.run()
+        return command.run(flags.parse_args(words[len(leading) :]))
     except Error as error:
         print(f"{error}\nTry: python -m jax_ep {name} --help", file=sys.stderr)
         return 2
+    except SystemExit as end:  # argparse has printed the help
+        return int(end.code or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         # 130 is the exit status that shells report for a program that SIGINT ended.
@@ -125,21 +74,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def _command(words: Sequence[str]) -> str | None:
-    """Returns the name of the command that is given before the first flag; None if unknown."""
-    name = " ".join(_before_flags(words))
-    return name if name in COMMANDS else None
-
-
-def _before_flags(words: Sequence[str]) -> list[str]:
-    return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-
-
 def _no_such_command(words: Sequence[str]) -> str:
-    leading = _before_flags(words)[:2] or words[:1]
-    guesses = [" ".join(leading), *leading[:1]]
-    nearest = [
-        command for guess in guesses for command in difflib.get_close_matches(guess, COMMANDS, 1)
-    ]
+    guesses = [" ".join(words[:2]), words[0]]
+    nearest = [near for guess in guesses for near in difflib.get_close_matches(guess, COMMANDS, 1)]
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"There is no command {guesses[0]!r}.{hint}\n\n{usage()}"

@@ -5,139 +5,183 @@ A bug report should include this output.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_ep.bench import measuring
-from jax_ep.exchange.selection import IMPLEMENTATIONS, Problem
-from jax_ep.flags import Error, Flags
-from jax_ep.runtime import availability, cuda_driver, hosts, jax_compat, symmetric_memory
-from jax_ep.runtime.versions import versions
+from jax_ep.bench import report
+from jax_ep.exchange.primitives import IMPLEMENTATIONS, Problem
+from jax_ep.flags import Args, Error, Flags
+from jax_ep.matmul import backend, primitives
+from jax_ep.runtime import (
+    assembler,
+    availability,
+    cuda_driver,
+    environment,
+    jax_compat,
+    symmetric_memory,
+)
 
-FLAGS = Flags()
-_JSON = FLAGS.json()
+
+def add_flags(flags: Flags) -> None:
+    flags.json()
 
 
-def run() -> int:
-    FLAGS.check_outputs()
+# The grouped matmul of which `info` reports: [rows, K] x [groups, K, N] in bfloat16.
+_ROWS, _GROUPS, _K, _N = 4096, 8, 2048, 768
+# Compiles this matmul's kernel, but does not run it.
+_SAMPLE = f"""
+import functools, jax, jax.numpy as jnp, jax_ep
+shapes = ({_ROWS}, {_K}), ({_GROUPS}, {_K}, {_N}), ({_GROUPS},)
+dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32
+product = functools.partial(jax_ep.grouped_matmul, implementation="pallas")
+jax.jit(product).lower(*map(jax.ShapeDtypeStruct, shapes, dtypes)).compile()
+"""
+_SAMPLE_ENVIRONMENT = assembler.REPORTS | {
+    # A program from the cache is not assembled.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    # This process has allocated most of the GPU's memory.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+
+def run(args: Args) -> int:
     facts = collect()
-    # The file is written first: printing fails if a pipe's reader, such as `head`, has ended.
-    if _JSON.value:
-        measuring.save_json(_JSON.value, facts)
+    report.save_json(args.json, facts)
     print(render(facts))
-    return 0 if facts["backend_error"] is None else 1
+    return 0 if "exchange" in facts else 1
 
 
-def collect() -> dict[str, Any]:
-    """Collects everything that `info` prints, as a dict of JSON-serializable values.
+def collect() -> dict[str, dict[str, Any]]:
+    """Collects what `info` prints, by section and name. A value is a text, or a list of lines.
 
-    "backend_error" is the reason why JAX finds no device, or None if it finds one. After an error,
-    "versions" is the only other key. Raises `Error` if JAX_EP_DEVICES_PER_HOST is set to something
-    other than a number of devices.
+    If JAX finds no device, there are only the versions and, as "devices", the reason.
     """
+    found = {
+        "versions": {name: version or "none" for name, version in environment.versions().items()}
+    }
     try:
         devices = jax_compat.devices()
     except RuntimeError as error:
-        return {"versions": versions(), "backend_error": str(error)}
-    problem = Problem(availability.Machine(devices))
-    try:
-        host_of_device = hosts.hosts_of(devices)
-    except ValueError as error:
-        raise Error(str(error)) from error
-    return {
-        "versions": versions(),
-        "backend_error": None,
-        "backend": jax.default_backend(),
-        "processes": jax.process_count(),
-        "devices": [
-            {
-                "id": device.id,
-                "kind": device.device_kind,
-                "process": device.process_index,
-                "compute_capability": getattr(device, "compute_capability", None),
-            }
-            for device in devices
-        ],
-        "hosts": [None if host is None else str(host) for host in host_of_device],
-        "peer_access": _peer_access(devices),
-        "symmetric_memory": symmetric_memory.describe(),
-        "names_missing": _names_missing(),
-        "optional_names_missing": jax_compat.optional_names_missing(),
-        "unavailable": {each.name: each.unavailable_reason(problem) for each in IMPLEMENTATIONS},
+        return found | {"machine": {"devices": f"none: {error}"}}
+    return found | {
+        "machine": _machine(devices),
+        "exchange": _exchange(devices),
+        "matmuls": _matmuls(),
     }
 
 
-def render(facts: dict[str, Any]) -> str:
-    lines = [f"{name:<15}{value or 'none'}" for name, value in facts["versions"].items()]
+def render(facts: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for section in facts.values():
+        for name, value in section.items():
+            for i, line in enumerate(value if isinstance(value, list) else [value]):
+                lines.append(f"{'' if i else name:<15}{line}")
+        lines.append("")
+    return "\n".join(lines[:-1])
 
-    if facts["backend_error"] is not None:
-        lines += ["", f"{'devices':<15}none: {facts['backend_error']}"]
-        return "\n".join(lines)
 
-    devices = facts["devices"]
+def _machine(devices: list[jax.Device]) -> dict[str, Any]:
+    """Raises `Error` if JAX_EP_DEVICES_PER_HOST is set to something but a number of devices."""
+    try:
+        host_of_device = environment.hosts_of(devices)
+    except ValueError as error:
+        raise Error(str(error)) from error
+    counts = Counter(host_of_device)
+    on_hosts = f"{len(counts)} with {' + '.join(map(str, counts.values()))} devices"
+    if None in counts:
+        on_hosts = "unknown: JAX does not say which devices share a host; set "
+        on_hosts += "JAX_EP_DEVICES_PER_HOST"
     kinds = Counter(_describe(device) for device in devices)
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    lines += ["", f"{'devices':<15}{listed} on {facts['backend']}"]
-    lines.append(f"{'processes':<15}{facts['processes']}")
-    lines.append(f"{'hosts':<15}{_render_hosts(facts['hosts'])}")
-    lines.append(f"{'peer access':<15}{_render_peers(facts)}")
-    for i, line in enumerate(facts["symmetric_memory"]):
-        lines.append(f"{'' if i else 'shared memory':<15}{line}")
-
-    missing = facts["names_missing"]
-    lines.append(f"{'kernels need':<15}{missing or 'no name that this JAX lacks'}")
-
-    for i, line in enumerate(facts["optional_names_missing"]):
-        lines.append(f"{'' if i else 'JAX lacks':<15}{line}")
-
-    reasons = facts["unavailable"]
-    lines.append("")
-    for name, reason in reasons.items():
-        lines.append(f"{name:<15}{'runs here' if reason is None else 'does not run: ' + reason}")
-    default, *others = [name for name, reason in reasons.items() if reason is None]
-    if default == "two_level":
-        default = f"two_level between hosts, {others[0]} inside each"
-    lines.append(f"{'default':<15}{default} (implementation=None)")
-    return "\n".join(lines)
-
-
-def _names_missing() -> str | None:
-    """Names what the kernels need and this JAX lacks; returns None if it lacks nothing."""
     reasons = [
         availability.jax_unavailable_reason(),
         availability.mosaic_unavailable_reason(),
         jax_compat.devices_unavailable_reason(),
     ]
-    return "; ".join(reason for reason in reasons if reason) or None
+    missing = "; ".join(reason for reason in reasons if reason)
+    return {
+        "devices": f"{listed} on {jax.default_backend()}",
+        "processes": jax.process_count(),
+        "hosts": on_hosts,
+        "peer access": peer_access(devices),
+        "shared memory": symmetric_memory.describe(),
+        "kernels need": missing or "no name that this JAX lacks",
+        "JAX lacks": jax_compat.optional_names_missing(),
+    }
 
 
-def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:
+def _describe(device: jax.Device) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return device.device_kind + (f" (compute capability {capability})" if capability else "")
+
+
+def peer_access(devices: Sequence[jax.Device]) -> str:
+    """Says in words which GPUs of this process can access each other's memory."""
     local = [d for d in devices if d.process_index == jax.process_index()]
     if len(local) < 2 or local[0].platform != "gpu":
-        return None
-    return cuda_driver.peer_access([d.local_hardware_id for d in local])
-
-
-def _render_hosts(host_of_device: list[str | None]) -> str:
-    if None in host_of_device:
-        return "unknown: JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
-    counts = Counter(host_of_device)
-    listed = " + ".join(str(count) for count in counts.values())
-    return f"{len(counts)} with {listed} devices"
-
-
-def _describe(device: dict[str, Any]) -> str:
-    capability = device["compute_capability"]
-    return device["kind"] + (f" (compute capability {capability})" if capability else "")
-
-
-def _render_peers(facts: dict[str, Any]) -> str:
-    peers = facts["peer_access"]
-    if peers is None:
-        if facts["backend"] == "gpu" and len(facts["devices"]) > 1:
-            return "unknown: the driver does not say"
         return "not applicable: asked of two GPUs of one process"
+    peers = cuda_driver.peer_access([d.local_hardware_id for d in local])
+    if peers is None:
+        return "unknown: the driver does not say"
     missing = [f"{i}->{j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
     return f"missing between GPUs {', '.join(missing)}" if missing else "between all GPUs"
+
+
+def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
+    problem = Problem(availability.Machine(devices))
+    found: dict[str, Any] = {}
+    for each in IMPLEMENTATIONS:
+        reason = each.unavailable_reason(problem)
+        found[each.name] = "runs here" if reason is None else f"does not run: {reason}"
+    default, *slower = IMPLEMENTATIONS.available(problem)
+    if found["pallas"] == "runs here" and (never := availability.never_run(devices)):
+        compiles = f"pallas compiles, but has never run on compute capability {', '.join(never)}"
+        found["pallas"] = ["runs here", compiles]
+    if default == "two_level":
+        default = f"two_level between hosts, {slower[0]} inside each"
+    return found | {"default": f"{default} (implementation=None)"}
+
+
+def _matmuls() -> dict[str, Any]:
+    platform = primitives.default_platform()
+    problem = backend.Problem((_K, _N), jnp.bfloat16, platform, _ROWS)
+    default = primitives.IMPLEMENTATIONS.select(None, problem).name
+    reasons = {each.name: each.unavailable_reason(problem) for each in primitives.IMPLEMENTATIONS}
+    lines = [f"{default} (implementation=None, bfloat16)"]
+    lines += [f"{name} does not run: {why}" for name, why in reasons.items() if why is not None]
+    if platform != "cuda":
+        return {"matmuls": lines, "assembler": "none: JAX has no NVIDIA GPU here"}
+    used = f"{assembler.name()} {assembler.version() or 'of unknown version'}"
+    sample = f"none: {reasons['pallas']}"
+    if reasons["pallas"] is None:
+        used, sample = _compile_sample(used)
+    return {"matmuls": lines, "assembler": used, "sample kernel": sample}
+
+
+def _compile_sample(used: str) -> tuple[str, str]:
+    """Compiles the sample; describes the assembler, expected to be `used`, and its kernel."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SAMPLE],
+        env=os.environ | _SAMPLE_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    log = done.stdout + done.stderr
+    kernels = [each for each in assembler.reported(log) if "matmul" in each.name]
+    if done.returncode or not kernels:
+        (*_, why) = log.splitlines() or ["nothing is reported"]
+        return used, f"not compiled: {why}"
+    if assembler.author(log) != assembler.name():
+        used = f"{assembler.author(log)} (expected was {used})"
+    kernel = max(kernels, key=lambda each: each.spilled)
+    spills = f"spills {kernel.spilled} bytes, so it is slow" if kernel.spilled else "spills none"
+    serialized = ", its tensor cores wait: it is slow" if kernel.serialized else ""
+    return used, f"{kernel.name}: {kernel.registers} registers, {spills}{serialized}"

@@ -6,14 +6,40 @@ kernels are loaded and no symmetric memory is allocated.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
-from jax_ep.collectives.problem import FUSED, Problem
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
 # The name of an algorithm, or None for the fastest algorithm that can run.
 Algorithm = str | None
+# The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
+FUSED = (
+    "fused",
+    "fused_one_shot_ll",
+    "fused_two_shot_ll",
+    "fused_one_shot",
+    "fused_two_shot",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The properties of a collective by which its algorithm is selected."""
+
+    op: str  # a key of `ALGORITHMS`
+    operands: Sequence[Any]  # a rank's operands, or their shapes and dtypes
+    num_ranks: int
+    axis_name: tuple[str, ...]
+    target: availability.Target  # the program or the devices that are to run it
+
+    @functools.cached_property
+    def kernels_unavailable_reason(self) -> str | None:
+        """Why `target` cannot run kernels between ranks; None: it can."""
+        return self.target.unavailable_reason(self.axis_name)
 
 
 def _kernel(name: str) -> Implementation:
@@ -24,14 +50,16 @@ def _kernel(name: str) -> Implementation:
         # The import is here because it loads Mosaic, which only programs for GPUs need.
         from jax_ep.collectives import pallas
 
-        return pallas.unavailable_reason(name, problem)
+        return pallas.unavailable_reason(name, problem.op, problem.operands, problem.num_ranks)
 
     return Implementation(name=name, unavailable_reason=unavailable_reason)
 
 
 def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementations[Implementation]:
-    by_xla = [Implementation(name=name) for name in (*others, "xla")]
-    return Implementations((*map(_kernel, kernels), *by_xla), "algorithm", op)
+    """Lists the algorithms of `op`: `kernels`, then `others` and "xla", which run anywhere."""
+    anywhere = [Implementation(name=name) for name in (*others, "xla")]
+    table = (*map(_kernel, kernels), *anywhere)
+    return Implementations(table, argument="algorithm", operation=op)
 
 
 _ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")

@@ -43,6 +43,7 @@ if a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,8 +52,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
 from jax_ep.collectives import primitives, table
-from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
-from jax_ep.collectives.problem import Problem
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes
@@ -63,7 +63,7 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
     Args:
       x: floating, any shape.
-      axis_name: the mesh axis, or tuple of axes, to sum over.
+      axis_name: the mesh axis, or tuple of axes, of the ranks.
       algorithm: "one_shot_ll" or "two_shot_ll" (over the low-latency protocol), "one_shot",
         "two_shot", "xla", "multimem", or None for the fastest that can run.
 
@@ -75,7 +75,7 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
         message says why. Kernels that sum take bfloat16, float16 and float32; None and "xla" take
         any floating dtype.
     """
-    return _linear("all_reduce", x, axis_name, algorithm)
+    return _linear("all_reduce", XlaCollectives.all_reduce, x, axis_name, algorithm)
 
 
 def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -83,7 +83,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
     Args:
       x: [n, ...] floating.
-      axis_name: the mesh axis, or tuple of axes, to gather over.
+      axis_name: the mesh axis, or tuple of axes, of the ranks.
       algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
         run.
 
@@ -91,10 +91,9 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
 
     Raises:
-      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
-        message says why.
+      ValueError, TypeError: as for `all_reduce`.
     """
-    return _linear("all_gather", x, axis_name, algorithm)
+    return _linear("all_gather", XlaCollectives.all_gather, x, axis_name, algorithm)
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -104,21 +103,17 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
 
     Args:
       x: [N * n, ...] floating.
-      axis_name: the mesh axis, or tuple of axes, to sum over.
-      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
-        run.
+      axis_name, algorithm: as for `all_gather`.
 
     Returns:
       [n, ...]: on rank r the sum of all ranks' x[r * n : (r + 1) * n]. Its transpose is
       `all_gather`.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N, which `jax.lax.psum_scatter` also
-        requires; pad it.
-      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
-        message says why.
+      ValueError: the first axis of x is not a multiple of N; pad it.
+      ValueError, TypeError: as for `all_reduce`.
     """
-    return _linear("reduce_scatter", x, axis_name, algorithm)
+    return _linear("reduce_scatter", XlaCollectives.reduce_scatter, x, axis_name, algorithm)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -126,20 +121,16 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
     Args:
       x: [N * n, ...] floating: x[r * n : (r + 1) * n] is for rank r.
-      axis_name: the mesh axis, or tuple of axes, to exchange over.
-      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
-        run.
+      axis_name, algorithm: as for `all_gather`.
 
     Returns:
       [N * n, ...]: rows [r * n : (r + 1) * n] came from rank r. all_to_all is its own transpose.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N, which `jax.lax.all_to_all` also
-        requires; pad it.
-      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
-        message says why.
+      ValueError: the first axis of x is not a multiple of N; pad it.
+      ValueError, TypeError: as for `all_reduce`.
     """
-    return _linear("all_to_all", x, axis_name, algorithm)
+    return _linear("all_to_all", XlaCollectives.all_to_all, x, axis_name, algorithm)
 
 
 def all_reduce_rms_norm(
@@ -166,7 +157,7 @@ def all_reduce_rms_norm(
       x: [..., H] floating: this rank's term of the sum over ranks.
       residual: [..., H] floating, x's shape; usually the same on all ranks.
       scale: [H] floating: the weights of the norm, by which columns are multiplied.
-      axis_name: the mesh axis, or tuple of axes, to sum over.
+      axis_name: the mesh axis, or tuple of axes, of the ranks.
       eps: a number >= 0 that is added to the mean square.
       algorithm: "fused" (one kernel, for H <= 16384 and operands of bfloat16, float16 or float32:
         "fused_one_shot" or "fused_two_shot", whichever is faster for the size),
@@ -178,8 +169,7 @@ def all_reduce_rms_norm(
       normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
 
     Raises:
-      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
-        message says why.
+      ValueError, TypeError: as for `all_reduce`.
     """
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
@@ -198,8 +188,8 @@ def all_reduce_rms_norm(
     # Under check_vma, the results vary over each mesh axis over which residual or scale varies, and
     # over each axis over which x varies but is not summed. The casts make all operands vary over
     # these axes, and x over the summed axes, too.
-    of_x = varying_axes(x) - set(axes)
-    residual, scale = match_varying((residual, scale), tuple(of_x))
+    unsummed_axes = varying_axes(x) - set(axes)
+    residual, scale = match_varying((residual, scale), tuple(unsummed_axes))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
     return _fused(axes, num_ranks, float(eps), algorithm, x, residual, scale)
 
@@ -223,11 +213,7 @@ def _fused(
 
 @_fused.defjvp
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
-    """Computes the tangents of all_reduce_rms_norm in two steps.
-
-    First `all_reduce`, which is linear, sums the tangent of x over the ranks; then `jax.jvp`
-    differentiates the norm.
-    """
+    """Differentiates the linear all_reduce and the norm one after the other."""
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
     normalized, new_residual = _fused(axes, num_ranks, eps, algorithm, *primals)
@@ -240,14 +226,19 @@ def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
     return (normalized, new_residual), (normalized_dot, new_residual_dot)
 
 
-def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) -> jax.Array:
+def _linear(
+    op: str,
+    by_xla: Callable[[XlaCollectives, jax.Array], jax.Array],
+    x: jax.Array,
+    axis_name: AxisName,
+    algorithm: Algorithm,
+) -> jax.Array:
+    """Checks the arguments of collective `op`; computes it by `by_xla` or by its primitive."""
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     _check_floating("x", x)
     if op != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")
-    if op != "all_reduce" and x.shape[0] == 0:
-        raise ValueError(f"{op} needs rows of x, but x has shape {x.shape}.")
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % num_ranks:
         raise ValueError(
             f"{op}: the first axis of x must be a multiple of the {num_ranks} ranks along {axes}, "
@@ -255,8 +246,13 @@ def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) ->
         )
     runs_on_xla = _runs_on_xla(op, algorithm, (x,), num_ranks, axes)
     (x,) = match_varying((x,), axes)
+    if 0 in x.shape and op in ("all_gather", "reduce_scatter"):
+        # `jax.lax` refuses an empty axis, for which the result only has another shape.
+        rows = x.shape[0] * num_ranks if op == "all_gather" else x.shape[0] // num_ranks
+        return x.reshape(rows, *x.shape[1:])
     if runs_on_xla:
-        return getattr(XlaCollectives(axes), op)(x) if axes else x
+        # Over no axes, x is the only rank's, and no collective changes it.
+        return by_xla(XlaCollectives(axes), x) if axes else x
     (out,) = primitives.LINEAR[op].bind(
         jax_compat.lowered_anew_for_other_devices(x),
         axis_name=axes,
@@ -267,7 +263,13 @@ def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) ->
 
 
 def _check_floating(name: str, array: Any) -> None:
-    checks.check_array(name, array, None, jnp.floating, "(the collectives of jax.lax take any)")
+    checks.check_array(
+        name,
+        array,
+        ndim=None,
+        kind=jnp.floating,
+        shape="(the collectives of jax.lax take any)",
+    )
 
 
 def _runs_on_xla(
@@ -277,15 +279,14 @@ def _runs_on_xla(
     num_ranks: int,
     axes: tuple[str, ...],
 ) -> bool:
-    """Returns whether it is already known during tracing that XLA will run the collective.
-
-    If the result is false, the algorithm is selected when the program is lowered. Raises ValueError
-    if it is already known that the named algorithm cannot run.
-    """
+    """Returns whether tracing shows that XLA runs the call; raises if `algorithm` cannot run."""
     problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
     ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
         # This call raises, on CPUs too, if the file JAX_EP_COLLECTIVES_TABLE is not a valid table.
         table.current()
-        return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
-    return num_ranks == 1 or algorithm == "xla"
+    if num_ranks == 1 or 0 in operands[0].shape:
+        return True
+    if algorithm is None:
+        return availability.tracing_unavailable_reason() is not None
+    return algorithm == "xla"

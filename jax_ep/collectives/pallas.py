@@ -6,11 +6,9 @@ run inside `shard_map`, on two ranks or more.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.collectives import xla
-from jax_ep.collectives.problem import FUSED, Problem, is_low_latency
-from jax_ep.runtime import availability, jax_compat, multicast
+from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, mesh_index
-from pallas_kernels.collectives import all_gather as all_gather_kernel
-from pallas_kernels.collectives import all_reduce as all_reduce_kernel
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
-from pallas_kernels.collectives import all_to_all as all_to_all_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
-from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
+from pallas_kernels.collectives import with_signals
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.hardware import align_up, vector_length
@@ -52,36 +46,21 @@ _MANY_ROUNDS = 2
 # block has at most 512 threads.
 _MAX_HIDDEN = 16384
 
-_forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
-
 # Sending data over NVLink twice instead of once adds a latency of 1.5 us, in which the link could
 # send this many bytes.
 _BYTES_OF_A_TRIP = 2**19
 
 
-@contextlib.contextmanager
-def forced_plan(plan: TilePlan | None) -> Iterator[None]:
-    """Sets the `TilePlan` of the kernels that are lowered inside this `with` statement.
-
-    A plan is the number of a kernel's thread blocks and warpgroups, and the size of their tiles.
-    None selects the default plans.
-    """
-    token = _forced_plan.set(plan)
-    try:
-        yield
-    finally:
-        _forced_plan.reset(token)
-
-
-def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
+def unavailable_reason(
+    algorithm: str, op: str, operands: Sequence[Any], num_ranks: int
+) -> str | None:
     """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    Checks the operands and the algorithm's own needs. The caller has checked that the program or
-    machine can run kernels at all.
+    The caller has checked that the program or machine can run kernels at all.
     """
-    op, x = problem.op, problem.operands[0]
-    if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
-        for name, operand in zip(("x", "residual", "scale"), problem.operands, strict=False):
+    x = operands[0]
+    if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or _is_low_latency(algorithm):
+        for name, operand in zip(("x", "residual", "scale"), operands, strict=False):
             if reason := availability.dtype_unavailable_reason(name, operand.dtype):
                 return reason
     if 0 in x.shape:
@@ -95,12 +74,14 @@ def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
             return reason
         # Without GPUs here, the program is lowered for another machine, whose GPUs are assumed to
         # have multicast memory.
-        return multicast.unavailable_reason() if jax.default_backend() == "gpu" else None
-    return _low_latency_reason(algorithm, problem) if is_low_latency(algorithm) else None
-
-
-def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
-    num_gpus = max(problem.num_ranks, jax.sharding.get_abstract_mesh().size)
+        return (
+            availability.multicast_unavailable_reason() if jax.default_backend() == "gpu" else None
+        )
+    if not _is_low_latency(algorithm):
+        return None
+    # The mesh's GPUs count unless this host's are known: `domain` is None if the program is lowered
+    # for another machine, and a string that says why there is none.
+    num_gpus = max(num_ranks, jax.sharding.get_abstract_mesh().size)
     domain = domain_of(num_gpus)
     if isinstance(domain, str):
         return domain
@@ -108,8 +89,11 @@ def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
         num_gpus, most = domain.num_gpus, MAX_LOW_LATENCY_GPUS
         if num_gpus > most:
             return f"it runs on hosts of at most {most} GPUs, and this host has {num_gpus}"
-    x = problem.operands[0]
-    return no_room_reason(problem.op, algorithm, x.shape, x.dtype, problem.num_ranks, num_gpus)
+    return no_room_reason(op, algorithm, x.shape, x.dtype, num_ranks, num_gpus)
+
+
+def _is_low_latency(algorithm: str) -> bool:
+    return algorithm.endswith("ll")
 
 
 def no_room_reason(
@@ -117,14 +101,7 @@ def no_room_reason(
 ) -> str | None:
     """Returns why x does not fit in the buffers of the low-latency protocol, or None if it fits.
 
-    Args:
-      op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
-      algorithm: one of the operation's low-latency algorithms.
-      shape: the shape of a rank's x.
-      dtype: the dtype of x.
-      num_ranks: N, the number of ranks.
-      num_gpus: the number of GPUs of the host that share symmetric memory. With more GPUs, the
-        buffer for each pair of GPUs is smaller.
+    With more GPUs on the host, the buffer for each pair of GPUs is smaller.
     """
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
     most = tiles_of_channel(num_gpus)
@@ -140,15 +117,12 @@ def no_room_reason(
 def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns how many warpgroups a low-latency call has, and how many tiles each sends to a peer.
-
-    A tile is the part of an array that a warpgroup moves at a time. The arguments are those of
-    `no_room_reason`.
-    """
+    """Returns the warpgroups of a low-latency call, and the tiles that each sends to a peer."""
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":
         grid = _RowGrid.of(algorithm, math.prod(shape[:-1]), shape[-1], dtype, num_ranks)
         tiles_of_row = -(-_num_tiles(shape[-1], dtype) // grid.num_warpgroups)
+        # In two shots, a rank sums and sends one of the N rows of a block.
         rows = 1 if trips == 2 else grid.rows_per_block
         return grid.num_blocks * grid.num_warpgroups, trips * rows * tiles_of_row
     sends_all_of_x = algorithm == "one_shot_ll" or op == "all_gather"
@@ -160,13 +134,7 @@ def _workers_and_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class PallasCollectives:
-    """Implements `jax_ep.collectives.primitives.Collectives` with Pallas kernels.
-
-    Attributes:
-      algorithm: the name of the algorithm to run, which must be one of the called method's
-        algorithms in `jax_ep.collectives.algorithms.ALGORITHMS`.
-      axis_name: the mesh axes of the ranks.
-    """
+    """Implements the methods of `jax_ep.collectives.xla.XlaCollectives` by kernels."""
 
     algorithm: str
     axis_name: tuple[str, ...]
@@ -176,21 +144,19 @@ class PallasCollectives:
             return _multimem_all_reduce(x, self.axis_name)
         if self.algorithm.startswith("one_shot"):
             flat = _pad(x.reshape(-1))
-            out = self._run(
-                all_reduce_kernel.one_shot, low_latency_kernels.one_shot, flat, flat.size
-            )
+            out = self._run(with_signals.one_shot, low_latency_kernels.one_shot, flat, flat.size)
         else:
             num_ranks = self._num_ranks
             shard = _padded_size(-(-x.size // num_ranks), x.dtype)
             padding = shard * num_ranks - x.size
             shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
             shards = shards.reshape(num_ranks, shard)
-            out = self._run(all_reduce_kernel.two_shot, low_latency_kernels.two_shot, shards, shard)
+            out = self._run(with_signals.two_shot, low_latency_kernels.two_shot, shards, shard)
         return out.reshape(-1)[: x.size].reshape(x.shape)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         flat = _pad(self._bits(x).reshape(-1))
-        kernels = all_gather_kernel.all_gather, low_latency_kernels.all_gather
+        kernels = with_signals.all_gather, low_latency_kernels.all_gather
         out = self._run(*kernels, flat, flat.size)
         out = out[:, : x.size].reshape(-1, *x.shape[1:])
         return lax.bitcast_convert_type(out, x.dtype)
@@ -198,39 +164,45 @@ class PallasCollectives:
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
         shards = x.reshape(self._num_ranks, -1)
         padded = _pad(shards)
-        kernels = reduce_scatter_kernel.reduce_scatter, low_latency_kernels.reduce_scatter
+        kernels = with_signals.reduce_scatter, low_latency_kernels.reduce_scatter
         out = self._run(*kernels, padded, padded.shape[1])
         return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         shards = self._bits(x).reshape(self._num_ranks, -1)
         padded = _pad(shards)
-        kernels = all_to_all_kernel.all_to_all, low_latency_kernels.all_to_all
+        kernels = with_signals.all_to_all, low_latency_kernels.all_to_all
         out = self._run(*kernels, padded, padded.size)
         return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
 
     def all_reduce_rms_norm(
         self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        if self.algorithm not in FUSED:
+        if not self.algorithm.startswith("fused"):
             return xla.unfused(self.all_reduce, x, residual, scale, eps=eps)
         num_ranks, hidden, algorithm = self._num_ranks, x.shape[-1], self.algorithm
         if algorithm == "fused":
             algorithm = _fused_algorithm(num_ranks, x.size * x.dtype.itemsize)
-        rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
-        num_rows, padded = rows.shape
-        grid = _RowGrid.of(algorithm, num_rows, padded, x.dtype, num_ranks)
-        plan = _forced_plan.get() or TilePlan(grid.num_blocks, grid.num_warpgroups)
-        two_shot = algorithm.startswith("fused_two_shot")
-        sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
-        if is_low_latency(algorithm):
-            operands = match_varying((mesh_index(), rows, old, weights[0]), self.axis_name)
+        # scale [H] becomes scales [1, H], whose only row the kernels take.
+        rows, residuals, scales = (
+            _pad(array.reshape(-1, hidden), x.dtype) for array in (x, residual, scale)
+        )
+        num_rows, padded_hidden = rows.shape
+        grid = _RowGrid.of(algorithm, num_rows, padded_hidden, x.dtype, num_ranks)
+        options: dict[str, Any] = dict(
+            eps=eps,
+            hidden=hidden,
+            two_shot=algorithm.startswith("fused_two_shot"),
+            plan=TilePlan(grid.num_blocks, grid.num_warpgroups),
+        )
+        if _is_low_latency(algorithm):
+            varying = match_varying((mesh_index(), rows, residuals, scales[0]), self.axis_name)
             results = all_reduce_rms_norm_kernel.low_latency_all_reduce_rms_norm(
-                *operands, channels=self._channels(x), **sizes
+                *varying, channels=self._channels(x), **options
             )
         else:
             results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-                rows, old, weights[0], fabric=of_axis(self.axis_name, x), **sizes
+                rows, residuals, scales[0], fabric=of_axis(self.axis_name, x), **options
             )
         normalized, new_residual = (out[:, :hidden].reshape(x.shape) for out in results)
         return normalized, new_residual
@@ -245,65 +217,46 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs `low_latency_kernel` on x for a low-latency algorithm, else `kernel`.
+        """Runs `low_latency_kernel` on padded x for a low-latency algorithm, else `kernel`.
 
-        Args:
-          kernel: a kernel in which the thread blocks of a rank process `num_elements` elements.
-          low_latency_kernel: a kernel in which the thread blocks of a rank process S elements.
-          x: [..., S]: the padded operand.
-          num_elements: the number of elements to spread over the thread blocks of `kernel`.
-
-        Returns:
-          The kernel's result.
+        `num_elements` are spread over the thread blocks of `kernel`.
         """
-        if not is_low_latency(self.algorithm):
+        if not _is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
         here, x = match_varying((mesh_index(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
-        """Returns the bits of x as unsigned integers, for kernels that only move elements.
-
-        For low-latency kernels, which move elements of any dtype, x is returned unchanged.
-        """
-        if is_low_latency(self.algorithm):
+        """Returns the bits of x, as which other than low-latency kernels move elements."""
+        if _is_low_latency(self.algorithm):
             return x
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowGrid:
-    """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups.
-
-    Attributes:
-      rows_per_block: the number of rows that a thread block processes.
-      num_blocks: the number of thread blocks.
-      num_warpgroups: the number of warpgroups of a thread block. Each row is divided among them.
-    """
+    """Spreads the rows of all_reduce_rms_norm over thread blocks and their warpgroups."""
 
     rows_per_block: int
     num_blocks: int
-    num_warpgroups: int
+    num_warpgroups: int  # of a thread block; each row is divided among them
 
     @classmethod
     def of(cls, algorithm: str, num_rows: int, hidden: int, dtype: Any, num_ranks: int) -> _RowGrid:
         num_warpgroups = min(_num_tiles(hidden, dtype), _MAX_WARPGROUPS)
-        if not is_low_latency(algorithm):
+        if not _is_low_latency(algorithm):
             rows = -(-num_rows // _MAX_ROW_BLOCKS)
         elif "two_shot" in algorithm:
             rows = num_ranks
         else:
             rows = -(-num_rows // (low_latency.MAX_WORKERS // num_warpgroups))
-        return cls(rows, -(-num_rows // rows), num_warpgroups)
+        num_blocks = -(-num_rows // rows)
+        return cls(rows_per_block=rows, num_blocks=num_blocks, num_warpgroups=num_warpgroups)
 
 
 def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """Sums x over ranks by JAX's kernels for the NVLink switch.
-
-    A reduce_scatter sums in float32 inside the switch; the sums are rounded to x's dtype, and an
-    all_gather sends them to all ranks.
-    """
+    """Sums x over ranks by JAX's kernels for the NVLink switch, in float32."""
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
     multiple = num_ranks * 128 * 8
@@ -314,23 +267,16 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 
 
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    """Returns the faster algorithm for "fused": "fused_one_shot" or "fused_two_shot".
-
-    One shot reads x from all ranks. Two shots send fewer bytes, but send data over NVLink twice, so
-    they are faster if the saved bytes outweigh the added latency. `num_bytes` is the size of x.
-    """
+    """Returns "fused_one_shot" or "fused_two_shot", the faster for x of `num_bytes`."""
+    # In one shot, a rank sends (N - 1) * num_bytes. Two shots send 2 / N of that, in two trips.
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
-    """Returns a `TilePlan` that spreads a rank's elements evenly over thread blocks and warpgroups.
-
-    For the low-latency protocol, tiles have the smallest size. All thread blocks together then have
-    at most MAX_WORKERS warpgroups, because the protocol has no buffers for more.
-    """
-    if forced := _forced_plan.get():
-        return forced
+    """Returns a `TilePlan` that spreads elements evenly over thread blocks and warpgroups."""
+    # The low-latency protocol has tiles of the smallest size, and buffers for MAX_WORKERS
+    # warpgroups.
     max_blocks = low_latency.MAX_WORKERS // _MAX_WARPGROUPS if for_low_latency else _MAX_BLOCKS
     num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
     if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not for_low_latency:
@@ -345,13 +291,8 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Returns `size` elements rounded up to whole vectors of 16 bytes, and at least one tile.
-
-    The kernels need the last axis of an operand padded to this length.
-    """
-    forced = _forced_plan.get()
-    num_vectors = forced.num_vectors if forced else 1
-    return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
+    """Rounds `size` elements up to whole vectors of 16 bytes, and at least one tile."""
+    return max(align_up(size, vector_length(dtype)), tile_length(dtype))
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:

@@ -10,52 +10,39 @@ N ranks:
   ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
 
 The number n of rows is arbitrary. The first four primitives are linear and have transposes. Each
-primitive lowers to the algorithm that `jax_ep.collectives.selection` selects.
+primitive lowers to the algorithm that `jax_ep.collectives.table` selects.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.collectives import selection
-from jax_ep.collectives.algorithms import Algorithm
-from jax_ep.collectives.problem import Problem
+from jax_ep.collectives import table
+from jax_ep.collectives.algorithms import Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
 
 
-class Collectives(Protocol):
-    """The functions that each implementation of the collectives provides, for ranks of mesh axes.
+def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Primitive:
+    """Returns the primitive ep_<op>, which runs `method`; `rules` are `define_primitive`'s."""
 
-    Each method runs inside `shard_map`. The shapes of its operands and results are those of the
-    primitive ep_<name>, in the docstring of this module.
-    """
+    def compute(
+        algorithm: str, axis_name: tuple[str, ...], *operands: jax.Array, **params: Any
+    ) -> list[jax.Array]:
+        collectives: Any = XlaCollectives(axis_name)
+        if algorithm != "xla":
+            # The import is here because it loads Mosaic, which only the kernels need.
+            from jax_ep.collectives.pallas import PallasCollectives
 
-    def all_reduce(self, x: jax.Array) -> jax.Array: ...
-
-    def all_gather(self, x: jax.Array) -> jax.Array: ...
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array: ...
-
-    def all_to_all(self, x: jax.Array) -> jax.Array: ...
-
-    def all_reduce_rms_norm(
-        self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
-    ) -> tuple[jax.Array, jax.Array]: ...
-
-
-def _primitive(op: str, **rules: Any) -> Primitive:
-    """Returns the primitive ep_<op> of a collective.
-
-    Lowering selects an algorithm, and calls the method named `op` of the algorithm's `Collectives`.
-    `rules` are further arguments of `jax_compat.define_primitive`, such as `abstract_eval`.
-    """
+            collectives = PallasCollectives(algorithm, axis_name)
+        return jax.tree.leaves(method(collectives)(*operands, **params))
 
     def lower(
         program: Program,
@@ -67,12 +54,13 @@ def _primitive(op: str, **rules: Any) -> Primitive:
     ) -> Any:
         target = availability.Lowered(program)
         problem = Problem(op, program.operand_types, num_ranks, axis_name, target)
-        chosen = selection.select(algorithm, problem)
+        chosen = table.select(algorithm, problem)
         if chosen == "unfused":
             x = program.operand_types[:1]
             problem = dataclasses.replace(problem, op="all_reduce", operands=x)
-            chosen = selection.select(None, problem)
-        return program.lower(_function(op, chosen, axis_name), *operands, **params)
+            chosen = table.select(None, problem)
+        run = functools.partial(compute, chosen, axis_name)
+        return program.lower(run, *operands, **params)
 
     def inline(
         x: jax.Array,
@@ -82,33 +70,20 @@ def _primitive(op: str, **rules: Any) -> Primitive:
         num_ranks: int,
         **params: Any,
     ) -> list[jax.Array]:
-        return _function(op, "xla", axis_name)(x, *operands, **params)
+        return compute("xla", axis_name, x, *operands, **params)
 
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 
 
-def _function(
-    op: str, algorithm: str, axis_name: tuple[str, ...]
-) -> Callable[..., list[jax.Array]]:
-    collectives: Collectives = XlaCollectives(axis_name)
-    if algorithm != "xla":
-        # The import is here because it loads Mosaic, which only the kernels need.
-        from jax_ep.collectives.pallas import PallasCollectives
-
-        collectives = PallasCollectives(algorithm, axis_name)
-    method = getattr(collectives, op)
-    return lambda *operands, **params: jax.tree.leaves(method(*operands, **params))
-
-
 def _linear(
-    op: str, result: Callable[[Any, int, tuple[str, ...]], Any], transposed: str
+    op: str,
+    method: Callable[[Any], Callable[..., Any]],
+    result: Callable[[Any, int, tuple[str, ...]], Any],
+    transposed: str,
 ) -> Primitive:
-    """Returns the primitive of a linear collective.
+    """Returns the primitive of a linear collective, whose transpose is `transposed`.
 
-    Args:
-      op: the collective's name, such as "all_gather".
-      result: maps x's type, the number of ranks N and the mesh axes to the result's type.
-      transposed: the name of the collective that is the transpose of `op`.
+    `result` maps x's type, the number of ranks N and the mesh axes to the result's type.
     """
 
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
@@ -128,7 +103,10 @@ def _linear(
         (x,), (axis,) = operands, axes
         return LINEAR[op].bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
-    return _primitive(op, abstract_eval=abstract_eval, transpose=transpose, batch=batch)
+    return _primitive(op, method, abstract_eval=abstract_eval, transpose=transpose, batch=batch)
+
+
+# Each function below returns the type of a collective's result for the type of x.
 
 
 def _same(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
@@ -148,14 +126,17 @@ def _scattered(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
 
 
 LINEAR = {
-    "all_reduce": _linear("all_reduce", _reduced, "all_reduce"),
-    "all_gather": _linear("all_gather", _gathered, "reduce_scatter"),
-    "reduce_scatter": _linear("reduce_scatter", _scattered, "all_gather"),
-    "all_to_all": _linear("all_to_all", _same, "all_to_all"),
+    "all_reduce": _linear("all_reduce", lambda c: c.all_reduce, _reduced, "all_reduce"),
+    "all_gather": _linear("all_gather", lambda c: c.all_gather, _gathered, "reduce_scatter"),
+    "reduce_scatter": _linear(
+        "reduce_scatter", lambda c: c.reduce_scatter, _scattered, "all_gather"
+    ),
+    "all_to_all": _linear("all_to_all", lambda c: c.all_to_all, _same, "all_to_all"),
 }
 
 
 def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
+    # The types of normalized and new_residual.
     return [result_type(x, x.shape, varying=varying_axes(residual)), residual]
 
 
@@ -177,5 +158,8 @@ def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
 
 
 ep_all_reduce_rms_norm_p = _primitive(
-    "all_reduce_rms_norm", abstract_eval=_rms_norm_types, batch=_batch_rms_norm
+    "all_reduce_rms_norm",
+    lambda c: c.all_reduce_rms_norm,
+    abstract_eval=_rms_norm_types,
+    batch=_batch_rms_norm,
 )

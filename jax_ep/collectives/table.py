@@ -28,7 +28,9 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax_ep.collectives.algorithms import ALGORITHMS
+import jax
+
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 
 FILE_NAME = "table.json"
 VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
@@ -41,23 +43,16 @@ _CLEARLY_FASTER = 0.97
 
 
 def current() -> dict[str, Any]:
-    """Returns the table that JAX_EP_COLLECTIVES_TABLE names, or the table in this package.
-
-    Raises:
-      ValueError: the file that JAX_EP_COLLECTIVES_TABLE names cannot be read or holds no table.
-    """
-    path = os.environ.get(VARIABLE)
-    return _read(path) if path else _shipped()
+    """Returns the table that JAX_EP_COLLECTIVES_TABLE names, or the table in this package."""
+    return _read(os.environ.get(VARIABLE))
 
 
 @functools.cache
-def _shipped() -> dict[str, Any]:
-    file = importlib.resources.files("jax_ep.collectives") / FILE_NAME
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str | None) -> dict[str, Any]:
+    """Reads and checks the table in a file; without a path, reads the table in this package."""
+    if not path:
+        file = importlib.resources.files("jax_ep.collectives") / FILE_NAME
+        return json.loads(file.read_text(encoding="utf-8"))
     try:
         table = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         _check(table)
@@ -75,61 +70,70 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError unless a JSON value is a table as the module docstring describes it.
-
-    The message names the part of the value that does not have this form.
-    """
+    """Raises ValueError, naming the part, unless a JSON value is a table."""
     for capability, operations in _items(table, "the file"):
         for op, by_ranks in _items(operations, capability):
-            if op not in ALGORITHMS:
-                raise ValueError(f"{capability}: {op!r} is not one of {tuple(ALGORITHMS)}")
+            _require(op in ALGORITHMS, f"{capability}: {op!r} is not one of {tuple(ALGORITHMS)}")
             for ranks, entry in _items(by_ranks, f"{capability}: {op}"):
                 where = f"{capability}: {op}: {ranks}"
-                if not ranks.isdecimal() or int(ranks) < 1:
-                    raise ValueError(f"{where!r} must end in a number of ranks")
-                fields = dict(_items(entry, where))
-                _check_choices(fields.get("choices"), op, where)
-                for size, times in _items(fields.get("us", {}), f"{where}: us"):
-                    if not size.isdecimal():
-                        raise ValueError(f"{where}: us: {size!r} must be a number of bytes")
-                    for name, us in _items(times, f"{where}: us: {size}"):
-                        _check_algorithm(name, op, where)
-                        if not isinstance(us, (int, float)) or not us > 0:
-                            raise ValueError(
-                                f"{where}: us: {size}: {name} must be a positive time, but is "
-                                f"{us!r}"
-                            )
+                is_number = ranks.isdecimal() and int(ranks) > 0
+                _require(is_number, f"{where!r} must end in a number of ranks")
+                _check_entry(dict(_items(entry, where)), op, where)
+
+
+def _check_entry(entry: dict[str, Any], op: str, where: str) -> None:
+    def check_algorithm(name: Any) -> None:
+        names = ALGORITHMS[op].names
+        known = ", ".join(names)
+        _require(name in names, f"{where}: unknown algorithm {name!r}; {op} has {known}")
+
+    choices, form = entry.get("choices"), "[bytes or null, algorithm]"
+    is_list = isinstance(choices, list) and len(choices) > 0
+    _require(is_list, f"{where}: choices must be a list of {form}, but is {reprlib.repr(choices)}")
+    for choice in entry["choices"]:
+        match choice:
+            case [None | int(), name]:
+                check_algorithm(name)
+            case _:
+                text = reprlib.repr(choice)
+                raise ValueError(f"{where}: a choice must be {form}, but is {text}")
+    for size, times in _items(entry.get("us", {}), f"{where}: us"):
+        _require(size.isdecimal(), f"{where}: us: {size!r} must be a number of bytes")
+        for name, us in _items(times, f"{where}: us: {size}"):
+            check_algorithm(name)
+            is_time = isinstance(us, (int, float)) and us > 0
+            _require(is_time, f"{where}: us: {size}: {name} must be a positive time, but is {us!r}")
 
 
 def _items(value: Any, where: str) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a JSON object, but is {reprlib.repr(value)}")
+    """Returns the items of a JSON object; ValueError, naming `where`, for another value."""
+    is_object = isinstance(value, dict)
+    _require(is_object, f"{where} must be a JSON object, but is {reprlib.repr(value)}")
     return list(value.items())
 
 
-def _check_choices(choices: Any, op: str, where: str) -> None:
-    if not isinstance(choices, list) or not choices:
-        raise ValueError(
-            f"{where}: choices must be a list of [bytes or null, algorithm], but is "
-            f"{reprlib.repr(choices)}"
-        )
-    for choice in choices:
-        if (
-            not isinstance(choice, list)
-            or len(choice) != 2
-            or not (choice[0] is None or type(choice[0]) is int)
-        ):
-            raise ValueError(
-                f"{where}: a choice must be [bytes or null, algorithm], but is "
-                f"{reprlib.repr(choice)}"
-            )
-        _check_algorithm(choice[1], op, where)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
-def _check_algorithm(name: Any, op: str, where: str) -> None:
-    names = ALGORITHMS[op].names
-    if name not in names:
-        raise ValueError(f"{where}: unknown algorithm {name!r}; {op} has {', '.join(names)}")
+def select(algorithm: Algorithm, problem: Problem) -> str:
+    """Returns the name of the algorithm to run; ValueError if the named one cannot run."""
+    algorithms = ALGORITHMS[problem.op]
+    if algorithm is not None:
+        return algorithms.select(algorithm, problem).name
+    if jax.default_backend() != "gpu" or problem.kernels_unavailable_reason is not None:
+        # No kernel can run, so the table is not used: it has no times of CPUs, and the sizes of x
+        # may be symbolic dimensions, which have no value.
+        return "xla"
+    x = problem.operands[0]
+    return lookup(
+        problem.op,
+        problem.num_ranks,
+        x.size * x.dtype.itemsize * (problem.num_ranks if problem.op == "all_gather" else 1),
+        getattr(jax.devices()[0], "compute_capability", None),
+        can_run=lambda name: algorithms[name].unavailable_reason(problem) is None,
+    )
 
 
 def lookup(
@@ -142,17 +146,9 @@ def lookup(
 ) -> str:
     """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
 
-    If N ranks were not measured, the times of the next larger measured number of ranks are used. If
-    no larger number was measured, the times of the largest measured number are used. If the fastest
-    algorithm cannot run, the fastest one that can run is returned.
-
-    Args:
-      op: the operation, such as "all_reduce".
-      num_ranks: N, the number of ranks.
-      num_bytes: the bytes of x, or for all_gather of the result.
-      compute_capability: the GPUs' compute capability, as "9.0"; None for other devices.
-      table: a table of the form that `current` returns; None: the result of `current`.
-      can_run: returns whether an algorithm, given by name, can run.
+    If N ranks were not measured, the times of the next larger measured number of ranks are used, or
+    else those of the largest. `num_bytes` are those of x, or for all_gather of the result.
+    `can_run` says whether an algorithm, by name, can run.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -164,6 +160,7 @@ def lookup(
     best = _of_size(entry["choices"], num_bytes)
     if can_run(best):
         return best
+    # Computes the ranges anew, from the measured times of the algorithms that can run.
     times = {
         int(size): {name: us for name, us in at_size.items() if name == "xla" or can_run(name)}
         for size, at_size in entry.get("us", {}).items()
@@ -173,21 +170,17 @@ def lookup(
 
 
 def _of_size(ranges: Choices, num_bytes: int) -> str:
+    """Returns the algorithm of the first of the rising ranges that `num_bytes` are in."""
     return next((name for limit, name in ranges if limit is None or num_bytes <= limit), "xla")
 
 
 def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:
-    """Returns the ranges of bytes in which each algorithm is the fastest.
+    """Returns the ranges of bytes in which each algorithm is the fastest, as (limit, algorithm).
 
-    Args:
-      sizes: bytes of the measured arrays, in increasing order.
-      times: for each size, the microseconds of every algorithm; "xla" is one of them.
-
-    Returns:
-      Pairs (limit, algorithm): the algorithm is the fastest up to `limit` bytes; the last limit is
-      None. Between two sizes with different fastest algorithms, the limit is the size at which the
-      two times are equal, by linear interpolation on logarithmic scales. XLA's times count as 97 %
-      of the measured times, so another algorithm is chosen only where it is clearly faster.
+    `times` has, for each of the rising `sizes`, the microseconds of every algorithm, "xla" among
+    them. Between two sizes with different fastest algorithms, the limit is the size at which the
+    two times are equal, by linear interpolation on logarithmic scales. XLA's times count as 97 %,
+    so another algorithm is chosen only where it is clearly faster.
     """
     winners = [fastest(at_size) for at_size in times]
     times = [_with_bonus(at_size) for at_size in times]
@@ -201,10 +194,11 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
 def fastest(times: Mapping[str, float]) -> str:
     """Returns the algorithm with the least of `times`; "xla" unless another is clearly faster."""
     times = _with_bonus(times)
-    return min(times, key=lambda name: (times[name], name != "xla"))
+    return min(times, key=lambda name: (times[name], name != "xla"))  # of equal times, XLA's
 
 
 def _with_bonus(times: Mapping[str, float]) -> dict[str, float]:
+    """Returns `times` with XLA's multiplied by _CLEARLY_FASTER."""
     return {name: us * (_CLEARLY_FASTER if name == "xla" else 1) for name, us in times.items()}
 
 

@@ -15,11 +15,7 @@ from jax_ep.dtypes import wide_dtype
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
-    """Implements `jax_ep.collectives.primitives.Collectives` with functions of `jax.lax`.
-
-    Attributes:
-      axis_name: the mesh axes of the ranks.
-    """
+    """Computes each collective over the mesh axes `axis_name`, with the primitives' shapes."""
 
     axis_name: tuple[str, ...]
 
@@ -44,11 +40,8 @@ class XlaCollectives:
 
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Calls `function` on x with the mesh's Explicit axes made Auto; shards the result like x.
-
-    Without this, JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an
-    array that is sharded over Explicit axes.
-    """
+    """Calls `function` with the mesh's Explicit axes made Auto; shards the result like x."""
+    # JAX cannot lower psum_scatter, also the transpose of all_gather, over Explicit axes.
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
         spec = jax.typeof(x).sharding.spec
@@ -64,18 +57,7 @@ def unfused(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes all_reduce_rms_norm in three steps: all_reduce, addition of the residual, and norm.
-
-    Args:
-      all_reduce: sums an array over the ranks.
-      x: [..., H] floating, this rank's term of the sum over ranks.
-      residual: [..., H] floating.
-      scale: [H] floating: the weights of the norm, by which columns are multiplied.
-      eps: a number that is added to the mean square.
-
-    Returns:
-      normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
-    """
+    """Computes all_reduce_rms_norm in three steps: all_reduce, the residual, and the norm."""
     new_residual = add_residual(all_reduce(x), residual)
     return rms_norm(new_residual, scale, eps, x.dtype), new_residual
 
@@ -87,17 +69,7 @@ def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """Divides rows by their root mean square and multiplies them by a scale.
-
-    Args:
-      x: [..., H] floating. The arithmetic is in float32, or in x's dtype if that is wider.
-      scale: [H] floating: the weights of the norm, by which columns are multiplied.
-      eps: a number that is added to the mean square.
-      dtype: the result's dtype.
-
-    Returns:
-      [..., H] in `dtype`.
-    """
+    """Divides rows [..., H] by their root mean square, times `scale`, in float32 or wider."""
     wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -1,30 +1,34 @@
 """Dispatch and combine: the two collectives of expert parallelism, with their gradients.
 
 Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local experts, T tokens
-per rank, K choices per token, hidden size H, capacity R (the rows of a receive buffer).
+per rank, K choices per token, hidden size H, capacity R (the rows of a receive buffer). A call
+passes through these modules:
 
-Call everything inside `jax.shard_map` over `axis_name`. A call passes through these modules:
-
-  expert_major or rank_major   check the arguments, and return the Handle and Dispatched pytrees
-  gradients                    defines the custom VJPs, for both layouts
-  primitives                   defines the JAX primitives; lowering selects an implementation
-  xla, pallas or two_level     implement `interface.Exchange`, which moves the rows; two_level
-                               calls xla or pallas inside each host, and `rail` between hosts
+  gradients                  defines the custom VJPs, for both layouts
+  primitives                 defines the JAX primitives; lowering selects an implementation
+  xla, pallas or two_level   move the rows; two_level calls xla or pallas inside each host, and
+                             `rail` between hosts
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
-from jax_ep.exchange import expert_major, quantization, rank_major
-from jax_ep.exchange.expert_major import Dispatched, Handle
-from jax_ep.exchange.interface import Implementation
-from jax_ep.exchange.rank_major import RankDispatched, RankHandle
+from jax_ep.exchange import gradients, interface, routes
+from jax_ep.exchange.interface import (
+    Config,
+    Dispatched,
+    Handle,
+    Implementation,
+    RankDispatched,
+    RankHandle,
+)
+from jax_ep.exchange.primitives import check_implementation
 from jax_ep.exchange.routes import Overflow
 
 Output = Literal["dequantized", "quantized"]
@@ -92,49 +96,42 @@ def dispatch(
         expert. A token may choose an expert more than once, and gets a row each time.
       num_experts: E, a multiple of the number of ranks N. Rank r owns experts [r·L, (r+1)·L).
       axis_name: the mesh axis, or tuple of axes, that the experts are spread over. The order of a
-        tuple defines the order of the ranks, as in a `jax.sharding.PartitionSpec`, and must equal
-        the order in the specs: ("b", "a") with specs of ("a", "b") gives wrong results silently.
+        tuple defines the order of the ranks, and must equal the order in the specs: ("b", "a") with
+        specs of ("a", "b") gives wrong results silently.
       capacity: R, the rows of the receive buffer. Rows that do not fit are dropped and counted.
         None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
-      overflow: selects the rows to drop where R is too small. "tail" drops the rows past R in row
-        order, so a rank's last experts lose rows first. "fair" lets each expert of a rank keep at
-        most q rows, its first in row order; q is the largest number at which all blocks and their
-        padding fit in R, so the experts with most rows lose rows first.
-      host_capacity: the most tokens that this rank sends to each other host, where ranks are on
-        several hosts; None: all T. The first tokens that chose experts on a host, up to this many,
-        are sent there. In later tokens, the choices of experts on that host are dropped; the ranks
-        of these experts count them in `num_dropped`. If a router limits each token to k of M hosts,
-        T·k / M of a rank's tokens choose a given host on average. Set host_capacity above this
-        average, such as to 0.6·T for DeepSeek-V3, whose tokens choose 4 of 8 hosts.
+      overflow: the rows to drop where R is too small. "tail" drops the rows past R in row order.
+        "fair" lets each expert of a rank keep its first q rows, with the largest q at which all
+        blocks and their padding fit in R.
+      host_capacity: the most tokens that this rank sends to each other host, the first that chose
+        experts there; None: all T. Later tokens' choices of that host's experts are dropped, and
+        counted in `num_dropped` on the ranks of these experts. A router that limits each token to k
+        of M hosts sends a host T·k / M of a rank's tokens on average: choose a larger value.
       wire_dtype: None, or `jnp.float8_e4m3fn`: rows are sent as float8 values with one float32
-        scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the rounding
-        errors, and how NaN and the largest and smallest values are encoded.
-      grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the gradient of x is sent,
-        as the wire_dtype of a `combine`. None, the usual choice in training, sends cotangents
-        without quantization.
+        scale per 128 values (`jax_ep.formats`); H must be a multiple of 128.
+      grad_wire_dtype: the wire_dtype of the `combine` that computes the gradient of x. None, the
+        usual choice in training, sends cotangents without quantization.
       output: for a wire_dtype: "dequantized" returns rows of x's dtype; "quantized" returns a
         `jax_ep.QuantizedArray` of the received float8 rows, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
-      topk_weights: [T, K] floating, in the rank-major layout only: weights to send with the rows,
-        so that the experts' rank can multiply its outputs by them. Differentiable.
-      zero_unused: in the expert-major layout, whether the unused rows past the last expert's block
-        are zero, both in the received rows and in the gradient of a combine's y. False leaves them
-        undefined (they may be NaN), and saves "pallas" the time to write them. If `capacity` is
-        None, most rows are unused. No result of `grouped_matmul`, `routed_experts` or `combine`
-        depends on unused rows.
+      topk_weights: [T, K] floating, only with layout="rank": weights to send with the rows, so that
+        the experts' rank can multiply its outputs by them. Differentiable.
+      zero_unused: with layout="expert", whether the unused rows past the last expert's block are
+        zero, in the received rows and in the gradient of a combine's y. False leaves them undefined
+        (they may be NaN), and saves "pallas" the time to write them. No result of `grouped_matmul`,
+        `routed_experts` or `combine` depends on unused rows.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
-        hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
-        best that runs. The devices of the mesh determine which ranks share a host.
+        hosts: a token crosses to each host once), or None for the best that runs. The devices of
+        the mesh determine which ranks share a host.
 
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient of x is a `combine`
-      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. This
-      gradient treats quantization as the identity (straight-through), and sends the cotangents of
-      dequantized rows in x's dtype, unless there is a grad_wire_dtype. Quantized rows have no
-      gradient: differentiating them raises TypeError. Define a `jax.custom_vjp` around the dispatch
-      instead, and in it pass the rows' cotangent in a wider dtype to `combine`.
+      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. It
+      treats quantization as the identity (straight-through). Quantized rows have no gradient:
+      differentiating them raises TypeError. Define a `jax.custom_vjp` around the dispatch instead,
+      and in it pass the rows' cotangent in a wider dtype to `combine`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -142,48 +139,75 @@ def dispatch(
     axis_name = checks.as_axes(axis_name)
     _check_choices(x, topk_idx)
     num_experts = _check_num_experts(num_experts, axis_name)
-    quantization.check_output(output, quantization.wire_format(wire_dtype))
-    shared: dict[str, Any] = dict(
-        num_experts=num_experts,
-        axis_name=axis_name,
-        wire_dtype=wire_dtype,
-        grad_wire_dtype=grad_wire_dtype,
-        quantized=output == "quantized",
-        implementation=implementation,
-    )
+    interface.check_output(output, interface.wire_format(wire_dtype))
     if layout == "rank":
-        if host_capacity is not None:
-            raise ValueError(
-                f'layout="rank" takes no host_capacity, but it is {host_capacity}; a host gets the '
-                "rows of all tokens."
-            )
-        if capacity is not None or expert_alignment != 1 or overflow != "tail":
-            raise ValueError(
-                'layout="rank" has a row for each (source rank, token) and takes no capacity, '
-                f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
-                f"{overflow!r}; give them to group_by_expert."
-            )
+        _check_options_of_rank_major(capacity, expert_alignment, overflow, host_capacity)
         checks.check_bool("zero_unused", zero_unused)
         if not zero_unused:
             raise ValueError(f'zero_unused must be True for layout="rank", but is {zero_unused!r}.')
-        return rank_major.dispatch(x, topk_idx, topk_weights, **shared)
-    if layout != "expert":
+        if topk_weights is not None:
+            check_weights(topk_weights, topk_idx.shape)
+        layout_options: dict[str, Any] = dict(layout="rank")
+    elif layout != "expert":
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
-    if topk_weights is not None:
+    elif topk_weights is not None:
         raise ValueError(
             'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
             "the weights to combine."
         )
-    return expert_major.dispatch(
+    else:
+        expert_alignment = checks.check_integer(
+            "expert_alignment", expert_alignment, most=checks.MAX_INT32
+        )
+        checks.check_name("overflow", overflow, get_args(Overflow))
+        checks.check_bool("zero_unused", zero_unused)
+        num_ranks = checks.num_ranks(axis_name)
+        layout_options = dict(
+            host_capacity=_checked_host_capacity(host_capacity, implementation),
+            capacity=_checked_capacity(
+                capacity,
+                expert_alignment,
+                num_choices=num_ranks * topk_idx.shape[0] * topk_idx.shape[1],
+                num_local_experts=num_experts // num_ranks,
+            ),
+            expert_alignment=expert_alignment,
+            # Without a capacity, the buffer fits all rows, so both rules give the same result.
+            overflow="tail" if capacity is None else overflow,
+            zero_unused=bool(zero_unused),
+        )
+    config = _configure(
+        "x",
         x,
-        topk_idx,
-        capacity=capacity,
-        expert_alignment=expert_alignment,
-        overflow=overflow,
-        host_capacity=host_capacity,
-        zero_unused=zero_unused,
-        **shared,
+        axis_name=axis_name,
+        num_experts=num_experts,
+        list_words=topk_idx.shape[1] * (1 if topk_weights is None else 2),
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        quantized=output == "quantized",
+        implementation=implementation,
+        **layout_options,
     )
+    weights = None if topk_weights is None else topk_weights.astype(jnp.float32)
+    x, weights = gradients.match((x, weights), axis_name)
+    topk_idx = routes.expert_ids(topk_idx, num_experts)
+    tokens, route, groups_or_weights = gradients.dispatch_with_vjp(config, x, topk_idx, weights)
+    if layout == "rank":
+        received_weights = groups_or_weights
+        if topk_weights is not None:
+            received_weights = received_weights.astype(topk_weights.dtype)
+        rank_handle = RankHandle(route, axis_name, num_experts)
+        return RankDispatched(tokens, route.local_topk_idx, received_weights, rank_handle)
+    handle = Handle(
+        routes=route,
+        axis_name=axis_name,
+        capacity=config.capacity,
+        num_experts=num_experts,
+        expert_alignment=config.expert_alignment,
+        overflow=config.overflow,
+        host_capacity=config.host_capacity,
+        zero_unused=config.zero_unused,
+    )
+    return Dispatched(tokens, **groups_or_weights._asdict(), handle=handle)
 
 
 def combine(
@@ -199,9 +223,9 @@ def combine(
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. A token's rows on one rank are summed
     there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. The
-    sums of the ranks are added in float32, in rank order. With "two_level" (ranks on several
-    hosts), each host instead sends one sum per token, rounded once, and the sums of the hosts are
-    added in float32, in the order of the hosts. A dropped or masked choice counts as zero.
+    sums of the ranks are added in float32, in rank order. With "two_level", each host instead sends
+    one sum per token, and the sums are added in the order of the hosts. A dropped or masked choice
+    counts as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,
@@ -210,34 +234,41 @@ def combine(
       handle: the handle of the dispatch.
       topk_weights: [T, K] floating, or None for a plain sum. Must be None in the rank-major layout.
       wire_dtype: the dtype in which sums are sent: None for y's dtype, or `jnp.float8_e4m3fn` with
-        scales, as in `dispatch`. With "two_level", only sums between hosts are quantized. Each of
-        up to N float8 sums of a token has the rounding error that `jax_ep.formats` states, which
-        grows with the largest value of its block of 128; the errors add up. Warning: float8 sums
-        cost accuracy. Others report a gsm8k score of 0.920 with float8 sums, and of 0.957 without.
-        DeepEP offers no float8 sums. Measure your model before you choose them.
-      grad_wire_dtype: the dtype in which the backward pass sends the cotangent of the result to the
-        experts' ranks, by a dispatch; as the wire_dtype of `dispatch`.
+        scales, as in `dispatch`. With "two_level", only sums between hosts are quantized. Warning:
+        the rounding errors of a token's up to N sums add up. Others report a gsm8k score of 0.920
+        with float8 sums, and of 0.957 without; DeepEP offers none. Measure your model first.
+      grad_wire_dtype: the wire_dtype of the dispatch that sends the cotangent of the result to the
+        experts' ranks in the backward pass.
       implementation: as in `dispatch`.
 
     Returns:
       [T, H], y's dtype. Differentiable in y and topk_weights, in reverse mode only. The gradient of
-      y is zero in the padding rows between experts' blocks. It is also zero in the unused rows past
-      the last block, unless the dispatch had `zero_unused=False`. The gradient treats the rounding
-      of a wire_dtype as the identity (straight-through), and sends cotangents in y's dtype or the
-      grad_wire_dtype.
+      y is zero in the padding rows between experts' blocks, and in the unused rows past the last
+      block unless the dispatch had `zero_unused=False`. It treats the rounding of a wire_dtype as
+      the identity (straight-through).
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
-    options: dict[str, Any] = dict(
+    _check_handle(handle)
+    if isinstance(handle, RankHandle):
+        _check_partial_sums(y, handle, topk_weights)
+    else:
+        _check_rows(y, handle)
+    config = _configure(
+        "y",
+        y,
+        **_options_of(handle),
         wire_dtype=wire_dtype,
         grad_wire_dtype=grad_wire_dtype,
         implementation=implementation,
     )
-    if isinstance(handle, RankHandle):
-        return rank_major.combine(y, handle, topk_weights, **options)
-    _check_handle(handle)
-    return expert_major.combine(y, handle, topk_weights, **options)
+    weights = None
+    if topk_weights is not None:
+        check_weights(topk_weights, handle.shape[1:])
+        weights = topk_weights.astype(jnp.float32)
+    y, weights = gradients.match((y, weights), handle.axis_name)
+    return gradients.combine_with_vjp(config, y, weights, handle.routes)
 
 
 def dispatch_like(
@@ -254,28 +285,84 @@ def dispatch_like(
     Args:
       x: [T, H'] floating: one row for each token of the dispatch; any H'.
       handle: the handle of the dispatch.
-      wire_dtype, grad_wire_dtype, output: as in `dispatch`.
-      implementation: as in `dispatch`.
+      wire_dtype, grad_wire_dtype, output, implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype or a `QuantizedArray`, in the row order of `Dispatched.tokens`. Padding
-      rows are zero; unused rows are zero, too, unless the dispatch had `zero_unused=False`. In the
-      rank-major layout, the result has shape [N, T, H'].
+      [R, H'], or [N, T, H'] in the rank-major layout: x's dtype or a `QuantizedArray`, in the row
+      order of `Dispatched.tokens`, with zeros in the same rows.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
-    options: dict[str, Any] = dict(
+    interface.check_output(output, interface.wire_format(wire_dtype))
+    config, x = _config_like(
+        x,
+        handle,
         wire_dtype=wire_dtype,
         grad_wire_dtype=grad_wire_dtype,
         quantized=output == "quantized",
         implementation=implementation,
     )
-    quantization.check_output(output, quantization.wire_format(wire_dtype))
-    if isinstance(handle, RankHandle):
-        return rank_major.dispatch_like(x, handle, **options)
+    return gradients.dispatch_like_with_vjp(config, x, handle.routes)
+
+
+def stand_in_rows(x: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
+    """Returns zeros [R, H] in place of quantized rows; see `gradients.stand_in_rows`."""
+    options = dict(wire_dtype=None, grad_wire_dtype=None, implementation=implementation)
+    config, x = _config_like(x, handle, **options)
+    return gradients.stand_in_rows(config, x, handle.routes)
+
+
+def _configure(
+    name: Literal["x", "y"],
+    rows: jax.Array,
+    *,
+    list_words: int,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+    implementation: Implementation,
+    **arguments: Any,
+) -> Config:
+    """Makes and checks the `Config` of an exchange of `rows`, which the caller calls `name`."""
+    # Kernels hold `list_words` 4-byte words per token in shared memory for its choices: K, or 2 K
+    # if weights are sent with the choices.
+    config = Config(
+        wire=interface.checked_wire(name, rows, wire_dtype),
+        grad_wire=interface.checked_wire(name, rows, grad_wire_dtype, "grad_wire_dtype"),
+        implementation=implementation,
+        **arguments,
+    )
+    check_implementation(config, rows, list_words)
+    return config
+
+
+def _config_like(
+    x: jax.Array, handle: Handle | RankHandle, **options: Any
+) -> tuple[Config, jax.Array]:
+    """Checks the arguments of a `dispatch_like`; returns its `Config`, and x cast for the VJP."""
     _check_handle(handle)
-    return expert_major.dispatch_like(x, handle, **options)
+    checks.check_rows_of_tokens(x, handle.shape[1])
+    config = _configure("x", x, **_options_of(handle), **options)
+    (x,) = gradients.match((x,), handle.axis_name)
+    return config, x
+
+
+def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
+    """Returns the options of a dispatch that hold for a `combine` or `dispatch_like`, too."""
+    options: dict[str, Any] = dict(
+        axis_name=handle.axis_name,
+        num_experts=handle.num_experts,
+        list_words=handle.shape[2],
+    )
+    if isinstance(handle, RankHandle):
+        return options | dict(layout="rank")
+    return options | dict(
+        capacity=handle.capacity,
+        expert_alignment=handle.expert_alignment,
+        overflow=handle.overflow,
+        host_capacity=handle.host_capacity,
+        zero_unused=handle.zero_unused,
+    )
 
 
 def _check_choices(x: Any, topk_idx: Any) -> None:
@@ -286,14 +373,15 @@ def _check_choices(x: Any, topk_idx: Any) -> None:
             "topk_idx must have one row for each row of x, but topk_idx has shape "
             f"{topk_idx.shape} and x has shape {x.shape}."
         )
-    if 0 in x.shape or 0 in topk_idx.shape:
+    if x.shape[1] == 0 or topk_idx.shape[1] == 0:
         raise ValueError(
-            f"x and topk_idx must not be empty, but have shapes {x.shape} and {topk_idx.shape}; "
-            "a rank with nothing to send passes rows of -1."
+            "x and topk_idx must have at least one column, but have shapes "
+            f"{x.shape} and {topk_idx.shape}."
         )
 
 
 def _check_num_experts(num_experts: int, axis_name: tuple[str, ...]) -> int:
+    """Returns E as an int, or raises unless it is a positive multiple of the number of ranks."""
     num_ranks = checks.num_ranks(axis_name)
     num_experts = checks.check_integer("num_experts", num_experts, most=checks.MAX_INT32)
     if num_experts % num_ranks:
@@ -310,8 +398,105 @@ def _check_handle(handle: Any) -> None:
             "handle must be the handle of a dispatch, but is all that it returned, a "
             f"{type(handle).__name__}; pass received.handle."
         )
-    if not isinstance(handle, Handle):
+    if not isinstance(handle, (Handle, RankHandle)):
         raise TypeError(
             "handle must be the handle of a dispatch, such as received.handle, but is "
             f"{checks.described(handle)}."
         )
+    num_ranks, shape = checks.num_ranks(handle.axis_name), handle.shape
+    if len(shape) != 3 or shape[0] != num_ranks:
+        name = "routes.local_topk_idx" if isinstance(handle, RankHandle) else "rows"
+        raise ValueError(
+            f"handle.{name} must have shape [{num_ranks}, T, K], one plane for each rank along "
+            f"{handle.axis_name}, but has shape {shape}."
+        )
+
+
+def _check_rows(y: Any, handle: Handle) -> None:
+    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
+    checks.check_columns("y", y, "[R, H]")
+    if y.shape[0] != handle.capacity:
+        raise ValueError(
+            "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
+            f"{handle.capacity}, but y has shape {y.shape}."
+        )
+
+
+def _check_partial_sums(y: Any, handle: RankHandle, topk_weights: Any) -> None:
+    checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
+    checks.check_columns("y", y, "[N, T, H]")
+    if y.shape[:2] != handle.shape[:2]:
+        raise ValueError(
+            f"y must have one row for each (source rank, token), {handle.shape[:2]}, but has shape "
+            f"{y.shape}."
+        )
+    if topk_weights is not None:
+        raise ValueError(
+            "topk_weights must be None in the rank-major layout, where y is already summed over a "
+            "token's choices: give them to dispatch, and multiply by RankDispatched.topk_weights."
+        )
+
+
+def check_weights(topk_weights: jax.Array, shape: tuple[int, ...]) -> None:
+    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    if topk_weights.shape != shape:
+        raise ValueError(
+            f"topk_weights must have topk_idx's shape {shape}, but has shape {topk_weights.shape}."
+        )
+
+
+def _check_options_of_rank_major(
+    capacity: Any, expert_alignment: Any, overflow: Any, host_capacity: Any
+) -> None:
+    if host_capacity is not None:
+        raise ValueError(
+            f'layout="rank" takes no host_capacity, but it is {host_capacity}; a host gets the '
+            "rows of all tokens."
+        )
+    if capacity is not None or expert_alignment != 1 or overflow != "tail":
+        raise ValueError(
+            'layout="rank" has a row for each (source rank, token) and takes no capacity, '
+            f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
+            f"{overflow!r}; give them to group_by_expert."
+        )
+
+
+def _checked_host_capacity(host_capacity: int | None, implementation: Implementation) -> int | None:
+    if host_capacity is None:
+        return None
+    host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
+    if implementation in ("pallas", "xla"):
+        raise ValueError(
+            'host_capacity needs implementation="two_level" or None, since only the exchange '
+            f"between hosts has it, but is {host_capacity} with implementation={implementation!r}."
+        )
+    return host_capacity
+
+
+def _checked_capacity(
+    capacity: int | None, expert_alignment: int, *, num_choices: int, num_local_experts: int
+) -> int:
+    """Returns the checked capacity R; for None, enough rows for any routing (dropless)."""
+    rows = routes.dropless_capacity(num_choices, num_local_experts, expert_alignment)
+    # Rows are int32. A given capacity may be less than some routing needs, but blocks must start
+    # at int32 rows.
+    if not checks.is_symbolic(rows) and rows > checks.MAX_INT32:
+        unpadded = routes.dropless_capacity(num_choices, num_local_experts, 1)
+        if unpadded <= checks.MAX_INT32:
+            # With alignment a, the padding of `blocks` blocks and the rounding up of their sum take
+            # at most (blocks + 1) * (a - 1) rows.
+            blocks = min(num_local_experts, num_choices)
+            most = 1 + (checks.MAX_INT32 - num_choices) // (blocks + 1)
+            raise ValueError(
+                f"expert_alignment must be at most {most}, so that the {num_local_experts} experts "
+                f"of a rank need at most {checks.MAX_INT32} rows for {num_choices} choices, but is "
+                f"{expert_alignment}."
+            )
+        if capacity is None:
+            raise ValueError(
+                f"capacity must be given, and be at most {checks.MAX_INT32}, since any routing of "
+                f"the {num_choices} choices of all ranks needs {rows} rows."
+            )
+    if capacity is None:
+        return rows
+    return checks.check_integer("capacity", capacity, most=checks.MAX_INT32)

@@ -1,83 +1,70 @@
-"""Defines the interface of an exchange: six functions of arrays and a `Config`.
+"""Defines what the modules of the exchange pass to each other, and what a dispatch returns.
 
-The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` implement it. For ranks on several
-hosts, `jax_ep.exchange.two_level` implements it with several calls of one of these modules, each
-for some of the tokens. All implementations follow the contract in `jax_ep.reference`, so each
-accepts routes that another one computed. Call all functions inside `jax.shard_map`.
+In the expert-major layout, a receive buffer has one row per (token, choice), sorted by local
+expert, then source rank, then source token, then choice; callers may rely on this order. In the
+rank-major layout, it has one row per (source rank, token), [N, T, H], the smallest buffer that fits
+any routing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol, Self
+import functools
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
-from pallas_kernels.formats import PLAIN, RowFormat
+from jax_ep.exchange.routes import Overflow, RankRoutes, Routes
+from jax_ep.runtime import availability
+from jax_ep.runtime.jax_compat import register_for_export
+from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric import memory_map
+from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Format, RowFormat
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
 Received = tuple[jax.Array, ...]
 """Rows as the format of the wire encodes them: values, and scales if it has any."""
 
 
-def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` for collectives that run while a program's exchange does.
+WIRE_FORMATS: tuple[Format, ...] = (FLOAT8_ROWS,)
+WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
 
-    `implementation` is the argument of the exchange. For "pallas" or None, the result is None,
-    which lets a function of `jax_ep.collectives` select Pallas kernels, too. For "xla" and
-    "two_level" the result is "xla". The ranks of "two_level" are on several hosts, between which
-    Pallas collectives cannot run.
+
+def algorithm_next_to(implementation: Implementation) -> str | None:
+    """Returns the `algorithm` for collectives between an exchange's ranks: None (best) or "xla".
+
+    The ranks of "two_level" are on several hosts, between which no Pallas collective runs.
     """
     return None if implementation in (None, "pallas") else "xla"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The static arguments of an exchange and of its gradient, which is an exchange too.
-
-    Attributes:
-      axis_name: the mesh axes along which ranks are numbered.
-      ranks_per_host: G, if only the G consecutive ranks of each host exchange rows with each other;
-        None if all ranks exchange rows.
-      num_experts: E, the experts of all ranks that exchange rows with each other.
-      layout: whether received rows are expert-major, [R, H], or rank-major, [N, T, H].
-      capacity: R, the rows of an expert-major receive buffer; 0 in the rank-major layout.
-      expert_alignment: each expert's block starts at a multiple of this many rows.
-      overflow: the rule for dropping rows; see `jax_ep.exchange.routes.Overflow`.
-      host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
-      zero_unused: whether the rows past the last expert's block are zero; False: undefined.
-      implementation: the name of the implementation to run; None for the best that runs here.
-      wire: the format in which rows, or sums of rows, are sent.
-      sum_dtype: the dtype of a combine's result, and of the sums it sends unless `wire` quantizes
-        them; None for the rows' dtype.
-      grad_wire: the `wire` of the exchange that computes the gradient.
-      quantized: whether a dispatch returns the received rows and scales without decoding them.
-    """
+    """The static arguments of an exchange and of its gradient, which is an exchange too."""
 
     axis_name: tuple[str, ...]
+    # G, if only a host's G consecutive ranks exchange rows; None: all ranks do
     ranks_per_host: int | None = None
-    num_experts: int
-    layout: Literal["expert", "rank"] = "expert"
-    capacity: int = 0
-    expert_alignment: int = 1
+    num_experts: int  # E, the experts of all ranks that exchange rows with each other
+    layout: Literal["expert", "rank"] = "expert"  # whether received rows are [R, H] or [N, T, H]
+    capacity: int = 0  # R; 0 in the rank-major layout
+    expert_alignment: int = 1  # each expert's block starts at a multiple of this many rows
     overflow: Overflow = "tail"
-    host_capacity: int | None = None
-    zero_unused: bool = True
+    host_capacity: int | None = None  # the most tokens to each other host; None: all
+    zero_unused: bool = True  # False: the rows past the last expert's block are undefined
     implementation: Implementation = None
-    wire: RowFormat = PLAIN
+    wire: RowFormat = PLAIN  # the format in which rows, or sums of rows, are sent
+    # The dtype of a combine's result, and of the sums it sends unless `wire` quantizes them;
+    # None: the rows' dtype.
     sum_dtype: jnp.dtype | None = None
-    grad_wire: RowFormat = PLAIN
-    quantized: bool = False
+    grad_wire: RowFormat = PLAIN  # the `wire` of the exchange that computes the gradient
+    quantized: bool = False  # whether a dispatch returns received values and scales undecoded
 
     @property
     def ranks_of_hosts(self) -> list[list[int]] | None:
-        """The groups of ranks that exchange rows, for the `axis_index_groups` of JAX's collectives.
-
-        They are the ranks of each host; or None if all ranks exchange rows with each other.
-        """
+        """The groups of ranks that exchange rows, as `axis_index_groups`; None: all ranks."""
         if self.ranks_per_host is None:
             return None
         starts = range(0, lax.axis_size(self.axis_name), self.ranks_per_host)
@@ -90,100 +77,204 @@ class Config:
 
     @property
     def of_cotangents(self) -> Self:
-        """The configuration of the exchange that computes the gradient of this exchange.
-
-        That exchange sends cotangents in the format `grad_wire`. The exchange that computes its own
-        gradient, in turn, sends rows unquantized.
-        """
+        """The configuration of the exchange that computes this one's gradient."""
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
-class Exchange(Protocol):
-    """The six functions that each implementation of the exchange provides, to move rows of tokens.
+def wire_format(wire_dtype: jax.typing.DTypeLike | None, argument: str = "wire_dtype") -> RowFormat:
+    """Returns the row format of a wire_dtype; raises ValueError, naming `argument`, for others."""
+    if wire_dtype is None:
+        return PLAIN
+    try:
+        return WIRE_FORMATS[WIRE_DTYPES.index(jnp.dtype(wire_dtype))]
+    except (TypeError, ValueError):
+        names = ", ".join(dtype.name for dtype in WIRE_DTYPES)
+        raise ValueError(f"{argument} must be None or {names}, but is {wire_dtype!r}.") from None
 
-    Shapes: N ranks, T tokens per rank, K choices per token, H columns, and R rows of a receive
-    buffer. `Received` rows are encoded in the format `config.wire`.
+
+def checked_wire(
+    name: str,
+    rows: jax.Array | jax.ShapeDtypeStruct,
+    wire_dtype: jax.typing.DTypeLike | None,
+    argument: str = "wire_dtype",
+) -> RowFormat:
+    """Returns the row format for a `wire_dtype` after checking that it can encode `rows` [..., H].
+
+    `name` and `argument` are the caller's names of `rows` and `wire_dtype`, for errors.
+    """
+    wire = wire_format(wire_dtype, argument)
+    if not wire.quantized:
+        return wire
+    columns = wire.row_block
+    if rows.shape[-1] % columns:
+        raise ValueError(
+            f"{argument}={wire.name} needs rows of whole blocks of {columns} values, but {name} "
+            f"has {rows.shape[-1]} columns; pad them."
+        )
+    if rows.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} must have a dtype of 16 bits or more to be sent as {wire.name}, but has dtype "
+            f"{rows.dtype}; leave {argument} at None."
+        )
+    return wire
+
+
+def check_output(output: str, wire: RowFormat) -> None:
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and not wire.quantized:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The properties of an exchange's rows that decide whether the kernels can move them."""
+
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    num_ranks: int
+    list_words: int  # 4-byte words that describe a token's choices: K, or 2 K with weights
+    num_experts: int  # of all ranks
+    wire: RowFormat = PLAIN
+
+    def unavailable_reason(self) -> str | None:
+        """Returns why the kernels cannot move the rows; None if they can."""
+        if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
+            return reason
+        if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
+            return f"it supports at most {memory_map.MAX_VALUES} experts, not {self.num_experts}"
+        hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)
+        if plans.fits_shared_memory(
+            plans.Row(hidden, self.dtype, self.wire),
+            num_ranks=self.num_ranks,
+            top_k=self.list_words,  # a weight takes the memory of one more choice
+            num_experts=self.num_experts,
+        ):
+            return None
+        return (
+            f"a row of {hidden} {jnp.dtype(self.dtype).name} is too long for shared memory, which "
+            f"also holds the routes of {self.num_experts} experts and {self.list_words} choices"
+        )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["routes"],
+    meta_fields=[
+        "axis_name",
+        "capacity",
+        "num_experts",
+        "expert_alignment",
+        "overflow",
+        "host_capacity",
+        "zero_unused",
+    ],
+)
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """The routes of one dispatch; a pytree that may cross jit, scan and checkpoint boundaries.
+
+    Attributes:
+      routes: the row of each (source rank, token, choice); see `jax_ep.exchange.routes.Routes`.
+      axis_name, capacity, num_experts, expert_alignment, overflow, host_capacity, zero_unused: the
+        arguments of the dispatch; `capacity` is R even if it was None.
     """
 
-    def dispatch(
-        self, x: jax.Array, topk_idx: jax.Array, config: Config
-    ) -> tuple[Received, Routes, RowGroups]:
-        """Computes the routes of choices topk_idx [T, K] int32, and sends x [T, H] along them.
+    routes: Routes
+    axis_name: tuple[str, ...]
+    capacity: int
+    num_experts: int
+    expert_alignment: int
+    overflow: Overflow = "tail"
+    host_capacity: int | None = None
+    zero_unused: bool = True
 
-        Returns the received rows [R, H], the routes, and the sizes of the experts' blocks of rows.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes (N, T, K) of the dispatch: ranks, tokens per rank, choices per token."""
+        return self.routes.rows.shape
+
+    @property
+    def rows(self) -> jax.Array:
+        """The row of this rank's buffer for each (source rank, token, choice), [N, T, K] int32.
+
+        The row is -1 where the choice names another rank's expert or no expert, and R or more where
+        the row is dropped.
         """
-        ...
-
-    def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] to the rows of an earlier dispatch; returns the receive buffer [R, H]."""
-        ...
-
-    def combine(
-        self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
-    ) -> jax.Array:
-        """Sums each token's rows of y [R, H]; sends the sums [T, H] back to the tokens' ranks.
-
-        `topk_weights` [T, K] float32 multiply the rows; None: a plain sum.
-        """
-        ...
-
-    def combine_grad(
-        self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
-    ) -> tuple[jax.Array, jax.Array]:
-        """Computes the gradients of a weighted `combine` from the cotangent g [T, H] of its result.
-
-        Returns the gradients of y, [R, H], and of the weights, [T, K] float32.
-        """
-        ...
-
-    def rank_dispatch(
-        self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
-    ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] to every rank that owns an expert of the token, in the rank-major layout.
-
-        Returns received rows [N, T, H], the routes, and the received weights [N, T, K] float32, or
-        None if topk_weights is None. Rows of tokens that chose no expert of this rank are zero.
-        """
-        ...
-
-    def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Sends partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
-        ...
+        return self.routes.rows
 
 
-class ExchangeInParts(Exchange, Protocol):
-    """An `Exchange` that can divide the tokens of one dispatch among several calls.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """The rows that a rank received in the expert-major layout, and their counts; a pytree.
 
-    In each call, `routes.rows` has the rows of that call's tokens only, and `routes.counts` has the
-    counts of the whole dispatch. The first call writes zeros to the rows that pad experts' blocks
-    and, if `config.zero_unused`, to the unused rows after the last block. A later call takes the
-    result of the previous call as `into`, writes the rows of its own tokens there, and keeps all
-    other rows. `config.wire` must not quantize rows.
+    Attributes:
+      tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero,
+        and so are the unused rows at the end, unless the dispatch had `zero_unused=False`. With
+        `output="quantized"`, a `jax_ep.QuantizedArray`; its zero rows have zero scales.
+      group_sizes: [L] int32: the rows of each expert's block, padding included; their sum is <= R.
+      expert_counts: [L] int32: how many rows each expert received. They come first in its block.
+      num_dropped: [] int32: the (token, choice) pairs of this rank's experts that were dropped.
+      rows_needed: [] int32: the least R at which all rows sent to this rank fit.
+      dropped_counts: [L] int32: the dropped (token, choice) pairs of each local expert.
+      handle: the routes, for `combine` and `dispatch_like`.
     """
 
-    def dispatch_like(
-        self, x: jax.Array, routes: Routes, config: Config, into: Received | None = None
-    ) -> Received:
-        """Sends x [T, H], some of a dispatch's tokens, to their receive-buffer rows.
+    tokens: Any
+    group_sizes: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    rows_needed: jax.Array
+    dropped_counts: jax.Array
+    handle: Handle
 
-        Returns the receive buffer, [R, H]. `into` is the receive buffer that the previous call
-        returned; this call writes the rows of its tokens there. `into` is None in the first call.
-        """
-        ...
 
-    def combine_grad(
-        self,
-        g: jax.Array,
-        topk_weights: jax.Array,
-        y: jax.Array,
-        routes: Routes,
-        config: Config,
-        into: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Computes the gradients of a weighted `combine` from the cotangents g of some tokens.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["routes"],
+    meta_fields=["axis_name", "num_experts"],
+)
+@dataclasses.dataclass(frozen=True)
+class RankHandle:
+    """The routes of one dispatch in the rank-major layout, for `combine`; a pytree.
 
-        Returns the gradient of y, [R, H], and the gradient of these tokens' weights, [T, K]
-        float32. `into` is the gradient of y that the previous call returned; this call writes the
-        rows of its tokens there. `into` is None in the first call.
-        """
-        ...
+    Attributes:
+      routes: the experts that each rank's tokens chose; see `jax_ep.exchange.routes.RankRoutes`.
+      axis_name, num_experts: the arguments of the dispatch.
+    """
+
+    routes: RankRoutes
+    axis_name: tuple[str, ...]
+    num_experts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes (N, T, K) of the dispatch: ranks, tokens per rank, choices per token."""
+        return self.routes.local_topk_idx.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RankDispatched:
+    """The rows that a rank received in the rank-major layout, and their experts; a pytree.
+
+    Attributes:
+      tokens: [N, T, H] of x's dtype: row (s, t) is token t of rank s if the token chose any expert
+        of this rank, and zero if not. With `output="quantized"`, tokens is a
+        `jax_ep.QuantizedArray`, and neither tokens nor topk_weights have a gradient.
+      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 where
+        the choice names another rank's expert or no expert.
+      topk_weights: [N, T, K], in the dtype that was sent: the weight of each choice, zero where
+        local_topk_idx is -1; None if the dispatch was given no weights.
+      handle: the routes, for `combine` and `dispatch_like`.
+    """
+
+    tokens: Any
+    local_topk_idx: jax.Array
+    topk_weights: jax.Array | None
+    handle: RankHandle
+
+
+for kind in (Handle, Dispatched, RankHandle, RankDispatched):
+    register_for_export(kind)

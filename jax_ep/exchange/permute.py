@@ -1,10 +1,8 @@
 """Permutes rank-major rows to the expert-major layout of `grouped_matmul`, and unpermutes results.
 
-A grouped matmul needs each expert's rows next to each other. In the rank-major layout, all experts
-that a token chose on a rank share one row, so the rank must first gather the rows of each expert.
-This gather is a `dispatch` over no mesh axes, axis_name=(): the rank sends rows only to itself. On
-GPUs, it runs the kernels of a dispatch. The result equals that of an expert-major dispatch, bit for
-bit.
+In the rank-major layout, all experts that a token chose on a rank share one row, so the rank must
+gather the rows of each expert. This gather is a `dispatch` over no mesh axes, axis_name=(): the
+rank sends rows only to itself.
 
     received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
     grouped = group_by_expert(received)
@@ -19,9 +17,8 @@ import dataclasses
 import jax
 
 from jax_ep import checks
-from jax_ep.exchange.api import Dispatched, combine, dispatch, dispatch_like
-from jax_ep.exchange.interface import Implementation
-from jax_ep.exchange.rank_major import RankDispatched
+from jax_ep.exchange.api import combine, dispatch, dispatch_like
+from jax_ep.exchange.interface import Dispatched, Implementation, RankDispatched
 from jax_ep.exchange.routes import Overflow
 
 
@@ -37,9 +34,7 @@ def group_by_expert(
 
     Args:
       received: the result of `dispatch(layout="rank")`.
-      capacity: R, the rows of the result; None: enough rows for any routing.
-      expert_alignment: each expert's block of rows starts at a multiple of this many rows.
-      overflow: selects the rows to drop where R is too small; see `dispatch`.
+      capacity, expert_alignment, overflow: as in an expert-major `dispatch`.
       implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
@@ -48,19 +43,18 @@ def group_by_expert(
       Differentiable in `received.tokens`, unless these rows are quantized.
 
     Raises:
-      TypeError: `received` is not the result of a rank-major dispatch.
-      ValueError: an argument does not fit, or the named implementation cannot run here.
+      ValueError, TypeError: an argument does not fit; the message names it.
     """
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
-    flat = (num_ranks * num_tokens, -1)
+    num_rows = num_ranks * num_tokens
     # The leaves are the array of rows; or, for a QuantizedArray, its values and its scales. The
-    # dispatch permutes the first leaf, and dispatch_like permutes the other one in the same way.
+    # dispatch permutes the values, and dispatch_like permutes the scales in the same way.
     leaves, tree = jax.tree.flatten(received.tokens)
-    first, *others = (leaf.reshape(flat) for leaf in leaves)
+    values, *scales = (leaf.reshape(num_rows, leaf.shape[-1]) for leaf in leaves)
     grouped = dispatch(
-        first,
-        received.local_topk_idx.reshape(flat),
+        values,
+        received.local_topk_idx.reshape(num_rows, top_k),
         num_experts=received.handle.num_experts // num_ranks,
         axis_name=(),
         capacity=capacity,
@@ -70,7 +64,7 @@ def group_by_expert(
     )
     rows = [
         grouped.tokens,
-        *(dispatch_like(x, grouped.handle, implementation=implementation) for x in others),
+        *(dispatch_like(x, grouped.handle, implementation=implementation) for x in scales),
     ]
     return dataclasses.replace(grouped, tokens=jax.tree.unflatten(tree, rows))
 
@@ -96,10 +90,7 @@ def sum_by_token(
       order of the choices and rounded once. Differentiable in y and the weights.
 
     Raises:
-      TypeError: `received` is not the result of a rank-major dispatch, or `grouped` is not a
-        `Dispatched`.
-      ValueError: `grouped` does not belong to `received`, another argument does not fit, or the
-        named implementation cannot run here.
+      ValueError, TypeError: an argument does not fit; the message names it.
     """
     _check_received(received)
     if not isinstance(grouped, Dispatched):

@@ -1,8 +1,8 @@
-"""Defines the JAX primitives of the exchange: result types and lowering.
+"""Defines the JAX primitives of the exchange: result types, implementations and lowering.
 
-There are six primitives without effects, one for each function of
-`jax_ep.exchange.interface.Exchange`, with the operands and results of that function. Each lowers to
-the implementation that `jax_ep.exchange.selection` selects.
+There is one primitive without effects for each of the five functions of `jax_ep.exchange.xla`, with
+its operands and results. It lowers to that function of one of the `IMPLEMENTATIONS`, whose modules
+are imported only where they run, because the kernels load Mosaic.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
-from jax_ep.exchange import selection
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.interface import Config, Exchange, Received
+from jax_ep.exchange.interface import Config, Rows
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
-from jax_ep.exchange.rows import Rows
+from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
+    Primitive,
     Program,
     define_primitive,
     looks_for_nans,
@@ -44,31 +44,78 @@ _MOST_TOKENS = 16
 _MOST_TOKENS_OF_COMBINE = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The properties of an exchange by which its implementation is selected."""
+
+    target: availability.Target  # the program, or the devices, that are to run it
+    axis_name: tuple[str, ...] = ()
+    rows: Rows | None = None  # None: rows that the kernels support are assumed
+    few_of_one_rank: bool = False  # a single rank, with so few rows that XLA is faster
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange(Implementation):
+    load: Callable[[Problem], Any]  # imports and returns the object whose functions move rows
+
+
+def _two_level_reason(problem: Problem) -> str | None:
+    """Returns why "two_level" cannot run; None if it can, or if the hosts are not known yet."""
+    number_or_reason = problem.target.num_hosts(problem.axis_name)
+    return number_or_reason if isinstance(number_or_reason, str) else None
+
+
+def _load_two_level(problem: Problem) -> Any:
+    from jax_ep.exchange.two_level import TwoLevel
+
+    num_hosts = problem.target.num_hosts(problem.axis_name)
+    assert isinstance(num_hosts, int)
+    ranks_per_host = lax.axis_size(problem.axis_name) // num_hosts
+    why_no_kernels = problem.target.unavailable_reason(problem.axis_name, ranks_per_host)
+    return TwoLevel(num_hosts, kernels=why_no_kernels is None)
+
+
+def _pallas_reason(problem: Problem) -> str | None:
+    if problem.rows is not None and (reason := problem.rows.unavailable_reason()):
+        return reason
+    return problem.target.unavailable_reason(problem.axis_name)
+
+
+def _load_pallas(problem: Problem) -> Any:
+    from jax_ep.exchange import pallas
+
+    return pallas
+
+
+# implementation=None tries the implementations in this order.
+IMPLEMENTATIONS = Implementations(
+    (
+        _Exchange(name="two_level", unavailable_reason=_two_level_reason, load=_load_two_level),
+        _Exchange(
+            name="pallas",
+            unavailable_reason=_pallas_reason,
+            is_default=lambda problem: not problem.few_of_one_rank,
+            load=_load_pallas,
+        ),
+        _Exchange(name="xla", load=lambda problem: xla_exchange),
+    )
+)
+
+
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
     """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`.
 
     The exchange that sends the rows' cotangents is checked, too. Conditions that depend on the
-    program's devices are checked only when the program is lowered. `list_words` is the number of
-    4-byte words that describe a token's choices: K, or 2 K if weights are sent with the choices.
+    program's devices are checked only when the program is lowered.
     """
     for each in (config, config.of_cotangents):
-        problem = _problem(each, rows, list_words, availability.TRACED)
-        selection.IMPLEMENTATIONS.check(config.implementation, problem)
+        moved = _rows(each, rows, list_words)
+        problem = Problem(availability.TRACED, config.axis_name, moved)
+        IMPLEMENTATIONS.check(config.implementation, problem)
 
 
-def _problem(
-    config: Config,
-    rows: Any,
-    list_words: int,
-    target: availability.Target,
-    num_tokens: int | None = None,
-    most_tokens: int = 0,
-) -> selection.Problem:
-    """Describes a call, by which an implementation is selected.
-
-    On a single rank, XLA moves up to `most_tokens` tokens. If `num_tokens` is None, kernels do.
-    """
-    moved = Rows(
+def _rows(config: Config, rows: Any, list_words: int) -> Rows:
+    return Rows(
         hidden=rows.shape[-1],
         dtype=rows.dtype,
         num_ranks=lax.axis_size(config.axis_name),
@@ -76,22 +123,14 @@ def _problem(
         num_experts=config.num_experts,
         wire=config.wire,
     )
-    few_of_one_rank = (
-        moved.num_ranks == 1
-        and config.layout == "expert"
-        and config.wire == PLAIN
-        and num_tokens is not None
-        and not checks.is_symbolic(num_tokens)
-        and num_tokens <= most_tokens
-        # A large receive buffer takes time, too. The limits were measured with K rows for each
-        # token, and up to 2 K rows are accepted.
-        and config.capacity <= 2 * num_tokens * list_words
-    )
-    return selection.Problem(target, config.axis_name, moved, few_of_one_rank)
 
 
-def _select(name: str, config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
-    """Selects the implementation to which the primitive `name` lowers for these operands."""
+def _select(config: Config, program: Program, operands: Sequence[Any], most_tokens: int) -> Any:
+    """Selects the implementation to which a primitive lowers for these operands.
+
+    XLA may move up to `most_tokens` tokens of a single rank.
+    """
+    # A dispatch computes its routes; the other operations have them as their last operand.
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
         num_tokens, list_words = last.topk_idx.shape
@@ -100,18 +139,35 @@ def _select(name: str, config: Config, program: Program, operands: Sequence[Any]
         # Each choice and each weight of a token is a word of 4 bytes.
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
         num_tokens = rows.shape[0]
-    most_tokens = _MOST_TOKENS_OF_COMBINE if name == "combine" else _MOST_TOKENS
-    target = availability.Lowered(program)
-    problem = _problem(config, rows, list_words, target, num_tokens, most_tokens)
-    return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
+    moved = _rows(config, rows, list_words)
+    few_of_one_rank = (
+        moved.num_ranks == 1
+        and config.layout == "expert"
+        and config.wire == PLAIN
+        and not checks.is_symbolic(num_tokens)
+        and num_tokens <= most_tokens
+        # A large receive buffer takes time, too. The limits were measured with K rows for each
+        # token, and up to 2 K rows are accepted.
+        and config.capacity <= 2 * num_tokens * list_words
+    )
+    problem = Problem(availability.Lowered(program), config.axis_name, moved, few_of_one_rank)
+    return IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 
-def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines a primitive; returns the function (*operands, config) that binds it.
+class _Operation(NamedTuple):
+    primitive: Primitive
+    results: Callable[..., Any]  # (*operands, config) -> a pytree of shapes and dtypes
 
-    Args:
-      name: the name of the function of `Exchange` that the primitive computes.
-      results: maps (*operands, config) to the results, as a pytree of shapes and dtypes.
+
+def _define(
+    name: str,
+    results: Callable[..., Any],
+    function: Callable[[Any], Callable[..., Any]],
+    most_tokens: int = _MOST_TOKENS,
+) -> _Operation:
+    """Defines the primitive of the function that `function` takes from an implementation.
+
+    Its operands are the leaves of a pytree, whose structure is the parameter `tree`.
     """
 
     def abstract_eval(*types, tree, config):
@@ -120,45 +176,75 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 
     def compute(exchange, *leaves, tree, config):
-        return jax.tree.leaves(getattr(exchange, name)(*jax.tree.unflatten(tree, leaves), config))
+        return jax.tree.leaves(function(exchange)(*jax.tree.unflatten(tree, leaves), config))
 
     def lower(program: Program, *leaves, tree, config):
-        exchange = _select(name, config, program, jax.tree.unflatten(tree, program.operand_types))
-
-        def run(*leaves):
-            return compute(exchange, *leaves, tree=tree, config=config)
-
+        operands = jax.tree.unflatten(tree, program.operand_types)
+        exchange = _select(config, program, operands, most_tokens)
+        run = functools.partial(compute, exchange, tree=tree, config=config)
         return program.lower(run, *leaves)
 
-    def inline(*leaves, tree, config):
-        return compute(xla_exchange, *leaves, tree=tree, config=config)
+    def one_by_one(operands, dims, **params):
+        # Binds the primitive once for each element of the batch: one exchange after the other.
+        is_batched = [dim is not None for dim in dims]
+        pairs = zip(operands, dims, strict=True)
+        batched = [jnp.moveaxis(operand, dim, 0) for operand, dim in pairs if dim is not None]
+        if any(map(_is_integer, batched)):
+            raise NotImplementedError(
+                f"{name} cannot be batched by jax.vmap over the choices of experts: each call "
+                "is one exchange between ranks. Fold the batch axis into the tokens "
+                "(x [B, T, H] -> [B * T, H]), or loop with jax.lax.map or jax.lax.scan."
+            )
 
-    def no_batching(*_, **__):
-        raise NotImplementedError(
-            f"ep_{name} cannot be batched by jax.vmap: each call is one exchange between ranks. "
-            "Fold the batch axis into the tokens (x [B, T, H] -> [B * T, H]), or loop with "
-            "jax.lax.map or jax.lax.scan."
-        )
+        def exchange_one(elements):
+            next_elements = iter(elements)
+            leaves = [
+                next(next_elements) if of_batch else operand
+                for operand, of_batch in zip(operands, is_batched, strict=True)
+            ]
+            return primitive.bind(*leaves, **params)
+
+        results = lax.map(exchange_one, batched)
+        # Routes and counts follow from the choices alone, so they are equal for the whole batch.
+        shared = [_is_integer(result) for result in results]
+        results = [r[0] if same else r for r, same in zip(results, shared, strict=True)]
+        return results, [None if same else 0 for same in shared]
 
     primitive = define_primitive(
-        f"ep_{name}", abstract_eval=abstract_eval, lower=lower, inline=inline, batch=no_batching
+        name,
+        abstract_eval=abstract_eval,
+        lower=lower,
+        inline=functools.partial(compute, xla_exchange),
+        batch=one_by_one,
     )
+    return _Operation(primitive, results)
 
-    def bind(*operands: Any, config: Config) -> Any:
-        # Fields of config that do not change this exchange are reset, so that calls that differ
-        # only in them have equal parameters and share a lowering.
-        zero_unused = config.zero_unused or looks_for_nans()
-        config = dataclasses.replace(
-            config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused
-        )
-        leaves, tree = jax.tree.flatten(operands)
-        leaves = match_varying(leaves, config.axis_name)
-        leaves[0] = lowered_anew_for_other_devices(leaves[0])
-        returned = jax.tree.structure(results(*jax.tree.unflatten(tree, leaves), config))
-        bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
-        return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))
 
-    return bind
+def bind(operation: _Operation, *operands: Any, config: Config) -> Any:
+    """Returns the results of a primitive, for operands that are pytrees of arrays."""
+    # Fields of config that do not change this exchange are reset, so that calls that differ only in
+    # them have equal parameters and share a lowering.
+    # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.
+    zero_unused = config.zero_unused or looks_for_nans()
+    config = dataclasses.replace(config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused)
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = match_varying(leaves, config.axis_name)
+    leaves[0] = lowered_anew_for_other_devices(leaves[0])
+    shapes, returned = jax.tree.flatten(
+        operation.results(*jax.tree.unflatten(tree, leaves), config)
+    )
+    if any(0 in leaf.shape for leaf in leaves):
+        # Without tokens, no rank sends anything, and all rows and counts are 0.
+        zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        # Next to leaves[0], the zeros are cast to vary over the same mesh axes as this operand.
+        *zeros, _ = match_varying([*zeros, leaves[0]], ())
+        return jax.tree.unflatten(returned, zeros)
+    bind_leaves = functools.partial(operation.primitive.bind, tree=tree, config=config)
+    return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))
+
+
+def _is_integer(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.integer)
 
 
 # Each function below returns the shapes and dtypes of a primitive's results for its operands.
@@ -171,12 +257,30 @@ def _received(lead: tuple[int, ...], x: jax.Array, config: Config) -> tuple[Any,
 
 def _dispatch_results(x, topk_idx, config):
     num_ranks = lax.axis_size(config.axis_name)
-    blocks, total = _int32(config.num_experts // num_ranks), _int32()
+    by_expert, total = _int32(config.num_experts // num_ranks), _int32()
     routes = Routes(
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
-    groups = RowGroups(blocks, blocks, total, total, blocks)
+    groups = RowGroups(
+        group_sizes=by_expert,
+        expert_counts=by_expert,
+        num_dropped=total,
+        rows_needed=total,
+        dropped_counts=by_expert,
+    )
     return _received((config.capacity,), x, config), routes, groups
+
+
+def _dispatch_like_results(x, routes, config):
+    return _received((config.capacity,), x, config)
+
+
+def _combine_results(y, topk_weights, routes, config):
+    return _Shape((routes.topk_idx.shape[0], y.shape[1]), y.dtype)
+
+
+def _rank_combine_results(y, routes, config):
+    return _Shape(y.shape[1:], y.dtype)
 
 
 def _rank_dispatch_results(x, topk_idx, topk_weights, config):
@@ -190,32 +294,14 @@ def _rank_dispatch_results(x, topk_idx, topk_weights, config):
     )
 
 
-def _combine_grad_results(g, topk_weights, y, routes, config):
-    return _Shape(y.shape, y.dtype), _Shape(topk_weights.shape, jnp.float32)
-
-
 def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-dispatch: Callable[..., tuple[Received, Routes, RowGroups]] = _primitive(
-    "dispatch", _dispatch_results
+DISPATCH = _define("ep_dispatch", _dispatch_results, lambda e: e.dispatch_by_choices)
+DISPATCH_LIKE = _define("ep_dispatch_like", _dispatch_like_results, lambda e: e.dispatch_like)
+COMBINE = _define(
+    "ep_combine", _combine_results, lambda e: e.combine, most_tokens=_MOST_TOKENS_OF_COMBINE
 )
-dispatch_like: Callable[..., Received] = _primitive(
-    "dispatch_like",
-    lambda x, routes, config: _received((config.capacity,), x, config),
-)
-combine: Callable[..., jax.Array] = _primitive(
-    "combine",
-    lambda y, weights, routes, config: _Shape((routes.topk_idx.shape[0], y.shape[1]), y.dtype),
-)
-combine_grad: Callable[..., tuple[jax.Array, jax.Array]] = _primitive(
-    "combine_grad", _combine_grad_results
-)
-rank_dispatch: Callable[..., tuple[Received, RankRoutes, jax.Array | None]] = _primitive(
-    "rank_dispatch", _rank_dispatch_results
-)
-rank_combine: Callable[..., jax.Array] = _primitive(
-    "rank_combine",
-    lambda y, routes, config: _Shape(y.shape[1:], y.dtype),
-)
+RANK_DISPATCH = _define("ep_rank_dispatch", _rank_dispatch_results, lambda e: e.rank_dispatch)
+RANK_COMBINE = _define("ep_rank_combine", _rank_combine_results, lambda e: e.rank_combine)

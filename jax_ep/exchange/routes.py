@@ -59,30 +59,19 @@ register_for_export(RankRoutes)
 
 
 class RowGroups(NamedTuple):
-    """The groups of rows in a receive buffer, one per local expert, and counts of dropped rows.
+    """The blocks of rows in a receive buffer, one per local expert, and counts of dropped rows."""
 
-    Attributes:
-      group_sizes: [L] int32: how many rows of each group are in the buffer, padding included.
-      expert_counts: [L] int32: how many received rows of each group are in the buffer.
-      num_dropped: [] int32: the number of rows that did not fit in the buffer.
-      rows_needed: [] int32: the least capacity at which all rows fit.
-      dropped_counts: [L] int32: how many rows of each expert did not fit.
-    """
-
-    group_sizes: jax.Array
-    expert_counts: jax.Array
-    num_dropped: jax.Array
-    rows_needed: jax.Array
-    dropped_counts: jax.Array
+    group_sizes: jax.Array  # [L] int32: rows in the buffer, padding included
+    expert_counts: jax.Array  # [L] int32: received rows in the buffer
+    num_dropped: jax.Array  # [] int32: rows that did not fit in the buffer
+    rows_needed: jax.Array  # [] int32: the least capacity at which all rows fit
+    dropped_counts: jax.Array  # [L] int32: rows that did not fit, by expert
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
-    """Returns a capacity that fits any routing: all ranks' choices, and the padding of blocks.
+    """Returns a capacity that fits any routing: N·T·K choices, and the padding of L blocks.
 
-    Args:
-      num_choices: N·T·K, the choices of all ranks; may be a symbolic dimension of `jax.export`.
-      num_local_experts: L, the experts of a rank.
-      expert_alignment: each expert's block starts at a multiple of this many rows.
+    `num_choices` may be a symbolic dimension of `jax.export`.
     """
     padded_blocks = smaller(num_local_experts, num_choices)
     rows = num_choices + padded_blocks * (expert_alignment - 1)
@@ -90,11 +79,8 @@ def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment
 
 
 def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Converts choices [T, K] to int32.
-
-    A 64-bit value outside [0, num_experts) becomes -1, so that it does not wrap to an expert's id.
-    """
-    if topk_idx.dtype.itemsize > 4:
+    """Casts ids to int32; those that name no expert stay outside [0, num_experts)."""
+    if topk_idx.dtype.itemsize > 4:  # the cast must not wrap a 64-bit id to an expert's
         topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     return topk_idx.astype(jnp.int32)
 
@@ -104,15 +90,12 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
     Works in chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
 
-    Args:
-      topk_idx: [T, K] int32; values outside [0, num_experts) choose no expert.
-      num_experts: E, the experts of all ranks.
-
     Returns:
-      The counts, [E] int32; and the `positions`, [T, K] int32. The position of a choice is the
-      number of earlier choices of the same expert, in (token, choice) order; it is undefined for
-      choices of no expert.
+      The counts, [E] int32, and the positions, [T, K] int32: the number of earlier choices of the
+      same expert, in (token, choice) order; undefined for choices of no expert.
     """
+    if 0 in topk_idx.shape:  # topk_idx is empty, like the positions
+        return count_experts(topk_idx, num_experts), topk_idx
     flat = topk_idx.reshape(-1)
     num_chunks = -(-flat.size // _CHUNK)
     padding = num_chunks * _CHUNK - flat.size
@@ -144,10 +127,7 @@ def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first row of each expert's block, and the block's padded size, both [L] int32.
-
-    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
-    """
+    """Returns each expert's first row and padded size, both [L] int32, for counts [N, L]."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     sizes = -(-counts // expert_alignment) * expert_alignment
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes
@@ -165,24 +145,21 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     # room.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
-    # Entry i of `whole` says whether all blocks fit if each is cut to at most the size of block i.
-    whole = used <= room
-    least = jnp.max(jnp.where(whole, blocks, 0))
-    rest = room - jnp.max(jnp.where(whole, used, 0))
-    # Blocks i with whole[i] stay uncut; the largest of them has the size `least`. Each other block
-    # gets `least` and an equal share of the room that is left.
-    larger = jnp.sum(~whole, dtype=jnp.int32)
-    quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
-    return jnp.where(larger == 0, jnp.max(counts), quota)
+    # used[i] is the size of all blocks if each is cut to at most the size of block i. Where that
+    # fits, block i itself stays uncut.
+    is_uncut = used <= room
+    largest_uncut = jnp.max(jnp.where(is_uncut, blocks, 0))
+    room_left = room - jnp.max(jnp.where(is_uncut, used, 0))
+    # Each other block is cut to `largest_uncut` and an equal share of the room that is left.
+    num_cut = jnp.sum(~is_uncut, dtype=jnp.int32)
+    quota = (largest_uncut + room_left // jnp.maximum(num_cut, 1)) * expert_alignment
+    return jnp.where(num_cut == 0, jnp.max(counts), quota)
 
 
 def kept_counts(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
 ) -> jax.Array:
-    """Returns how many rows of each local expert fit in the receive buffer, [L] int32.
-
-    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
-    """
+    """Returns how many rows of each local expert fit in the receive buffer, [L] int32."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     if overflow == "fair":
         return jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
@@ -203,40 +180,36 @@ def receive_rows(
 
     Args:
       topk_idx: [N, T, K] int32: the choices of all ranks.
-      positions: [N, T, K] int32: for each choice, the number of earlier choices of the same expert
-        on the same source rank, from `count_choices`.
+      positions: [N, T, K] int32: the positions that `count_choices` returned on each rank.
       recv_counts: [N, L] int32: how many rows each source rank sends to each local expert.
       rank: [] int32: the number of this rank.
       expert_alignment: each expert's block starts at a multiple of this many rows.
-      fair_capacity: R, the rows of the receive buffer, if overflow is "fair"; None if it is "tail".
+      fair_capacity: R, if overflow is "fair"; None if it is "tail".
 
     Returns:
-      [N, T, K] int32: the row of each choice. It is -1 if the expert is on another rank, and R or
-      more if the row is dropped (exactly R with "fair").
+      [N, T, K] int32, as in `Routes.rows`; exactly R for a row that "fair" drops.
     """
     num_local_experts = recv_counts.shape[1]
     kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     if fair_capacity is not None:
         kept = kept_counts(recv_counts, fair_capacity, expert_alignment, "fair")
     starts, _ = block_starts(kept[None], expert_alignment)
+    # [N, L]: the first of the rows that each source rank sends to each local expert.
     first_rows = starts[None, :] + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
     local_expert = topk_idx - rank * num_local_experts
-    mine = (local_expert >= 0) & (local_expert < num_local_experts)
+    is_local = (local_expert >= 0) & (local_expert < num_local_experts)
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
     source = jnp.arange(topk_idx.shape[0])[:, None, None]
     rows = first_rows[source, local_expert] + positions
     if fair_capacity is not None:
         rows = jnp.where(rows < (starts + kept)[local_expert], rows, fair_capacity)
-    return jnp.where(mine, rows, -1)
+    return jnp.where(is_local, rows, -1)
 
 
 def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> RowGroups:
-    """Computes the blocks of rows in a receive buffer of `capacity` rows, and counts dropped rows.
-
-    recv_counts is [N, L]: the rows that each source rank sends to each local expert.
-    """
+    """Computes the blocks of this rank's receive buffer from recv_counts [N, L] int32."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     expert_counts = kept_counts(recv_counts, capacity, expert_alignment, overflow)
     starts, sizes = block_starts(recv_counts, expert_alignment)

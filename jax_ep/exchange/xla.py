@@ -4,20 +4,29 @@ A dispatch gathers the tokens of all ranks on every rank, and then takes from th
 local experts' blocks. A combine sums the rows of each (token, rank) locally, sends the sums by an
 all-to-all, and adds them in rank order, so that results are deterministic.
 
-The functions of `jax_ep.exchange.interface.Exchange` come first; `Exchange` documents their shapes.
+The other implementations, `jax_ep.exchange.pallas` and `jax_ep.exchange.two_level`, have the same
+five functions: dispatch_by_choices, dispatch_like, combine, rank_dispatch and rank_combine. All
+follow the contract in `jax_ep.reference`, so each accepts routes that another one computed. Call
+them inside `jax.shard_map`. Shapes are as in `jax_ep.exchange.api`.
+
+A `dispatch_like` of this module or of `pallas` may be divided into calls for some of the
+tokens each. `routes.rows` then has the rows of that call's tokens only, and `routes.counts` has the
+counts of the whole dispatch. The first call writes zeros to the rows that pad experts' blocks and,
+if `config.zero_unused`, to the unused rows after the last block. A later call takes the previous
+call's result as `into`, writes the rows of its own tokens there, and keeps all other rows.
+`config.wire` must not quantize rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization
-from jax_ep.exchange.call_sizes import CallSizes
+from jax_ep.dtypes import not_folded
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import (
     RankRoutes,
@@ -28,13 +37,13 @@ from jax_ep.exchange.routes import (
     receive_rows,
     row_groups,
 )
-from pallas_kernels.fabric.hardware import WARPGROUP, WORD_BYTES, align_up
+from pallas_kernels.formats import PLAIN, RowFormat
 
 
-def dispatch(
+def dispatch_by_choices(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
-    """Computes each choice's destination row and sends x [T, H] there; see `Exchange.dispatch`."""
+    """Computes the routes of topk_idx [T, K] int32, and sends x [T, H] along them: [R, H]."""
     # One all-gather brings all that the routes are computed from: each rank's choices and counts.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
@@ -42,11 +51,7 @@ def dispatch(
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Packs this rank's choices, positions and counts for an all-gather: [2 T·K + E] int32.
-
-    The position of a choice is the number of earlier choices of the same expert on this rank; the
-    counts are this rank's choices of each expert.
-    """
+    """Packs this rank's choices, their positions and its counts, [2 T·K + E] int32."""
     counts, positions = count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), positions.reshape(-1), counts])
 
@@ -54,11 +59,7 @@ def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
 def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, RowGroups]:
-    """Computes this rank's routes, and its experts' blocks of rows, from the messages of all ranks.
-
-    `messages` [N, 2 T·K + E] int32 are the gathered results of `message_of_choices`. topk_idx [T,
-    K] are the choices of this rank.
-    """
+    """Computes this rank's routes and blocks from all ranks' messages [N, 2 T·K + E]."""
     rank = config.rank()
     all_topk_idx, all_positions, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
@@ -80,26 +81,29 @@ def read_messages(
 def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
-    """Sends x [T, H] to the rows of an earlier dispatch; see `ExchangeInParts.dispatch_like`."""
-    all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
+    """Sends x [T, H] to the rows of an earlier dispatch; returns the receive buffer [R, H]."""
+    all_bits = _gather_ranks(pack(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
-    sent = _fill(all_bits, choices // routes.rows.shape[2])
-    received = quantization.parts(sent, x, config.wire)
+    # An index of a choice, divided by K, is the index of its token among all ranks' N·T tokens. For
+    # an empty row, the quotient is -1, too, and `take_rows` gives zeros.
+    tokens = choices // routes.rows.shape[2]
+    received = unpack(take_rows(all_bits, tokens), x, config.wire)
+    # Rows that this call does not send are zeros in `received`, so the union keeps those of `into`.
     return received if into is None else tuple(map(_union, into, received))
 
 
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums each token's rows of y [R, H] and sends the sums back; see `Exchange.combine`."""
+    """Sums each token's rows of y [R, H], times the weights [T, K] float32; returns [T, H]."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
-    partial_sum = sum_of_choices(y, rows, weights)
-    partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
+    partial_sums = sum_of_choices(y, rows, weights)  # [N, T, H], by the tokens' rank
+    partial_sums = partial_sums.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
     if config.sum_dtype is not None:
         # Without the barrier, XLA may compute the partial sums again for each rank.
-        partial_sum = lax.optimization_barrier(partial_sum)
-    return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
+        partial_sums = lax.optimization_barrier(partial_sums)
+    return _add_ranks(partial_sums, config).astype(config.sum_dtype or y.dtype)
 
 
 def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -113,71 +117,19 @@ def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> 
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     total = jnp.zeros((*rows.shape[:-1], y.shape[1]), jnp.float32)
     for choice in range(rows.shape[-1]):
-        row = _fill(y, rows[..., choice]).astype(jnp.float32)
+        row = take_rows(y, rows[..., choice]).astype(jnp.float32)
         total += row if weights is None else row * weights[..., choice, None]
     return total
-
-
-def combine_grad(
-    g: jax.Array,
-    topk_weights: jax.Array,
-    y: jax.Array,
-    routes: Routes,
-    config: Config,
-    into: jax.Array | None = None,
-    *,
-    send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of a weighted combine; see `ExchangeInParts.combine_grad`.
-
-    `send` is the function that sends g to the receive-buffer rows: this module's `dispatch_like`,
-    or that of the Pallas kernels.
-    """
-    g_rows = config.wire.decode(send(g, routes, config), g.dtype)
-    stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
-    row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
-    g_rows = g_rows.astype(jnp.float32)
-    dy = (g_rows * row_weights[:, None]).astype(y.dtype)
-    dy = dy if into is None else _union(into, dy)
-    products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
-    return dy, rows_to_choices(products, routes, swap=swap)
-
-
-def choices_to_rows(
-    values: jax.Array,
-    routes: Routes,
-    *,
-    stack: Callable[[jax.Array], jax.Array],
-    capacity: int,
-) -> jax.Array:
-    """Sends values [T, K], one per choice, to the receive-buffer rows of the choices.
-
-    Returns [R], one value per row; rows without a choice are zero. `capacity` is R. `stack` is an
-    all-gather: it maps an array [...] on each rank to the stacked arrays of all ranks, [N, ...].
-    """
-    zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
-    indices = _row_indices(routes.rows, capacity)
-    return zeros.at[indices].set(all_values, mode="drop", unique_indices=True)
-
-
-def rows_to_choices(
-    values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Sends values [R], one per receive-buffer row, back to the (token, choice) of each row.
-
-    Returns [T, K]; choices without a row are zero. This function is the transpose of
-    `choices_to_rows`. `swap` is an all-to-all: it sends entry r of an array [N, ...] to rank r, and
-    returns the received entries, [N, ...], by source rank.
-    """
-    by_rank = swap(_fill(values, routes.rows))
-    # A choice has a row on at most one rank. The other ranks add zeros, so the sum is exact.
-    return jnp.sum(by_rank, axis=0)
 
 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends tokens x [T, H] to their experts' ranks; see `Exchange.rank_dispatch`."""
+    """Sends x [T, H] once to each rank that owns an expert of the token: [N, T, H].
+
+    The received weights are [N, T, K] float32. Rows of tokens that chose no expert of this rank
+    are zero.
+    """
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
@@ -185,9 +137,9 @@ def rank_dispatch(
     # Ids outside [0, E) are excluded separately, since `local` may overflow to a local expert's id.
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = stack_ranks(quantization.bits(x, config.wire), config)
+    all_bits = stack_ranks(pack(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
-    received = quantization.parts(sent, x, config.wire)
+    received = unpack(sent, x, config.wire)
     weights = None
     if topk_weights is not None:
         weights = jnp.where(here, stack_ranks(topk_weights, config), 0)
@@ -195,9 +147,9 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends sums y [N, T, H] to the tokens' ranks and adds them; see `Exchange.rank_combine`."""
-    sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
-    return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
+    """Sends partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
+    was_received = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
+    return _add_ranks(jnp.where(was_received, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
@@ -213,8 +165,8 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
         # XLA for CPUs fuses more operations if sums are sent as floats, not as uints.
         sums = _swap_ranks(sums, config)
     else:
-        sent = _swap_ranks(quantization.bits(sums, config.wire), config)
-        sums = config.wire.decode(quantization.parts(sent, sums, config.wire), jnp.float32)
+        sent = _swap_ranks(pack(sums, config.wire), config)
+        sums = config.wire.decode(unpack(sent, sums, config.wire), jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
@@ -243,122 +195,80 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 
 def _is_alone(config: Config) -> bool:
-    """Returns whether each rank exchanges rows with itself only, and needs no collective."""
+    """Returns whether this rank exchanges rows only with itself."""
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
 
-def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
+def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
     """Takes the rows of `array` at `index`; negative and out-of-bounds indices give zeros."""
+    if array.shape[0] == 0:  # `jnp.take` ignores the shape of `index`
+        return jnp.zeros_like(array, shape=(*index.shape, *array.shape[1:]))
     index = jnp.where(index < 0, array.shape[0], index)
     return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
 
 
 def _union(some: jax.Array, others: jax.Array) -> jax.Array:
     """Merges two arrays by the OR of their bits; at most one may be nonzero at each position."""
-    bits = quantization.bits(some) | quantization.bits(others)
+    bits = pack(some) | pack(others)
     return lax.bitcast_convert_type(bits, some.dtype)
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the index s·T·K + t·K + k of each row's choice, [R] int32; -1 for an empty row.
-
-    The index stands for choice k of token t of rank s. `rows` is [N, T, K] int32, the row number of
-    each choice.
-    """
-    indices = _row_indices(rows, capacity)
+    """Inverts `rows` [N, T, K]: the flat index of each row's choice, [R]; -1 for an empty row."""
+    indices = row_indices(rows, capacity)
     nothing = jnp.full_like(indices, -1, shape=(capacity,))
     return nothing.at[indices].set(jnp.arange(indices.size, dtype=jnp.int32), mode="drop")
 
 
-def _row_indices(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns the index for each choice in a scatter from choices to receive-buffer rows, [N·T·K].
-
-    `rows` is [N, T, K] int32, the row number of each choice. A choice has no row if this number is
-    outside [0, capacity). Its index is then `capacity`, so that a scatter to `capacity` rows with
-    mode="drop" skips it.
-    """
+def row_indices(rows: jax.Array, capacity: int) -> jax.Array:
+    """Flattens rows [N, T, K]; dropped and other ranks' rows become `capacity`."""
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
 
 
-# --------------------------------------------------------------- sizes of the buffers of a call
+def pack(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
+    """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
 
-
-def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
-    """Returns the arrays that the XLA program of one call holds as buffers: name -> bytes per rank.
-
-    `operation` is one of `jax_ep.exchange.memory.OPERATIONS` that communicates between ranks.
+    XLA moves unsigned integers unchanged, but may change the payload of floats that are NaN.
+    Unquantized rows become an array [..., H] of uints as wide as x's dtype. Quantized rows become
+    uint8 [..., bytes of a row]: the values of a row, then its scales.
     """
-    if operation in ("combine", "dispatch_grad"):
-        return _combine_workspace(sizes, weighted=operation == "combine")
-    of_operation = {
-        "dispatch": _dispatch_workspace,
-        "dispatch_like": _dispatch_like_workspace,
-        "combine_grad": _combine_grad_workspace,
-    }
-    return of_operation[operation](sizes)
+    if not wire.quantized:
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    of_parts = (_to_bytes(part) for part in wire.encode(not_folded(x)))
+    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in of_parts], axis=-1)
 
 
-def _dispatch_workspace(sizes: CallSizes) -> dict[str, int]:
-    choices = sizes.num_tokens * sizes.top_k
-    if sizes.by_rank:
-        return {
-            "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
-            "quantized rows": sizes.quantized_rows(sizes.num_tokens),
-            "gathered choices": sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k),
-            "routes": sizes.routes(),
-        }
-    counts = sizes.num_ranks * (2 * choices + sizes.num_experts)
-    return {
-        "gathered choices": WORD_BYTES * counts,
-        "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
-        "routes": sizes.routes(),
-        **_dispatch_like_workspace(sizes),
-    }
+def unpack(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.Array, ...]:
+    """Unpacks rows that `pack` packed: (rows,), or the (values, scales) of a quantized `wire`.
+
+    Only the width and dtype of x are read; the packed rows may have other leading axes.
+    """
+    if not wire.quantized:
+        return (lax.bitcast_convert_type(sent, x.dtype),)
+    unpacked, start = [], 0
+    for columns, dtype in wire.row_parts(x.shape[-1], x.dtype):
+        size = jnp.dtype(dtype).itemsize
+        part = sent[..., start : start + columns * size]
+        unpacked.append(_from_bytes(part.reshape(*sent.shape[:-1], columns, size), dtype))
+        start += columns * size
+    return tuple(unpacked)
 
 
-def _dispatch_like_workspace(sizes: CallSizes) -> dict[str, int]:
-    if sizes.by_rank:
-        return _dispatch_workspace(sizes)
-    return {
-        "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
-        "quantized rows": sizes.quantized_rows(sizes.num_tokens),
-        "received rows": sizes.quantized_rows(sizes.capacity),
-        "choice of each row": WORD_BYTES * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
-    }
+# A program of `jax.export` with symbolic shapes cannot run a bitcast between numbers of different
+# widths. So the two functions below bitcast only between a number and an unsigned integer of the
+# same width, and convert that integer from and to bytes by shifts.
 
 
-def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
-    sums = sizes.pairs * sizes.hidden * WORD_BYTES
-    rounded = sizes.sent_rows(sizes.pairs)
-    weights = sizes.gathered(WORD_BYTES * sizes.pairs * sizes.top_k)
-    received = {
-        "received sums": sizes.gathered(rounded),
-        "widened sums": sums if sizes.wire.quantized else 0,
-    }
-    if sizes.by_rank:
-        return {"sent sums": rounded, **received}
-    return {
-        "partial sums": sums,
-        "rounded sums": 0 if rounded == sums else sizes.gathered(rounded),
-        **received,
-        "gathered weights": weights if weighted else 0,
-    }
+def _to_bytes(x: jax.Array) -> jax.Array:
+    """Splits each number of x [...] into its `size` bytes, lowest first: [..., size] uint8."""
+    size = x.dtype.itemsize
+    words = lax.bitcast_convert_type(x, f"uint{8 * size}")
+    return jnp.stack([(words >> (8 * i)).astype(jnp.uint8) for i in range(size)], axis=-1)
 
 
-def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
-    if sizes.by_rank:
-        return _dispatch_like_workspace(sizes)
-    return _dispatch_like_workspace(sizes) | grad_of_rows_workspace(sizes)
-
-
-def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which XLA computes the gradients of y and weights: name -> bytes."""
-    numbers = WORD_BYTES * sizes.pairs * sizes.top_k
-    return {
-        "g in the rows": sizes.rows(sizes.capacity),
-        "products with y": WORD_BYTES * sizes.capacity * sizes.hidden,
-        "gathered weights": sizes.gathered(numbers),
-        "weights and their gradient by row": 2 * WORD_BYTES * sizes.capacity,
-        "weights' gradient by rank": numbers + sizes.gathered(numbers),
-    }
+def _from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
+    """Joins the bytes x [..., size] uint8, lowest first, to numbers [...] of `dtype`."""
+    size = x.shape[-1]
+    words = [x[..., i].astype(f"uint{8 * size}") << (8 * i) for i in range(size)]
+    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, words), dtype)

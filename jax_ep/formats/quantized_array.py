@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jax_ep import checks
+from jax_ep.dtypes import not_folded
 from jax_ep.formats.transposed import Transposed
 from jax_ep.runtime.jax_compat import register_for_export
 from pallas_kernels.formats import Float8, Format
@@ -26,9 +28,8 @@ class QuantizedArray:
 
     Values and scales have as many axes as the dequantized array, and the same leading axes. So a
     sharding, a `jax.sharding.PartitionSpec` or an `in_axes` for the dequantized array fits both
-    of them, as long as it splits no block of numbers that share a scale. If the format is a
-    `jax_ep.formats.Transposed`, both arrays have the last two axes swapped; `specs` returns their
-    sharding.
+    of them, as long as it splits no block of numbers that share a scale. In a
+    `jax_ep.formats.Transposed` format, both have the last two axes swapped; see `specs`.
 
     Attributes:
       values: [..., R, C], or a narrower last axis if an element of `values` packs several numbers.
@@ -62,34 +63,61 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [..., R, C] of the array that `dequantize` returns.
-
-        It differs from the shape of `values` where an element of `values` packs several numbers, as
-        in MXFP4, or where the format stores the array transposed.
-        """
+        """The shape [..., R, C] of the array that `dequantize` returns."""
         return self.format.numbers_shape(tuple(self.values.shape))
 
     @property
     def ndim(self) -> int:
         return len(self.values.shape)
 
-    def specs(self, spec: PartitionSpec) -> QuantizedArray:
-        """Returns a `QuantizedArray` whose leaves are the PartitionSpecs of values and scales.
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """Returns the part at `index`, such as one expert's matrix, in the same format.
 
-        `spec` is the PartitionSpec of the dequantized array, of shape `shape`.
+        `index` is like that of an array, without None. It may select along the axes before those of
+        a block: all but the last two, or but the last if a block has one row and the array is not
+        stored transposed. `array[...]` is the array itself.
+
+        Raises:
+          TypeError: `index` selects along an axis of the blocks, or has None.
+          IndexError: `index` has more axes than the array.
         """
+        index = index if isinstance(index, tuple) else (index,)
+        # Writes `...` out as whole slices.
+        if places := [i for i, part in enumerate(index) if part is Ellipsis]:
+            dots = places[0]
+            whole = (slice(None),) * (self.ndim - len(index) + 1)
+            index = index[:dots] + whole + index[dots + 1 :]
+        if len(index) > self.ndim:
+            raise IndexError(f"index has {len(index)} axes, but the shape is {self.shape}.")
+        is_of_rows = self.format.block[0] == 1 and not isinstance(self.format, Transposed)
+        num_axes = self.ndim - (1 if is_of_rows else 2)
+        within = [part for part in index[num_axes:] if not _is_whole(part)]
+        if within or any(part is None for part in index):
+            raise TypeError(
+                f"index must select along the first {max(num_axes, 0)} axes of a QuantizedArray of "
+                f"shape {self.shape}, whose other axes are stored in blocks of {self.format.block} "
+                f"numbers, but is {index}. Index its .dequantize() instead."
+            )
+        index = index[:num_axes]
+        parts = {name: getattr(self, name)[index] for name in ("values", "scales")}
+        return dataclasses.replace(self, **parts)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[QuantizedArray]:
+        return (self[i] for i in range(len(self)))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise TypeError("a QuantizedArray is not an array of numbers; pass its .dequantize().")
+
+    def specs(self, spec: PartitionSpec) -> QuantizedArray:
+        """Returns the PartitionSpecs of values and scales, given that of the dequantized array."""
         parts = self.format.stored_order((*spec, *(None,) * (self.ndim - len(spec))))
         return jax.tree.map(lambda _: PartitionSpec(*parts), self)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> QuantizedArray:
-        """Returns a `QuantizedArray` of the same stored values and scales with another `dtype`.
-
-        `dtype` is the dtype that the result's `dequantize` returns by default. The stored arrays do
-        not change.
-
-        Raises:
-          TypeError: `dtype` is not floating.
-        """
+        """Returns a `QuantizedArray` of the same stored arrays that dequantizes to `dtype`."""
         return dataclasses.replace(self, dtype=dtype)
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -106,6 +134,10 @@ class QuantizedArray:
         return self.format.decode((self.values, self.scales), dtype)
 
 
+def _is_whole(part: Any) -> bool:
+    return isinstance(part, slice) and part == slice(None)
+
+
 def _flatten(array: QuantizedArray) -> tuple[tuple[Any, Any], tuple[Format, Any]]:
     return (array.values, array.scales), (array.format, array.dtype)
 
@@ -117,11 +149,7 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 
 
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
-    """Makes a `QuantizedArray` of any two leaves, without the checks of the constructor.
-
-    JAX also makes such trees of leaves that are not arrays, which the checks would refuse:
-    PartitionSpecs, the axes of a vmap, or None.
-    """
+    """Makes a `QuantizedArray` of any two leaves, which JAX may make of None or PartitionSpecs."""
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
     for name, value in zip(names, (*leaves, *static), strict=True):
@@ -130,20 +158,21 @@ def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
 
 
 def _static_to_names(static: tuple[Format, Any]) -> list[Any]:
+    """Converts the format and the dtype to values that `jax.export` can serialize."""
     format, dtype = static
-    transposed = isinstance(format, Transposed)
+    is_transposed = isinstance(format, Transposed)
     format = format.transposes if isinstance(format, Transposed) else format
     power_of_two = getattr(format, "power_of_two", False)
     names = [format.name, format.scale_dtype.name, format.block, power_of_two, dtype.name]
-    return [*names, transposed]
+    return [*names, is_transposed]
 
 
 def _static_of_names(names: tuple[Any, ...]) -> tuple[Format, Any]:
-    name, scale_dtype, block, power_of_two, dtype, transposed = names
+    name, scale_dtype, block, power_of_two, dtype, is_transposed = names
     format: Format = MXFP4
     if name != MXFP4.name:
         format = Float8.of(name, block, scale_dtype, power_of_two)
-    return Transposed.of(format) if transposed else format, jnp.dtype(dtype)
+    return Transposed.of(format) if is_transposed else format, jnp.dtype(dtype)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
@@ -171,7 +200,9 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
             f"{checks.described(format)}."
         )
     checks.check_array("x", x, None, jnp.floating, "[..., R, C]")
-    values, scales = format.encode(lax.stop_gradient(x) if isinstance(x, jax.Array) else x)
+    if isinstance(x, jax.Array):
+        x = not_folded(lax.stop_gradient(x))
+    values, scales = format.encode(x)
     if isinstance(values, jax.Array):
         # XLA for GPUs may omit the rounding to a narrow dtype if the program widens the result
         # again. The barrier prevents this.
@@ -180,37 +211,34 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
 
 
 def with_jax_dtype(array: Any) -> Any:
-    """Returns an array unchanged, and a `QuantizedArray` with a dtype that JAX arrays can have.
-
-    Without `jax_enable_x64`, that of float64 NumPy numbers becomes float32.
-    """
+    """Returns an array, or a `QuantizedArray` with a dtype that JAX arrays can have."""
     if not isinstance(array, QuantizedArray):
         return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def without_gradient(name: str, array: Any) -> Any:
-    """Returns `array` unchanged, but differentiation fails if it is a `QuantizedArray`.
-
-    Differentiating with respect to it then raises TypeError, with a message that calls it `name`.
-    Another array is differentiated as usual.
-    """
+    """Returns `array`; differentiating raises TypeError if it is a `QuantizedArray`."""
     if not isinstance(array, QuantizedArray):
         return array
-    return jax.tree.map(lax.stop_gradient, _constant(name, array))
+    why = (
+        f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate with "
+        "respect to other arguments only, or dequantize it first."
+    )
+    return jax.tree.map(lax.stop_gradient, refuse_tangents(why, array))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(name: str, array: QuantizedArray) -> QuantizedArray:
-    return array
+def refuse_tangents(why: str, tree: Any) -> Any:
+    """Returns a pytree unchanged; differentiating it raises TypeError with the message `why`."""
+    return tree
 
 
-@functools.partial(_constant.defjvp, symbolic_zeros=True)
-def _constant_jvp(name, primals, tangents):
-    parts = jax.tree.leaves(tangents, is_leaf=lambda part: isinstance(part, SymbolicZero))
+@functools.partial(refuse_tangents.defjvp, symbolic_zeros=True)
+def _refuse_tangents_jvp(why, primals, tangents):
+    (tree,), (tangent,) = primals, tangents
+    # JAX passes a symbolic zero for each leaf with respect to which nothing is differentiated.
+    parts = jax.tree.leaves(tangent, is_leaf=lambda part: isinstance(part, SymbolicZero))
     if not all(isinstance(part, SymbolicZero) for part in parts):
-        raise TypeError(
-            f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate "
-            "with respect to other arguments only, or dequantize it first."
-        )
-    return primals[0], tangents[0]
+        raise TypeError(why)
+    return tree, tangent

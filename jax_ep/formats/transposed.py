@@ -35,6 +35,7 @@ class Transposed(Format):
         return self.transposes.relative_error
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Swaps the last two of a sequence with an item for each axis, such as a shape."""
         return *of_axes[:-2], *of_axes[-2:][::-1]
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

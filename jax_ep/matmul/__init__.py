@@ -2,5 +2,5 @@
 
 `api` has the public function, `grouped_matmul`. It calls `unquantized`, `weight_only` or `float8`,
 by the types of its operands. Their primitives, made by `primitives`, select a backend: `pallas`,
-`loop` or `xla`.
+`tokamax`, `blocks`, `loop` or `xla`.
 """

@@ -1,14 +1,14 @@
 """Defines `grouped_matmul`, which multiplies each row by the matrix of the row's group.
 
-The operands may be arrays or quantized. Arrays are multiplied by `jax_ep.matmul.unquantized`, rows
-by quantized matrices by `jax_ep.matmul.weight_only`, and float8 rows by float8 matrices by
-`jax_ep.matmul.float8`.
+Arrays are multiplied by `jax_ep.matmul.unquantized`, rows by quantized matrices by `weight_only`,
+and float8 rows by float8 matrices by `float8`.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep import checks
 from jax_ep.formats import QuantizedArray
@@ -28,22 +28,20 @@ def grouped_matmul(
     """Multiplies consecutive groups of rows by one matrix per group, such as an expert's weights.
 
     Rows [0, group_sizes[0]) of `lhs` are multiplied by `rhs[0]`, the next `group_sizes[1]` rows
-    by `rhs[1]`, and so on. Sums are float32. Works anywhere in a JAX program: `jit`, `grad` (of
-    any order, for both operands), `vmap` (one product after another), `jax.checkpoint`, `scan`,
-    and inside `shard_map` with `check_vma` on or off.
+    by `rhs[1]`, and so on. Sums are float32. Works under `jit`, `grad` (of any order, for both
+    operands), `vmap` (one product after another), `jax.checkpoint`, `scan` and `shard_map`.
 
     Rows of `lhs` past the last group may hold anything, even NaN. The result and the gradient of
-    `lhs` are zero in these rows, and the gradient of `rhs` does not depend on them. The gradient of
-    `rhs` is zero for an empty group. "pallas" and "loop" do not multiply rows past the last group.
+    `lhs` are zero in these rows, and the gradient of `rhs` does not depend on them. Only "xla"
+    multiplies them.
 
     **Quantized operands.** Either operand may be a `QuantizedArray`, which has no gradient:
 
     - lhs in `jax_ep.formats.FLOAT8_ROWS` and rhs in `FLOAT8_MATRICES`, or in formats with other
       scales but the same blocks: "pallas" multiplies float8 values and scales their sums; products
-      are added in about 14 bits, 128 at a time, and then in float32. Values in the format
+      are added in about 14 bits, 128 at a time, and then in float32. Matrices in the format
       `jax_ep.formats.Transposed.of(FLOAT8_MATRICES)` are multiplied as they are stored; those in
-      `FLOAT8_MATRICES` are transposed in each call. "xla" and "loop" multiply the numbers as
-      float32. The result is rounded to the dtype of lhs.
+      `FLOAT8_MATRICES` are transposed in each call. The other backends multiply float32.
     - lhs an array and rhs quantized: "pallas" reads matrices as they are stored if they are in
       `jax_ep.formats.Transposed.of(jax_ep.formats.MXFP4)` and lhs is bfloat16. Otherwise, and for
       the gradient of lhs, rhs is dequantized to the dtype of lhs.
@@ -52,16 +50,17 @@ def grouped_matmul(
     Args:
       lhs: [R, H] floating: R rows, in group order. Or a `QuantizedArray` of this shape, such as
         `Dispatched.tokens` of `dispatch(..., output="quantized")`.
-      rhs: [L, H, F], the dtype of lhs: one matrix for each of L groups. Or a `QuantizedArray` of
-        this shape and dtype.
-      group_sizes: [L] integer, 0 or more: the number of rows of each group; their sum is at most R.
-        If the sum is larger, rows past R are ignored. The result is undefined for a negative size
-        or a sum above 2^31 - 1.
+      rhs: [L, H, F], the dtype of lhs: one matrix for each of L groups. Or a `QuantizedArray`.
+      group_sizes: [L] integer, 0 or more: the number of rows of each group. Rows past R are
+        ignored. The result is undefined for a negative size or a sum above 2^31 - 1.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64; float8, H and F multiples of 128.
-        "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
+        "tokamax" kernels of the package tokamax, if it is installed, for NVIDIA GPUs; bfloat16 and
+                  float16, H and F multiples of 8. The gradient of `rhs` is that of "blocks".
+        "blocks"  batched matmuls of blocks of rows; any platform, made for GPUs.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
+        "xla"     `jax.lax.ragged_dot`; any platform, slow on CPUs and GPUs.
         None      the fastest backend that supports the operands on the platform that the program
                   is compiled for.
 
@@ -72,8 +71,8 @@ def grouped_matmul(
       TypeError, ValueError: an argument does not fit, or the named implementation cannot run
         here; the message says why.
     """
+    checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", may_be_quantized=True)
     options = dict(may_be_empty=False, may_be_quantized=True)
-    checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", **options)
     checks.check_array("rhs", rhs, 3, jnp.floating, "[L, H, F]", **options)
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]", may_be_empty=False)
     if lhs.dtype != rhs.dtype:
@@ -96,16 +95,31 @@ def grouped_matmul(
             checks.check_not_sharded(name, part)
     lhs = without_gradient("lhs", with_jax_dtype(lhs))
     rhs = without_gradient("rhs", with_jax_dtype(rhs))
-    leaves, tree = jax.tree.flatten((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)))
-    lhs, rhs, sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
+    # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
+    sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
+    leaves, tree = jax.tree.flatten((lhs, rhs, sizes))
+    lhs, rhs, sizes = jax.tree.unflatten(tree, match_varying(leaves, axis_name=()))
     if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
         rows, matrices = float8.rows_as_operand(lhs), float8.matrices_as_operands(rhs)
         if rows is not None and matrices is not None:
             check_implementation(implementation, rhs, matmul_dtype=float8.DTYPE)
-            pairs = [(rows, matrices.transposed)]
-            return float8.product(pairs, sizes, lhs.dtype, implementation)
+            if lhs.shape[0] == 0:
+                return _no_rows(lhs, rhs)
+            pair = rows, matrices.transposed
+            return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
     check_implementation(implementation, rhs)
+    if lhs.shape[0] == 0:
+        return _no_rows(lhs, rhs)
     lhs = weight_only.dequantized(lhs, lhs.dtype)
     if isinstance(rhs, QuantizedArray):
-        return weight_only.product(lhs, [rhs], [None], sizes, implementation=implementation)
-    return unquantized.product(lhs, rhs, sizes, implementation)
+        return weight_only.product_of_stored(
+            lhs, matrices=[rhs], biases=[None], groups=sizes, implementation=implementation
+        )
+    return unquantized.product_of_arrays(lhs, rhs, sizes, implementation)
+
+
+def _no_rows(lhs: jax.Array | QuantizedArray, rhs: jax.Array | QuantizedArray) -> jax.Array:
+    """Returns the product [0, F] of an lhs without rows."""
+    empty = jnp.zeros((0, rhs.shape[2]), lhs.dtype)
+    # Like every other product, it must vary (vma) over the mesh axes over which lhs varies.
+    return match_varying((empty, *jax.tree.leaves(lhs)), axis_name=())[0]

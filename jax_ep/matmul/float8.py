@@ -1,8 +1,7 @@
 """Computes grouped matmuls of float8 rows and matrices, and quantizes their operands.
 
-A quantized operand consists of float8 values and of scales; its numbers are values times scales.
-Only "pallas" multiplies float8 values; "loop" and "xla" multiply the numbers as float32. The
-kernels of "pallas" add 128 products in about 14 bits, and then add these sums in float32, so
+Only "pallas" multiplies float8 values; the others multiply the numbers as float32. The kernels of
+"pallas" add 128 products in about 14 bits, and then add these sums in float32, so
 
     |out - exact| <= 2^-12 * (sum of |products|) + what rounding to the result's dtype adds,
 
@@ -12,7 +11,8 @@ sum may be up to 128 * 2^-13 = 2^-6 of the largest product.
 
 The tensor cores need the contracted dimension innermost in both operands. Therefore `product` takes
 transposed matrices. `drhs_of_each`, which contracts over rows, takes rows that `transpose_rows` has
-transposed, with scales that 128 rows of a group share.
+transposed, with scales that 128 rows of a group share. Each group's rows are then padded to blocks
+of 128 rows; P is the number of rows of all blocks.
 
 The functions of this module have no gradients; `jax_ep.moe.expert_matmuls` computes the gradients
 of the experts with them.
@@ -38,11 +38,16 @@ from jax_ep.formats import (
 )
 from jax_ep.matmul.backend import Backend, added
 from jax_ep.matmul.gating import Gating
-from jax_ep.matmul.groups import Groups, group_of_row, joined_groups, split_groups
 from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format
-from pallas_kernels.matmul.chosen_groups import output_rows
+from pallas_kernels.matmul.chosen_groups import (
+    Groups,
+    group_of_row,
+    joined_groups,
+    output_rows,
+    split_groups,
+)
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, with_shared_scales
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
@@ -51,14 +56,9 @@ _BLOCKS_OF_ROWS = Float8.of(DTYPE, (BLOCK, BLOCK))
 
 
 class QuantizedMatrices(NamedTuple):
-    """Float8 matrices, stored twice: as they are and transposed, with the same numbers.
+    """Float8 matrices [L, K, N] in `FLOAT8_MATRICES`, stored as they are and transposed.
 
-    A product and its gradient contract different dimensions, and kernels need the contracted
-    dimension innermost.
-
-    Attributes:
-      matrices: L matrices, [L, K, N], in the format `jax_ep.formats.FLOAT8_MATRICES`.
-      transposed: the same matrices transposed, [L, N, K], in the same format.
+    A product and its gradient contract different dimensions.
     """
 
     matrices: QuantizedArray
@@ -66,30 +66,21 @@ class QuantizedMatrices(NamedTuple):
 
 
 def is_operand_format(format: Format, wanted: Float8 = FLOAT8_MATRICES) -> bool:
-    """Returns whether an array in `format` can be multiplied without quantizing it again.
-
-    Its dtype and the shape of its blocks must be those of `wanted`, the format of an operand. Its
-    scales are cast to float32, which must be exact, as it is for bfloat16 and float16.
-    """
+    """Returns whether an array in `format` can be multiplied without quantizing it again."""
+    # Casting these scales to float32 rounds nothing.
     exact = format.scale_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
     return (format.dtype, format.block) == (wanted.dtype, wanted.block) and exact
 
 
 def rows_as_operand(rows: QuantizedArray) -> QuantizedArray | None:
-    """Returns quantized rows in the format `jax_ep.formats.FLOAT8_ROWS`, with the same numbers.
-
-    Returns None if this would round the numbers.
-    """
+    """Returns quantized rows in `FLOAT8_ROWS`, or None if this would round the numbers."""
     if not is_operand_format(rows.format, FLOAT8_ROWS):
         return None
     return _array(FLOAT8_ROWS, (rows.values, rows.scales.astype(jnp.float32)), rows.dtype)
 
 
 def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
-    """Returns quantized matrices as operands of matmuls, with the same numbers.
-
-    Returns None if this would round the numbers.
-    """
+    """Returns quantized matrices as operands, or None if this would round the numbers."""
     format, is_transposed = stored.format, False
     if isinstance(format, Transposed):
         format, is_transposed = format.transposes, True
@@ -103,10 +94,7 @@ def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
-    """Quantizes L floating matrices [L, K, N] to float8, and also stores them transposed.
-
-    K and N are multiples of 128, because there is one scale for each block of 128 x 128 numbers.
-    """
+    """Quantizes floating matrices [L, K, N]; K and N are multiples of 128."""
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype
     parts = bind(quantize_matrices_p, matrices, implementation=implementation)
@@ -115,12 +103,12 @@ def quantize_matrices(
 
 
 def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedArray:
+    """Makes a `QuantizedArray` of (values, scales), which dequantizes to `dtype`."""
     values, scales = parts
     return QuantizedArray(values, scales, format, dtype)
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
-    """Quantizes rows to float8, with one scale per 128 numbers of a row; 128 divides its length."""
     return quantize(rows, FLOAT8_ROWS)
 
 
@@ -133,23 +121,19 @@ def transpose_rows(
 ) -> tuple[QuantizedArray | None, TransposedRows]:
     """Quantizes rows to float8, with one scale per 128 rows by 128 columns, and transposes them.
 
-    The result is an operand of `drhs_of_each`, which sums over the rows of a group. Each group's
-    rows are padded to blocks of 128 rows. P is the number of rows of all blocks. If the rows are
-    quantized already, the largest of the scales of 128 rows becomes their shared scale. Each row's
-    values are then multiplied by the ratio of its own scale to the shared one, and rounded again.
+    If the rows are quantized already, the largest of the scales of 128 rows becomes their shared
+    scale. Each row's values are then multiplied by the ratio of its own scale to the shared one,
+    and rounded again.
 
     Args:
-      rows: R rows [R, K], floating or quantized in the format `jax_ep.formats.FLOAT8_ROWS`; K is a
-        multiple of 128.
+      rows: [R, K], floating or in `FLOAT8_ROWS`; K is a multiple of 128.
       blocks: [P / 128, 2] int32, the first result of `row_blocks`: for each block, its first row in
         `rows`, and how many rows it takes from there, at most 128.
-      return_rows: whether to return the quantized rows without the transposition, too, with one
-        scale per 128 numbers of a row.
-      implementation: the implementation of the matmuls.
+      return_rows: whether to return the quantized rows without the transposition, too.
 
     Returns:
-      The quantized rows [R, K], or None without `return_rows`; and the transposed rows, with values
-      [K, P]. Blocks without rows are undefined.
+      The rows in `FLOAT8_ROWS`, or None; and the transposed rows, with values [K, P]. Blocks
+      without rows are undefined.
     """
     if isinstance(rows, QuantizedArray):
         parts = rows.values, rows.scales, blocks
@@ -162,27 +146,14 @@ def transpose_rows(
     return in_order, TransposedRows(values, scales)
 
 
-def product(
+def product_of_float8(
     pairs: Sequence[tuple[QuantizedArray, QuantizedArray]],
     groups: Groups,
     dtype: Any,
     implementation: Implementation = None,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Multiplies float8 rows by the matrices of their groups, and sums the products of all pairs.
-
-    Args:
-      pairs: pairs of R rows [R, K] and the matrices [L, N, K] of L groups. Each group's matrix
-        [K, N] is given transposed. All pairs have the same shapes.
-      groups: [L] int32: the number of rows of each group; or chosen groups.
-      dtype: the dtype of the result.
-      implementation: the implementation of the matmuls.
-      zero_unused: whether the result is zero in rows past the last group; otherwise it is undefined
-        there.
-
-    Returns:
-      [R, N], the sum of the products.
-    """
+    """Sums the products of pairs of rows [R, K] and their groups' transposed matrices [L, N, K]."""
     operands = [part for pair in pairs for each in pair for part in (each.values, each.scales)]
     array, height = split_groups(groups)
     (out,) = bind(
@@ -192,12 +163,13 @@ def product(
         height=height,
         dtype=jnp.dtype(dtype),
         implementation=implementation,
+        # JAX would report NaNs in rows that are undefined.
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
     return out
 
 
-def gated_product(
+def gated_product_of_float8(
     lhs: QuantizedArray,
     rhs: tuple[QuantizedArray, QuantizedArray],
     groups: Groups,
@@ -205,14 +177,9 @@ def gated_product(
     keep: bool,
     implementation: Implementation = None,
 ) -> tuple[QuantizedArray, ...]:
-    """Multiplies float8 rows by two matrices of their group, and applies `gating` to the products.
+    """Applies `gating` to the float32 products of lhs [R, K] with two transposed [L, N, K].
 
-    lhs holds R rows [R, K]. Each rhs holds the matrices of L groups, transposed, [L, N, K].
-    `gating` gets the two products as float32, and returns the hidden values. `groups` are those of
-    `product`.
-
-    Returns (hidden,), or with `keep` (hidden, product, product). Each is [R, N], or [S * height, N]
-    for chosen groups, quantized to float8 with one scale per 128 numbers of a row. Rows past the
+    Returns (hidden,), or with `keep` (hidden, product, product), in `FLOAT8_ROWS`. Rows past the
     last group are undefined.
     """
     array, height = split_groups(groups)
@@ -229,18 +196,12 @@ def gated_product(
 
 
 class GateGradient(NamedTuple):
-    """The gradient of the function between an expert's matmuls, as operands of float8 matmuls.
+    """The gradient of the function between an expert's matmuls, as operands of float8 matmuls."""
 
-    Attributes:
-      dpre: for each of the two products, its gradient as rows, and these rows transposed, as
-        `transpose_rows` returns them.
-      hidden: the hidden values times their weights, transposed.
-      dweights: float32: the gradient of the weight of each row.
-    """
-
+    # the gradient of each product: rows, and the rows transposed
     dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
-    hidden: TransposedRows
-    dweights: jax.Array
+    hidden: TransposedRows  # the hidden values times their weights, transposed
+    dweights: jax.Array  # [R] float32
 
 
 def gate_gradient(
@@ -258,12 +219,10 @@ def gate_gradient(
 
     Args:
       gating: the elementwise function of the two products.
-      dhidden: [R, F] floating, the gradient of the weighted hidden values of R rows. 128 divides F,
-        the hidden size of an expert.
-      products: two arrays [R, F], in the format `jax_ep.formats.FLOAT8_ROWS`.
+      dhidden: [R, F] floating, the gradient of the weighted hidden values; 128 divides F.
+      products: two arrays [R, F] in `FLOAT8_ROWS`.
       weights: [R] float32, the top-k weights of the rows.
-      blocks: [blocks, 2] int32, the first result of `row_blocks`; see `transpose_rows`.
-      implementation: the implementation of the matmuls.
+      blocks: as in `transpose_rows`.
     """
     *parts, dweights = bind(
         float8_gate_gradient_p,
@@ -277,7 +236,9 @@ def gate_gradient(
     rows = [_array(FLOAT8_ROWS, parts[i : i + 2], dhidden.dtype) for i in (0, 2)]
     turned = [TransposedRows(*parts[i : i + 2]) for i in (4, 6, 8)]
     return GateGradient(
-        ((rows[0], turned[0]), (rows[1], turned[1])), turned[2], dweights.sum(axis=1)
+        dpre=((rows[0], turned[0]), (rows[1], turned[1])),
+        hidden=turned[2],
+        dweights=dweights.sum(axis=1),
     )
 
 
@@ -291,18 +252,13 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of L groups' matrices, [L, K, N] for each cotangent in `grads`.
 
-    The gradient of group l's matrix is lhs[rows of l].T @ grad[rows of l]. The rows of each group
-    are padded to blocks of 128 rows; P is the number of rows of all blocks.
-
     Args:
-      lhs: the result of `transpose_rows` for the rows lhs, with values [K, P].
-      grads: the results of `transpose_rows` for one or two cotangents, with values [N, P].
+      lhs: the transposed rows, with values [K, P].
+      grads: one or two transposed cotangents, with values [N, P].
       group_blocks: [L, 2] int32, the second result of `row_blocks`: each group's first block, and
         the number of its blocks.
-      dtype: the dtype of the results. With `sums`, it is that of the sums instead.
-      implementation: the implementation of the matmuls.
-      sums: None, or arrays of one dtype, one for each cotangent. The results are then the sums plus
-        the gradients.
+      dtype: the dtype of the results, unless `sums` has one.
+      sums: None, or arrays to which the gradients are added.
     """
     sums = sums or ()
     return tuple(
@@ -320,34 +276,39 @@ def drhs_of_each(
 
 
 # The following functions compute the results of the primitives, which are defined at the end.
+# Operands and results are flat: a quantized array is two of them, its values and its scales.
 
 
-def _kernels(backend: Backend) -> Any:
-    """Returns the module that calls the float8 kernels, or None if the backend is not "pallas"."""
+def _selected(
+    implementation: Implementation, platform: str, matrix_shape: Sequence[int], num_rows: Any
+) -> tuple[Backend, Any]:
+    """Returns the backend, and the module of float8 kernels, or None for a backend without them."""
+    backend = select(implementation, platform, matrix_shape, DTYPE, num_rows, has_scales=True)
     if backend.name != "pallas":
-        return None
+        return backend, None
     from jax_ep.matmul import float8_pallas
 
-    return float8_pallas
+    return backend, float8_pallas
 
 
 def _encode(format: Float8, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes x; returns (values, scales)."""
     quantized = quantize(x, format)
     return quantized.values, quantized.scales
 
 
-def _rows(values: jax.Array, scales: jax.Array) -> jax.Array:
+def _dequantized_rows(values: jax.Array, scales: jax.Array) -> jax.Array:
     return FLOAT8_ROWS.decode((values, scales), jnp.float32)
 
 
-def _matrices(values: jax.Array, scales: jax.Array) -> jax.Array:
+def _dequantized_matrices(values: jax.Array, scales: jax.Array) -> jax.Array:
     return FLOAT8_MATRICES.decode((values, scales), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_matrices(matrices, *, implementation, platform):
-    backend = select(implementation, platform, matrices.shape[1:], DTYPE, None, has_scales=True)
-    if kernels := _kernels(backend):
+    _, kernels = _selected(implementation, platform, matrices.shape[1:], num_rows=None)
+    if kernels:
         return kernels.quantize_matrices(matrices)
     both = _encode(FLOAT8_MATRICES, matrices)
     return (*both, *(jnp.swapaxes(part, 1, 2) for part in both))
@@ -357,18 +318,18 @@ def _compute_matrices(matrices, *, implementation, platform):
 def _compute_transposed(*operands, return_rows, implementation, platform):
     *rows, blocks = operands
     width = rows[0].shape[1]
-    backend = select(
-        implementation, platform, (width, width), DTYPE, rows[0].shape[0], has_scales=True
-    )
-    if kernels := _kernels(backend):
+    _, kernels = _selected(implementation, platform, (width, width), rows[0].shape[0])
+    if kernels:
         return kernels.transpose_rows(rows, blocks, return_rows)
-    number = jnp.arange(BLOCK, dtype=jnp.int32)[None]
-    exists = (number < blocks[:, 1:])[..., None]
-    row = jnp.where(exists[..., 0], blocks[:, :1] + number, 0)
+    # The rows of `blocks`, [P / 128, 128]. A block of fewer rows than 128 is filled with zeros.
+    row_in_block = jnp.arange(BLOCK, dtype=jnp.int32)[None]
+    exists = (row_in_block < blocks[:, 1:])[..., None]
+    row = jnp.where(exists[..., 0], blocks[:, :1] + row_in_block, 0)
 
     def in_blocks(part: jax.Array) -> jax.Array:
         return jnp.where(exists, part.at[row].get(mode="clip"), 0)
 
+    # `rows` has values and scales if the rows are quantized already.
     if len(rows) > 1:
         tiles = in_blocks(rows[0]).reshape(-1, BLOCK, width // BLOCK, BLOCK)
         values, scales = with_shared_scales(
@@ -384,11 +345,7 @@ def _compute_transposed(*operands, return_rows, implementation, platform):
 
 
 def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function so that its matmuls multiply float32 numbers as they are.
-
-    By default, GPUs would round the numbers to TF32, and the results would exceed the bound on the
-    error in the docstring of this module.
-    """
+    """Decorates a function so that its matmuls do not round float32 numbers to TF32."""
 
     @functools.wraps(compute)
     def run(*operands: Any, **options: Any) -> Any:
@@ -406,13 +363,13 @@ def _compute_product(*operands, dtype, height, implementation, platform, zero_un
     *parts, groups = operands
     pairs = [(parts[i : i + 2], parts[i + 2 : i + 4]) for i in range(0, len(parts), 4)]
     values = parts[0]
-    backend = select(
-        implementation, platform, parts[2].shape[1:], DTYPE, values.shape[0], has_scales=True
-    )
+    backend, kernels = _selected(implementation, platform, parts[2].shape[1:], values.shape[0])
     groups = joined_groups(groups, height)
-    if kernels := _kernels(backend):
-        return (kernels.product(pairs, groups, dtype, zero_unused),)
-    wide = [(_rows(*rows), _matrices(*matrices)) for rows, matrices in pairs]
+    if kernels:
+        return (kernels.product_of_float8_by_kernel(pairs, groups, dtype, zero_unused),)
+    wide = [
+        (_dequantized_rows(*rows), _dequantized_matrices(*matrices)) for rows, matrices in pairs
+    ]
     return (_sum_of_products(backend, wide, groups, zero_unused).astype(dtype),)
 
 
@@ -422,18 +379,16 @@ def _sum_of_products(
     groups: Groups,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the grouped products of (rows, transposed matrices) pairs, which are float32.
-
-    A NaN in a matrix must reach only the results of the matrix's own group. But a backend may
-    multiply each matrix by all rows, with other groups' rows set to zero, and zero times NaN is
-    NaN. Therefore NaNs in the matrices are first replaced by zeros. Afterwards, the results that
-    the NaNs should have reached are set to NaN.
-    """
+    """Sums the products of float32 rows and transposed matrices; NaNs stay in their group."""
+    # A backend may multiply each matrix by all rows, with other groups' rows set to zero, and zero
+    # times NaN is NaN. So NaNs are first replaced by zeros, and then set in the results that they
+    # should have reached.
     finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
     out = backend.sum_of_products(finite, groups, transpose_rhs=True, zero_unused=zero_unused)
-    columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in pairs]
+    nan_columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in pairs]
     group = group_of_row(groups, pairs[0][0].shape[0])
-    is_nan = functools.reduce(jnp.logical_or, columns).at[group].get(mode="fill", fill_value=False)
+    has_nan = functools.reduce(jnp.logical_or, nan_columns)
+    is_nan = has_nan.at[group].get(mode="fill", fill_value=False)
     return jnp.where(is_nan, jnp.nan, out)
 
 
@@ -444,18 +399,24 @@ def _sum_of_products(
 def _compute_gated(*operands, gating, height, keep, implementation, platform):
     *parts, groups = operands
     lhs, *rhs = (parts[i : i + 2] for i in range(0, len(parts), 2))
-    backend = select(
-        implementation, platform, rhs[0][0].shape[1:], DTYPE, lhs[0].shape[0], has_scales=True
-    )
+    backend, kernels = _selected(implementation, platform, rhs[0][0].shape[1:], lhs[0].shape[0])
     groups = joined_groups(groups, height)
-    if kernels := _kernels(backend):
-        results = kernels.gated_product(lhs, rhs, groups, gating, keep)
+    if kernels:
+        results = kernels.gated_product_of_float8_by_kernel(lhs, rhs, groups, gating, keep)
         if results is not None:
             return results
-        products = [kernels.product([(lhs, each)], groups, jnp.float32, False) for each in rhs]
+        products = [
+            kernels.product_of_float8_by_kernel(
+                [(lhs, each)], groups, dtype=jnp.float32, zero_unused=False
+            )
+            for each in rhs
+        ]
     else:
-        rows = _rows(*lhs)
-        products = [_sum_of_products(backend, [(rows, _matrices(*each))], groups) for each in rhs]
+        rows = _dequantized_rows(*lhs)
+        products = [
+            _sum_of_products(backend, [(rows, _dequantized_matrices(*each))], groups)
+            for each in rhs
+        ]
     hidden = gating(*products).astype(jnp.float32)
     return [
         part
@@ -468,10 +429,8 @@ def _compute_gated(*operands, gating, height, keep, implementation, platform):
 def _compute_gate_gradient(*operands, gating, implementation, platform):
     dhidden, *products, weights, blocks = operands
     dtype, width = dhidden.dtype, dhidden.shape[1]
-    backend = select(
-        implementation, platform, (width, width), DTYPE, dhidden.shape[0], has_scales=True
-    )
-    if kernels := _kernels(backend):
+    _, kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
+    if kernels:
         results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
         if results is not None:
             return results
@@ -479,17 +438,19 @@ def _compute_gate_gradient(*operands, gating, implementation, platform):
     def in_float32(*arrays: jax.Array) -> jax.Array:
         return gating(*arrays).astype(jnp.float32)
 
-    hidden, vjp = jax.vjp(in_float32, *(_rows(*products[i : i + 2]) for i in (0, 2)))
-    grad, of_rows = dhidden.astype(jnp.float32), weights[:, None]
-    both = [rounded(each, dtype) for each in vjp(grad * of_rows)]
+    wide = (_dequantized_rows(*products[i : i + 2]) for i in (0, 2))
+    hidden, vjp = jax.vjp(in_float32, *wide)
+    grad, row_weights = dhidden.astype(jnp.float32), weights[:, None]
+    dproducts = [rounded(each, dtype) for each in vjp(grad * row_weights)]
     transpose = functools.partial(
         _compute_transposed, implementation=implementation, platform=platform
     )
-    turned = [transpose(each, blocks, return_rows=True) for each in both]
-    weighted = transpose(rounded(hidden * of_rows, dtype), blocks, return_rows=False)
-    products = (grad * hidden).reshape(dhidden.shape[0], width // BLOCK, BLOCK)
-    rows, transposed = ([part for each in turned for part in each[i : i + 2]] for i in (0, 2))
-    return *rows, *transposed, *weighted, products.sum(axis=2)
+    both_orders = [transpose(each, blocks, return_rows=True) for each in dproducts]
+    weighted = transpose(rounded(hidden * row_weights, dtype), blocks, return_rows=False)
+    rows, transposed = ([part for each in both_orders for part in each[i : i + 2]] for i in (0, 2))
+    # As the kernel does, returns a sum for each 128 columns; the caller adds them up.
+    dweights = (grad * hidden).reshape(dhidden.shape[0], width // BLOCK, BLOCK).sum(axis=2)
+    return *rows, *transposed, *weighted, dweights
 
 
 @functools.partial(jax.jit, static_argnames=("num_sums", "dtype", "implementation", "platform"))
@@ -498,8 +459,8 @@ def _compute_drhs(*operands, num_sums, dtype, implementation, platform):
     (*parts, group_blocks), sums = _without_sums(operands, num_sums)
     lhs, *grads = (TransposedRows(*parts[i : i + 2]) for i in range(0, len(parts), 2))
     shape = lhs.values.shape[0], grads[0].values.shape[0]
-    backend = select(implementation, platform, shape, DTYPE, lhs.values.shape[1], has_scales=True)
-    if kernels := _kernels(backend):
+    backend, kernels = _selected(implementation, platform, shape, lhs.values.shape[1])
+    if kernels:
         return kernels.drhs_of_each(lhs, grads, group_blocks, sums, dtype)
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)

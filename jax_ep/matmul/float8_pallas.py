@@ -1,6 +1,7 @@
 """Calls the float8 kernels of `pallas_kernels.matmul` for `jax_ep.matmul.float8`.
 
-The number of rows is padded to a multiple of 8 for these kernels.
+Quantized operands are pairs (values, scales). Results are flat lists of values and scales, or None
+if no kernel supports the arguments. Rows are padded to a multiple of 8 for these kernels.
 """
 
 from __future__ import annotations
@@ -12,21 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.backend import pad_rows
-from jax_ep.matmul.groups import Groups
 from jax_ep.matmul.pallas import (
     as_elementwise,
     gradient_as_elementwise,
     in_32_bits,
     launch_size,
 )
-from pallas_kernels.matmul import float8 as kernels
-from pallas_kernels.matmul import float8_drhs, float8_gate_gradient, quantize, transpose
-from pallas_kernels.matmul.chosen_groups import output_rows
-from pallas_kernels.matmul.quantized_tiles import Scaled
+from pallas_kernels.formats import Scaled
+from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 
 
 @in_32_bits
 def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
+    from pallas_kernels.matmul import quantize
+
     return [part for each in quantize.quantize_matrices(matrices) for part in each]
 
 
@@ -34,22 +34,25 @@ def quantize_matrices(matrices: jax.Array) -> list[jax.Array]:
 def transpose_rows(
     rows: Sequence[jax.Array], blocks: jax.Array, return_rows: bool
 ) -> list[jax.Array]:
-    """Computes `jax_ep.matmul.float8.transpose_rows`; returns the arrays of its results.
+    """`rows` is [an array], or [values, scales] of rows that are quantized already."""
+    from pallas_kernels.matmul import quantize
 
-    `rows` is [an array], or [values, scales] of rows that are quantized already.
-    """
     if len(rows) > 1:
-        return [*transpose.transpose_rows(Scaled(*rows), blocks)]
+        return [*quantize.transpose_rows(Scaled(*rows), blocks)]
     kept, transposed = quantize.quantize_rows(rows[0], blocks, return_rows=return_rows)
     return [*(kept or ()), *transposed]
 
 
 @in_32_bits
-def product(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool) -> jax.Array:
+def product_of_float8_by_kernel(
+    pairs: Any, groups: Groups, dtype: Any, zero_unused: bool
+) -> jax.Array:
+    from pallas_kernels.matmul.float8 import float8_matmul
+
     num_rows = output_rows(groups, pairs[0][0][0].shape[0])
     padded = [(_padded(rows), Scaled(*matrices)) for rows, matrices in pairs]
     depth = sum(rows.values.shape[1] for rows, _ in padded)
-    out = kernels.product(
+    out = float8_matmul(
         padded,
         groups,
         dtype=dtype,
@@ -60,19 +63,16 @@ def product(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool) -> jax.Ar
 
 
 @in_32_bits
-def gated_product(
+def gated_product_of_float8_by_kernel(
     lhs: Any, rhs: Any, groups: Groups, gating: Any, keep: bool
 ) -> list[jax.Array] | None:
-    """Computes `jax_ep.matmul.float8.gated_product` in one kernel.
+    from pallas_kernels.matmul.float8 import float8_gated_matmul
 
-    Returns the values and the scales of each result in a flat list. Returns None if the kernel does
-    not support the operations of `gating`.
-    """
     first, second = (Scaled(*each) for each in rhs)
     num_rows, (num_cols, depth) = output_rows(groups, lhs[0].shape[0]), first.values.shape[1:]
     if (function := as_elementwise(gating)) is None:
         return None
-    results = kernels.gated_product(
+    results = float8_gated_matmul(
         _padded(lhs),
         (first, second),
         groups,
@@ -87,11 +87,8 @@ def gated_product(
 def gate_gradient(
     gating: Any, dhidden: jax.Array, products: Any, weights: jax.Array, blocks: jax.Array
 ) -> list[jax.Array] | None:
-    """Computes `jax_ep.matmul.float8.gate_gradient` in one kernel.
+    from pallas_kernels.matmul import float8_gate_gradient
 
-    Returns the arrays of the result in a flat list. Returns None if the kernel does not support the
-    operations of `gating`, or the dtype of `dhidden`.
-    """
     if dhidden.dtype != jnp.bfloat16:
         return None
     if (function := gradient_as_elementwise(gating)) is None:
@@ -105,6 +102,8 @@ def gate_gradient(
 def drhs_of_each(
     lhs: Any, grads: Any, group_blocks: jax.Array, sums: Sequence[jax.Array] | None, dtype: Any
 ) -> list[jax.Array]:
+    from pallas_kernels.matmul import float8_drhs
+
     num_cols = sum(values.shape[0] for values, _ in grads)
     return list(
         float8_drhs.drhs_of_each(
@@ -119,4 +118,5 @@ def drhs_of_each(
 
 
 def _padded(rows: Any) -> Scaled:
+    """Appends zeros to the values and the scales of rows; see `pad_rows`."""
     return Scaled(*(pad_rows(part) for part in rows))

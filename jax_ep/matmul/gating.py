@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.dtypes import wide_dtype
-from jax_ep.matmul.groups import Groups, group_of_row
+from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
 # An elementwise function that computes the hidden values of an expert. It gets the two products
 # lhs @ rhs[0] and lhs @ rhs[1] in float32 or wider.
@@ -24,14 +24,10 @@ def gated(
     biases: Sequence[jax.Array | None] | None = None,
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Computes gating(*products) in float32 or wider; rounds the result to the products' dtype.
-
-    With `biases`, an array [L, N] or None for each product, first adds the biases of each row's
-    group, one of `groups`.
-    """
+    """Computes gating(*products), after adding `biases` [L, N] of each row's group, if given."""
     num_rows, wide = products[0].shape[0], wide_dtype(products[0].dtype)
-    of_rows = biases_of_rows(biases or (), groups, num_rows, wide)
-    return hidden_values(gating, of_rows, products)
+    row_biases = biases_of_rows(biases or (), groups, num_rows, wide)
+    return hidden_values(gating, row_biases, products)
 
 
 def hidden_values(
@@ -40,11 +36,9 @@ def hidden_values(
     pre: Sequence[jax.Array],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the experts' hidden values from the pre-activations `pre`, x @ wi_0 and x @ wi_1.
+    """Computes `unit` of pre-activations [R, N], plus biases [R, N] or None, in float32 or wider.
 
-    Without wi_1, `pre` has only x @ wi_0. First adds `biases`, an array [R, N] or None for each of
-    the pre-activations. If `weights` [R] are given, multiplies each row of the hidden values by its
-    weight. Computes in float32 or wider, and rounds the result to the dtype of `pre`.
+    Multiplies each row by its weight, if given, and rounds to the dtype of `pre`.
     """
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
@@ -61,10 +55,7 @@ def hidden_values(
 def biases_of_rows(
     biases: Sequence[jax.Array | None], groups: Groups | None, num_rows: int, dtype: Any
 ) -> tuple[jax.Array | None, ...]:
-    """Returns `bias_of_row` of each of `biases`, for the rows of `groups`; a None stays None.
-
-    `groups` may be None if all biases are.
-    """
+    """Returns `bias_of_row` of each of `biases`, for the rows of `groups`; a None stays None."""
     if all(bias is None for bias in biases):
         return tuple(biases)
     assert groups is not None
@@ -76,11 +67,7 @@ def biases_of_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def bias_of_row(bias: jax.Array, group_of_rows: jax.Array, dtype: Any) -> jax.Array:
-    """Returns for each row the bias of its group, as an array [R, N] of `dtype`.
-
-    `bias` is [L, N], and `group_of_rows` [R] has the index of each row's group. Rows past the last
-    group get the bias zero.
-    """
+    """Returns the bias [L, N] of each row's group, [R, N] of `dtype`; zero past the last group."""
     return bias.astype(dtype).at[group_of_rows].get(mode="fill", fill_value=0)
 
 
@@ -97,15 +84,10 @@ bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
 
 
 def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` over each group of rows: the gradient of each group's bias.
-
-    `group_of_rows` has the index of each row's group. The result has the shape and dtype of `bias`.
-
-    The sum is a matmul with one-hot vectors of these indices. A scatter-add would add the rows in
-    another order each time. In the matmul, zero times a NaN or an infinity would make other groups'
-    sums NaN. So NaNs and infinities are replaced by zero in the matmul, and are added to their own
-    group's sum afterwards.
-    """
+    """Sums the cotangents `rows` by group, as a bias's gradient, deterministically."""
+    # A matmul with one-hot vectors, since a scatter-add would add the rows in another order each
+    # time. In it, zero times a NaN or an infinity would make other groups' sums NaN, so these are
+    # replaced by zero, and are added to their own group's sum afterwards.
     members = jax.nn.one_hot(group_of_rows, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
     wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
@@ -138,8 +120,8 @@ def filled_biases(
 def gate_gradient_of_all(
     gating: Gating, dhidden: jax.Array, products: Sequence[jax.Array], weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Computes `Backend.gate_gradient` for all rows."""
-    hidden = functools.partial(hidden_values, gating, ())
-    values, pull = jax.vjp(hidden, tuple(products), weights)
-    dproducts, dweights = pull(dhidden)
-    return (values, *dproducts, dweights)
+    """Computes `gate_gradient` of `jax_ep.matmul.backend` by XLA, for all rows."""
+    without_biases = functools.partial(hidden_values, gating, ())
+    hidden, vjp = jax.vjp(without_biases, tuple(products), weights)
+    dproducts, dweights = vjp(dhidden)
+    return (hidden, *dproducts, dweights)

@@ -20,7 +20,7 @@ _PRODUCT_TILE = 32
 _DRHS_TILE = 64
 
 
-def product(
+def product_in_loops(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
     num_cols = rhs.shape[1 if transpose_rhs else 2]
@@ -39,6 +39,7 @@ def product(
             products = lax.dot_general(
                 rows, matrix, contract, preferred_element_type=wide_dtype(lhs.dtype)
             ).astype(out.dtype)
+            # Rows that are not `live` keep what another tile or group has stored.
             old = lax.dynamic_slice_in_dim(out, first, tile)
             new = jnp.where(live[:, None], products, old)
             return lax.dynamic_update_slice_in_dim(out, new, first, 0)
@@ -74,13 +75,8 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
-    """Returns the first row of the i-th tile of a group, and which of its rows to compute.
-
-    A tile consists of `tile` consecutive rows of lhs. A tile that would extend past the last row of
-    lhs starts at an earlier row. The rows to compute are a bool mask [tile]. It is False for the
-    rows before the tile's regular start, which another tile computes, and for the rows past the
-    group's end. `ends` has the row at which each group ends.
-    """
+    """Returns the first row of the i-th tile of a group, and a mask [tile] of rows to compute."""
+    # A tile that would extend past lhs starts earlier, at rows that another tile computes.
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)
     rows = first + jnp.arange(tile, dtype=jnp.int32)
@@ -91,6 +87,6 @@ BACKEND = Backend(
     name="loop",
     unavailable_reason=symbolic_rows_reason,
     is_default=lambda problem: problem.platform == "cpu",
-    product=product,
+    product=product_in_loops,
     drhs=drhs,
 )

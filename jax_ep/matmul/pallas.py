@@ -1,7 +1,8 @@
 """Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
 The kernels (`pallas_kernels.matmul`) are imported when the first program that uses them is lowered,
-so a machine without GPUs does not load them.
+so a machine without GPUs does not load them. `Backend` describes the functions; `product_tiles` and
+the functions after it choose the tile sizes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import jax.numpy as jnp
 
 from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symbolic_rows_reason
 from jax_ep.matmul.gating import Gating
-from jax_ep.matmul.groups import Groups
 from jax_ep.runtime import availability
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
 from pallas_kernels.mxfp4 import MXFP4
 
 if TYPE_CHECKING:
+    from pallas_kernels.formats import Scaled
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
-    from pallas_kernels.matmul.quantized_tiles import Scaled
 
 # _MULTIPLES[has_scales] holds the dtypes that the kernels multiply, for operands with or without
 # scales. It maps each dtype to a number that must divide both dimensions of each group's matrix.
@@ -49,10 +49,6 @@ HOPPER_CORES = 132
 
 
 def unavailable_reason(problem: Problem) -> str | None:
-    """Returns why the kernels do not support a grouped matmul, or None if they do.
-
-    The reason completes an error message after "cannot run here: ".
-    """
     if reason := symbolic_rows_reason(problem):
         return reason
     dtype = jnp.dtype(problem.dtype)
@@ -69,14 +65,11 @@ def unavailable_reason(problem: Problem) -> str | None:
 
 
 def _platform_reason(platform: str | None) -> str | None:
-    """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can.
-
-    `platform` is None during tracing, when the platform is not known.
-    """
     if platform not in ("cuda", None):
         return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
     if reason := availability.jax_unavailable_reason():
         return reason
+    # While a program is traced, nothing else is checked: it may be lowered for another platform.
     if platform is None:
         return None
     if reason := availability.mosaic_unavailable_reason():
@@ -98,8 +91,7 @@ def _platform_reason(platform: str | None) -> str | None:
 def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function that traces a kernel, to run with default types of 32 bits.
 
-    Kernels compute indices as int32, also in programs whose default integers have 64 bits
-    (`jax_enable_x64`).
+    Kernels compute indices as int32, also under `jax_enable_x64`.
     """
 
     @functools.wraps(function)
@@ -110,22 +102,6 @@ def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def product(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    groups: Groups,
-    *,
-    transpose_rhs: bool,
-    tiles: Tiles | None = None,
-) -> jax.Array:
-    """Computes `Backend.product` by a kernel; rows of the result past the last group are zero.
-
-    If `tiles` is None, `product_tiles` chooses the tile sizes.
-    """
-    pairs = [(lhs, rhs)]
-    return sum_of_products(pairs, groups, transpose_rhs=transpose_rhs, tiles=tiles)
-
-
 @in_32_bits
 def sum_of_products(
     pairs: Pairs | Sequence[tuple[jax.Array, Scaled]],
@@ -133,35 +109,29 @@ def sum_of_products(
     *,
     transpose_rhs: bool,
     zero_unused: bool = True,
-    tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Computes `Backend.sum_of_products` by one kernel.
-
-    The kernel adds the products of all pairs in the same float32 accumulators. With
-    `transpose_rhs`, the rhs of an only pair may be `Scaled` transposes in MXFP4. If `tiles` is
-    None, `product_tiles` or `chosen_tiles` chooses the tile sizes.
-    """
-    from pallas_kernels.matmul import grouped_matmul as kernels
-
+    """With `transpose_rhs` and only one pair, its rhs may be `Scaled` transposes in MXFP4."""
     lhs, rhs = pairs[0]
     num_groups, num_cols, mxfp4_depth = _sizes(rhs, transpose_rhs)
     num_rows = output_rows(groups, lhs.shape[0])
-    if tiles is None and isinstance(groups, ChosenGroups):
+    if isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
-    elif tiles is None:
+    else:
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
-    return kernels.product(
-        [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
-        groups,
-        transpose_rhs=transpose_rhs,
-        tiles=tiles,
-        zero_unused=zero_unused,
-        **launch_size(num_rows, sum(lhs.shape[1] for lhs, _ in pairs), num_cols),
-    )[:num_rows]
+    depth = sum(lhs.shape[1] for lhs, _ in pairs)
+    options = dict(tiles=tiles, zero_unused=zero_unused, **launch_size(num_rows, depth, num_cols))
+    if not isinstance(rhs, jax.Array):
+        from pallas_kernels.matmul.mxfp4_matmul import mxfp4_matmul
+
+        return mxfp4_matmul(pad_rows(lhs), rhs, groups, **options)[:num_rows]
+    from pallas_kernels.matmul.grouped_matmul import grouped_matmul
+
+    padded: list[Any] = [(pad_rows(lhs), rhs) for lhs, rhs in pairs]
+    return grouped_matmul(padded, groups, transpose_rhs=transpose_rhs, **options)[:num_rows]
 
 
 @in_32_bits
-def gated_product(
+def gated_product_by_kernel(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array] | tuple[Scaled, Scaled],
     groups: Groups,
@@ -170,26 +140,19 @@ def gated_product(
     *,
     biases: tuple[jax.Array, jax.Array] | None = None,
     zero_unused: bool = True,
-    tiles: Tiles | None = None,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes `Backend.gated_product` by one kernel.
+    """Returns None if no kernel can call `gating`. Each rhs may be `Scaled` transposes in MXFP4."""
+    from pallas_kernels.matmul.gated_matmul import gated_matmul
 
-    `biases` [L, N], if given, are added to the products before `gating` is applied, but not to the
-    products that are returned. Each rhs may be `Scaled` transposes in MXFP4. Returns None if the
-    kernel does not support the operations of `gating`. If `tiles` is None, `gated_tiles` or
-    `chosen_tiles` chooses the tile sizes.
-    """
-    from pallas_kernels.matmul import gated_matmul as kernels
-
-    num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], False)
+    num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], transpose_rhs=False)
     num_rows = output_rows(groups, lhs.shape[0])
-    if tiles is None and isinstance(groups, ChosenGroups):
+    if isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, num_matrices=2, mxfp4_depth=mxfp4_depth)
-    elif tiles is None:
+    else:
         tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     if (function := as_elementwise(gating)) is None:
         return None
-    results = kernels.gated_product(
+    results = gated_matmul(
         pad_rows(lhs),
         rhs,
         groups,
@@ -203,40 +166,23 @@ def gated_product(
     return tuple(result[:num_rows] for result in results)
 
 
-def drhs(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: DrhsTiles | None = None
-) -> jax.Array:
-    """Computes `Backend.drhs`, the gradient of rhs, by a kernel; skips rows past the last group.
-
-    If `tiles` is None, `drhs_tiles` chooses the tile sizes.
-    """
-    return drhs_of_each(lhs, [grad], group_sizes, tiles=tiles)[0]
-
-
 @in_32_bits
 def drhs_of_each(
     lhs: jax.Array,
     grads: Sequence[jax.Array],
     group_sizes: jax.Array,
     sums: Sequence[jax.Array] | None = None,
-    *,
-    tiles: DrhsTiles | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes `Backend.drhs_of_each` by one kernel.
-
-    This is `drhs`, the gradient of rhs, for each cotangent in `grads`. The kernel adds it to `sums`
-    in place if these have the dtype of the operands. If `tiles` is None, `drhs_tiles` chooses the
-    tile sizes.
-    """
     from pallas_kernels.matmul import drhs as kernels
 
+    # The kernel adds in place to sums of the operands' dtype.
     in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
         [pad_rows(grad) for grad in grads],
         group_sizes,
         sums if in_place else None,
-        tiles=tiles or drhs_tiles(grads[0].shape[1]),
+        tiles=drhs_tiles(grads[0].shape[1]),
         **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
     )
     return results if in_place else added(sums, results)
@@ -250,10 +196,7 @@ def gate_gradient(
     weights: jax.Array,
     group_sizes: jax.Array,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes `Backend.gate_gradient` by one kernel, which leaves out rows past the last group.
-
-    Returns None if the kernel does not support the operations of `gating`, the dtypes or the width.
-    """
+    """Returns None if no kernel supports the dtypes, the width or `gating`."""
     from pallas_kernels.matmul import gate_gradient as kernels
     from pallas_kernels.matmul.row_blocks import BLOCK
 
@@ -286,12 +229,10 @@ def product_tiles(
 ) -> Tiles:
     """Chooses tile sizes for `product`, whose result is [num_rows, num_cols].
 
-    Larger tiles read less memory per multiplication. But there must be enough tiles to occupy all
-    multiprocessors, so a small product gets smaller tiles. `mxfp4_depth` is K if the matrices are
-    in MXFP4, else None. In MXFP4, higher tiles decode them fewer times.
+    Larger tiles read less memory per multiplication, but there must be enough of them to occupy all
+    multiprocessors. `mxfp4_depth` is K if the matrices are in MXFP4, which higher tiles decode
+    fewer times.
     """
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
@@ -306,8 +247,8 @@ def product_tiles(
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
-    columns = band(num_cols, block_n, 16)
-    return Tiles.fitting(heights, block_n, columns, mxfp4_depth=mxfp4_depth)
+    band_columns = band(num_cols, block_n, most=16)
+    return _fitting_tiles(heights, block_n, band_columns, num_matrices=1, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
@@ -315,13 +256,8 @@ def gated_tiles(
 ) -> Tiles:
     """Chooses tile sizes for `gated_product`, whose two products are [num_rows, num_cols] each.
 
-    A block of threads accumulates one tile of each of the two products at the same time, so the
-    tiles are smaller than those of `product_tiles`. `mxfp4_depth` is K if the matrices are in
-    MXFP4, else None. In MXFP4, many rows get narrow and high tiles, which decode the matrices fewer
-    times.
+    A block of threads accumulates a tile of both products, so the tiles are smaller.
     """
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
@@ -334,27 +270,37 @@ def gated_tiles(
     elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
         block_n = 64
-    columns = band(num_cols, block_n, 8)
-    return Tiles.fitting(heights, block_n, columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
+    band_columns = band(num_cols, block_n, most=8)
+    return _fitting_tiles(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for a product of chosen groups, of `num_cols` columns.
-
-    `num_matrices` is the number of matrices of each group by which rows are multiplied.
-    `mxfp4_depth` is K if they are in MXFP4, else None.
-    """
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
+    """Chooses tile sizes for products of chosen groups with `num_matrices` matrices each."""
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
-    columns = band(num_cols, block_n, 8)
-    return Tiles.fitting(
-        (groups.height,), block_n, columns, num_matrices=num_matrices, mxfp4_depth=mxfp4_depth
-    )
+    band_columns = band(num_cols, block_n, most=8)
+    return _fitting_tiles((groups.height,), block_n, band_columns, num_matrices, mxfp4_depth)
+
+
+def _fitting_tiles(
+    heights: tuple[int, ...],
+    block_n: int,
+    band_columns: int,
+    num_matrices: int,
+    mxfp4_depth: int | None,
+) -> Tiles:
+    """Makes tiles that fit into shared memory, of heights among `heights`, for plain or MXFP4."""
+    sizes = heights, block_n, band_columns
+    if mxfp4_depth is None:
+        from pallas_kernels.matmul.grouped_matmul import Tiles
+
+        return Tiles.fitting(*sizes, num_matrices=num_matrices)
+    from pallas_kernels.matmul import mxfp4_matmul
+
+    return mxfp4_matmul.fitting_tiles(*sizes, depth=mxfp4_depth, num_matrices=num_matrices)
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
@@ -362,26 +308,21 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
-    return DrhsTiles.fitting(block_n, band(num_cols, block_n, 16))
+    return DrhsTiles.fitting(block_n, band(num_cols, block_n, most=16))
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:
-    """Chooses `Tiles.band`, the number of tile columns in one band of the output.
+    """Chooses `Tiles.band`, the tile columns, `block_n` wide, that a kernel computes together.
 
-    A tile column consists of the output tiles that lie below each other, `block_n` columns wide. A
-    band consists of neighbouring tile columns; the kernel computes the output band by band. The
-    output is divided into bands of about the same width, of at most `most` tile columns each. The
-    tiles that are computed at the same time then form about a square, which reads the least memory.
+    Bands are about equally wide, of at most `most` columns. The tiles that are computed at the same
+    time then form about a square, which reads the least memory.
     """
     columns = -(-num_cols // block_n)
     return -(-columns // -(-columns // most))
 
 
 def as_elementwise(gating: Gating, arity: int = 2) -> Any:
-    """Converts a gating function of `arity` arrays to a form that can be called within a kernel.
-
-    Returns None if the kernels do not support an operation of the function.
-    """
+    """Converts a gating function to a form that a kernel can call, or None if it cannot."""
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
@@ -391,10 +332,7 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
 
 
 def gradient_as_elementwise(gating: Gating) -> Any:
-    """Converts the gradient of a gating to a form that can be called within a kernel, or to None.
-
-    The result is `pallas_kernels.matmul.gate_gradient.gradient_of`.
-    """
+    """Converts a gating's gradient to a form that a kernel can call, or None if it cannot."""
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of
 
@@ -405,38 +343,41 @@ def gradient_as_elementwise(gating: Gating) -> Any:
 
 
 def core_count() -> int:
-    """Returns the number of streaming multiprocessors of the first GPU.
-
-    If this machine has no GPU, the program is compiled for another machine, and the number of an
-    H100 is returned.
-    """
+    """Returns the number of streaming multiprocessors of the first GPU."""
     device = jax.devices()[0]
+    # Without a GPU here, the program is compiled for another machine.
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 
 
 def launch_size(*lengths: int) -> dict[str, Any]:
-    """Returns the arguments `num_blocks` and `num_waves` of a kernel with large products.
+    """Returns `num_blocks` and `num_waves` of a kernel for prod(`lengths`) multiplications.
 
-    With several waves of thread blocks, a kernel loses less time while another kernel holds some of
-    the multiprocessors, as a collective does that runs beside it; see
-    `pallas_kernels.matmul.kernel.Kernel.walk`.
-
-    Args:
-      lengths: their product is the number of multiplications if all rows are in use. If fewer are,
-        later waves may have no tiles, and end at once.
+    With several waves of thread blocks, a kernel loses less time while another kernel, such as a
+    collective, holds some of the multiprocessors; see `Kernel.block_tiles` of the kernels.
     """
     num_waves = min(math.prod(lengths) // _LEAST_MULTIPLICATIONS, _MOST_WAVES)
     return {"num_blocks": core_count(), "num_waves": max(num_waves, 1)}
 
 
-BACKEND = Backend(
+class _Pallas(Backend):
+    def sum_of_products(self, *operands: Any, **options: Any) -> jax.Array:
+        return sum_of_products(*operands, **options)
+
+    def gated_product(self, *operands: Any, **options: Any) -> tuple[jax.Array, ...]:
+        results = gated_product_by_kernel(*operands, **options)
+        return super().gated_product(*operands, **options) if results is None else results
+
+    def drhs_of_each(self, *operands: Any) -> tuple[jax.Array, ...]:
+        return drhs_of_each(*operands)
+
+    def gate_gradient(self, *operands: Any) -> tuple[jax.Array, ...]:
+        results = gate_gradient(*operands)
+        return super().gate_gradient(*operands) if results is None else results
+
+
+BACKEND = _Pallas(
     name="pallas",
     unavailable_reason=unavailable_reason,
-    product=product,
-    drhs=drhs,
-    fused_sum_of_products=sum_of_products,
-    fused_gated_product=gated_product,
-    fused_drhs_of_each=drhs_of_each,
-    fused_gate_gradient=gate_gradient,
-    has_chosen_groups=True,
+    product=lambda lhs, rhs, groups, **options: sum_of_products([(lhs, rhs)], groups, **options),
+    drhs=lambda lhs, grad, group_sizes: drhs_of_each(lhs, [grad], group_sizes)[0],
 )

@@ -1,7 +1,6 @@
 """Has the table of the grouped matmuls' backends, and makes primitives that are lowered to them.
 
-A primitive is lowered to the fastest backend of the platform that the program is compiled for. The
-primitives are defined at the ends of `unquantized`, `weight_only` and `float8`.
+A primitive is lowered to the fastest backend of the platform that the program is compiled for.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.implementations import Implementations
-from jax_ep.matmul import loop, pallas, xla
+from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
 from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
@@ -26,10 +25,13 @@ from jax_ep.runtime.jax_compat import (
     result_type,
 )
 
-Implementation = Literal["pallas", "xla", "loop"] | None
+Implementation = Literal["pallas", "tokamax", "blocks", "xla", "loop"] | None
 # The backends, in the order in which implementation=None tries them. The fastest comes first, by
 # the times in the section "Grouped matmul" of pallas_kernels/TUNING.md.
-IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
+IMPLEMENTATIONS = Implementations(
+    (pallas.BACKEND, tokamax.BACKEND, blocks.BACKEND, loop.BACKEND, xla.BACKEND),
+    layer_argument="matmul_implementation",
+)
 # The platforms for which primitives register a lowering. All other platforms share one lowering.
 _PLATFORMS = ("cpu", "cuda")
 
@@ -42,9 +44,8 @@ def check_implementation(
 ) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
-    `rhs` is an array or a `QuantizedArray`: the matrix of each group, [L, H, F]. With
-    `matmul_dtype`, it is quantized to this dtype before it is multiplied. If `implementation` is
-    None, nothing is raised. `name` is the name of the caller's argument, for the error message.
+    `rhs` [L, H, F] is quantized to `matmul_dtype` first, if that is given. `name` is the caller's
+    name of the argument `implementation`.
     """
     quantized = matmul_dtype is not None
     dtype = matmul_dtype if quantized else rhs.dtype
@@ -60,10 +61,7 @@ def select(
     num_rows: Any,
     has_scales: bool = False,
 ) -> Backend:
-    """Selects the backend of a grouped matmul; the arguments past the first are those of `Problem`.
-
-    Raises ValueError if `implementation` names a backend that cannot run there.
-    """
+    """Selects the backend of a grouped matmul, or raises ValueError if it cannot run there."""
     problem = Problem(matrix_shape, dtype, platform, num_rows, has_scales)
     return IMPLEMENTATIONS.select(implementation, problem)
 
@@ -77,17 +75,11 @@ def default_platform() -> str:
 
 
 def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -> Primitive:
-    """Makes a JAX primitive from a function that computes its results on a given platform.
+    """Makes a JAX primitive with a list of results, which `jax.vmap` runs element after element.
 
-    The primitive has a list of results. Under `jax.vmap`, it is run for one element of the batch
-    after another.
-
-    Args:
-      name: the name of the primitive.
-      result_types: a function of the operands' types and the parameters that returns a list of the
-        results' types, `jax.ShapeDtypeStruct`.
-      compute: a function of the operands, the parameters and `platform` that returns the results.
-      options: further arguments of `define_primitive`.
+    `result_types(*types, **params)` returns the results' `jax.ShapeDtypeStruct`s, and
+    `compute(*operands, platform=..., **params)` the results. `options` are those of
+    `define_primitive`.
     """
 
     def abstract_eval(lhs, *others, **params):
@@ -95,10 +87,9 @@ def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -
         return [result_type(lhs, each.shape, each.dtype) for each in types]
 
     def lower(program: Program, *operands, **params):
-        (platform, *others) = program.platforms
-        if others or platform not in _PLATFORMS:
+        platform, *further = program.platforms
+        if further or platform not in _PLATFORMS:
             platform = "another platform"
-
         compute_here = functools.partial(compute, platform=platform)
         return program.lower(compute_here, *operands, **params)
 
@@ -132,10 +123,6 @@ def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -
 
 
 def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive to its operands, on any mesh; returns the primitive's results.
-
-    The operands and results are replicated over the mesh's Explicit axes. `params` are the static
-    parameters of the primitive.
-    """
+    """Binds a primitive on any mesh, replicated over the mesh's Explicit axes."""
     bind_here = functools.partial(primitive.bind, **params)
     return replicated_over_explicit_axes(bind_here, *operands)

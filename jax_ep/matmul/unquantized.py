@@ -1,10 +1,8 @@
-"""Computes grouped matmuls of arrays, and their gradients.
+"""Computes grouped matmuls of arrays, and their gradients, by five JAX primitives.
 
-There are five JAX primitives: `grouped_matmul` (a product, or the sum of several products),
-`grouped_matmul_gated` (a gating function of two products), `grouped_matmul_drhs` (the gradients of
-matrices), `grouped_matmul_add_drhs` (sums plus the gradients of matrices) and `gate_gradient` (the
-gradient of a gating function). The gradients of matmuls are matmuls, and JAX differentiates the
-gating functions, so gradients of any order work.
+The gradients of matmuls are matmuls, and JAX differentiates the gating functions, so gradients of
+any order work. `jax_ep.matmul.backend` states what each function computes. Operands must have been
+checked, and must have the same varying manual axes (vma).
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
-from jax_ep.matmul.groups import Groups, joined_groups, split_groups
 from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime import jax_compat
-from pallas_kernels.matmul.chosen_groups import output_rows
+from pallas_kernels.matmul.chosen_groups import Groups, joined_groups, output_rows, split_groups
 
 
-def product(
+def product_of_arrays(
     lhs: jax.Array,
     rhs: jax.Array,
     groups: Groups,
@@ -31,10 +28,8 @@ def product(
 ) -> jax.Array:
     """Multiplies each of R rows lhs [R, K] by the matrix of its group; returns [R, N].
 
-    rhs holds the matrices of L groups, [L, K, N], or [L, N, K] with `transpose_rhs`. Rows of the
-    result past the last group are zero with `zero_unused`, and undefined without. `groups` are the
-    group sizes, [L] int32, or chosen groups, for which the result is [S * height, N]. Operands must
-    have been checked and must have the same varying manual axes (vma).
+    `groups` are the group sizes, [L] int32, or chosen groups, for which the result is
+    [S * height, N].
     """
     return sum_of_products(((lhs, rhs),), groups, implementation, transpose_rhs, zero_unused)
 
@@ -49,10 +44,7 @@ def sum_of_products(
 ) -> jax.Array:
     """Returns the sum of the grouped products of all (lhs, rhs) pairs.
 
-    All lhs have one shape, all rhs have one shape, and all have one dtype. The other arguments are
-    those of `product`. "pallas" computes the sum in float32, in one kernel, and rounds it once. The
-    other implementations round each product. Operands must have been checked and must have the same
-    varying manual axes (vma).
+    "pallas" rounds the sum once. The other implementations round each product.
     """
     array, height = split_groups(groups)
     (out,) = bind(
@@ -62,13 +54,14 @@ def sum_of_products(
         height=height,
         implementation=implementation,
         transpose_rhs=transpose_rhs,
+        # JAX would report NaNs in rows that are undefined.
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
     return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def gated_product(
+def gated_product_of_arrays(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array],
     groups: Groups,
@@ -78,19 +71,12 @@ def gated_product(
     zero_unused: bool = True,
     biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes two grouped products of lhs, and hidden = gating(lhs @ rhs[0], lhs @ rhs[1]).
+    """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) and, with `keep`, the products.
 
-    lhs [R, K] has R rows, and each rhs [L, K, N] a matrix for each of L groups. The products are
-    rounded to the operands' dtype. The elementwise, hashable function `gating` gets the rounded
-    products as float32 or wider. With `biases`, two arrays [L, N], each group's biases are first
-    added to its rows of these numbers. If "pallas" supports the operations of `gating`, it computes
-    all this in one kernel, with the same bits. `groups` are those of `product`; for chosen groups,
-    the results are [S * height, N]. Operands must have been checked and must have the same varying
-    manual axes (vma).
-
-    Returns (hidden,), or with `keep` (hidden, product, product), [R, N] each, of the operands'
-    dtype. Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden;
-    without `zero_unused`, they are undefined.
+    The elementwise, hashable `gating` gets the rounded products, plus `biases` [L, N], as float32
+    or wider. If "pallas" supports the operations of `gating`, it computes all this in one kernel,
+    with the same bits as in several. Rows past the last group are zero in the products, and zero or
+    gating(0, 0) in hidden; without `zero_unused`, they are undefined.
     """
     array, height = split_groups(groups)
     return tuple(
@@ -109,18 +95,6 @@ def gated_product(
     )
 
 
-def drhs(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
-) -> jax.Array:
-    """Computes the gradient of the groups' matrices, the operand `rhs` of `product`.
-
-    `grad` is the cotangent of the product. The gradient of group l's matrix is
-    lhs[rows of l].T @ grad[rows of l]. Operands must have been checked and must have the same
-    varying manual axes (vma); group_sizes must be int32.
-    """
-    return drhs_of_each(lhs, (grad,), group_sizes, implementation)[0]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def drhs_of_each(
     lhs: jax.Array,
@@ -128,9 +102,9 @@ def drhs_of_each(
     group_sizes: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `drhs`, the gradient of the groups' matrices, for each cotangent in `grads`.
+    """Computes the gradient of the groups' matrices from each cotangent of `product` in `grads`.
 
-    All gradients are of products of the same `lhs`. "pallas" computes all of them in one kernel.
+    "pallas" computes them in one kernel.
     """
     return tuple(
         bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
@@ -145,10 +119,7 @@ def add_drhs_of_each(
     group_sizes: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Returns `sums` plus the results of `drhs_of_each`, in the dtypes of the sums.
-
-    "pallas" adds in place to sums of the dtype of `lhs`.
-    """
+    """Adds `drhs_of_each` to `sums`; "pallas" in place to sums of the dtype of `lhs`."""
     return tuple(
         bind(
             grouped_matmul_add_drhs_p,
@@ -172,13 +143,8 @@ def gate_gradient(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of hidden = weights[:, None] * gating(*products).
 
-    `dhidden` [R, N] is the gradient of hidden, `products` are the products of a `gated_product`,
-    [R, N] each, and `weights` [R] is float32 or wider. "pallas" computes only the rows of groups,
-    if it supports the operations of `gating`. Operands must have the same varying manual axes
-    (vma).
-
-    Returns (hidden, gradient of the first product, of the second, of the weights). Rows past the
-    last group are undefined.
+    `weights` [R] is float32 or wider. "pallas" computes only the rows of groups, if it supports the
+    operations of `gating`. Rows past the last group are undefined.
     """
     return tuple(
         bind(
@@ -202,9 +168,11 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
     pairs, group_sizes = saved
 
     def one_pair(lhs, rhs):
-        dlhs = product(grad, rhs, group_sizes, implementation, transpose_rhs=not transpose_rhs)
-        operands = (grad, lhs) if transpose_rhs else (lhs, grad)
-        return dlhs, drhs(*operands, group_sizes, implementation)
+        dlhs = product_of_arrays(
+            grad, rhs, group_sizes, implementation, transpose_rhs=not transpose_rhs
+        )
+        rows, cotangent = (grad, lhs) if transpose_rhs else (lhs, grad)
+        return dlhs, *drhs_of_each(rows, (cotangent,), group_sizes, implementation)
 
     return tuple(one_pair(*pair) for pair in pairs), None
 
@@ -212,8 +180,15 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
 def _gated_product_fwd(
     lhs, rhs, group_sizes, gating, keep, implementation, zero_unused, biases=None
 ):
-    hidden, *products = gated_product(
-        lhs, rhs, group_sizes, gating, True, implementation, zero_unused, biases
+    hidden, *products = gated_product_of_arrays(
+        lhs,
+        rhs,
+        group_sizes,
+        gating,
+        keep=True,
+        implementation=implementation,
+        zero_unused=zero_unused,
+        biases=biases,
     )
     saved = lhs, rhs, group_sizes, biases, tuple(products)
     return (hidden, *products) if keep else (hidden,), saved
@@ -221,13 +196,14 @@ def _gated_product_fwd(
 
 def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     lhs, rhs, group_sizes, biases, products = saved
+    dhidden, *dkept = grads
 
     def hidden(products, biases):
         return gated(gating, *products, biases=biases, groups=group_sizes)
 
-    dproducts, dbiases = jax.vjp(hidden, products, biases)[1](grads[0])
+    dproducts, dbiases = jax.vjp(hidden, products, biases)[1](dhidden)
     if keep:
-        dproducts = tuple(map(jnp.add, dproducts, grads[1:]))
+        dproducts = tuple(map(jnp.add, dproducts, dkept))
     pairs = tuple(zip(dproducts, rhs, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
     return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None, dbiases
@@ -241,7 +217,7 @@ def _drhs_bwd(implementation, saved, cts):
     lhs, grads, group_sizes = saved
     pairs = tuple(zip(grads, cts, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
-    dgrads = tuple(product(lhs, ct, group_sizes, implementation) for ct in cts)
+    dgrads = tuple(product_of_arrays(lhs, ct, group_sizes, implementation) for ct in cts)
     return dlhs, dgrads, None
 
 
@@ -265,7 +241,7 @@ def _gate_gradient_bwd(gating, implementation, operands, cts):
 
 
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
-gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
+gated_product_of_arrays.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 add_drhs_of_each.defvjp(_add_drhs_fwd, _add_drhs_bwd)
 gate_gradient.defvjp(_gate_gradient_fwd, _gate_gradient_bwd)
@@ -363,25 +339,16 @@ def _types_of_sums(lhs, *operands, **_):
 
 
 def _without_unused_products(used, params):
-    """Adapts `grouped_matmul_gated` to a program that does not use all of its results.
-
-    If the program uses neither of the two products, the parameter `keep` becomes False, and they
-    are not returned. `used` says for each result whether it is used. Returns the new parameters,
-    the indices of the results that remain, and None, which means that all operands remain.
-    """
+    """Drops the results `product` if none is used; see `define_primitive`."""
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
     return params, range(len(used)), None
 
 
 def _without_unused_gradients(used, params):
-    """Adapts `grouped_matmul_drhs` to a program that does not use all of its results.
-
-    Drops the gradients that the program does not use, and the cotangents from which they are
-    computed. `used` says for each result whether it is used. Returns the parameters of the
-    primitive, the indices of the results that remain, and the indices of the operands that remain.
-    """
+    """Drops unused gradients and their cotangents; see `define_primitive`."""
     left = [i for i, is_used in enumerate(used) if is_used]
+    # The operands are lhs, a cotangent for each gradient, and the group sizes.
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 
 

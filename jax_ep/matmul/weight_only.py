@@ -16,43 +16,45 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.formats import QuantizedArray, Transposed
-from jax_ep.matmul import unquantized
+from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
+from jax_ep.matmul import pallas, unquantized
 from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import Gating, filled_biases, gated
-from jax_ep.matmul.groups import Groups, joined_groups, split_groups
+from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
 from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
 from jax_ep.runtime.jax_compat import looks_for_nans
-from pallas_kernels.formats import Format
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, of_gathered, output_rows
+from pallas_kernels.formats import Format, Scaled
+from pallas_kernels.matmul.chosen_groups import (
+    ChosenGroups,
+    Groups,
+    joined_groups,
+    of_gathered,
+    output_rows,
+    split_groups,
+)
+
+# With more rows than this, the kernels for any rows are faster in MXFP4. Measured with 4 and 16.
+_FEW_ROWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The static parameters of a matmul.
+    """The static parameters of a matmul."""
 
-    Attributes:
-      formats: the format of each array of matrices.
-      has_bias: for each array of matrices, whether it has a bias.
-      gating: None, or an elementwise function of the products.
-      keep: whether the products are results, too.
-      num_rows: the number of rows if they choose groups, else None.
-      zero_unused: whether the result's rows past the last group are zero.
-      implementation: the implementation of the matmul.
-    """
-
-    formats: tuple[Format, ...]
-    has_bias: tuple[bool, ...]
-    gating: Gating | None
-    keep: bool
-    num_rows: int | None
+    formats: tuple[Format, ...]  # of each array of matrices
+    has_bias: tuple[bool, ...]  # of each array of matrices
+    gating: Gating | None  # None, or an elementwise function of the products
+    keep: bool  # whether the products are results, too
+    num_rows: int | None  # the number of rows if they choose groups, else None
     zero_unused: bool
     implementation: Implementation
 
 
-def product(
+def product_of_stored(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
     biases: Sequence[jax.Array | None],
@@ -72,21 +74,25 @@ def product(
       biases: for each of `matrices`, [L, N] floating, or None.
       groups: [L] int32, the number of rows of each group; or the chosen groups.
       num_rows: T for chosen groups, else None.
-      gating: an elementwise function of the products, as float32 or wider; None for the product of
-        one array of matrices.
-      implementation: the implementation of the matmuls.
-      zero_unused: whether rows past the last group are zero, or gating(0, 0) with `gating`.
+      gating: an elementwise function of the products, as float32 or wider; None: the product.
 
     Returns:
       [R, N], or [S * height, N], the dtype of `rows`. Products are rounded to this dtype before
       biases are added. Without `zero_unused`, rows that belong to no group are undefined.
     """
-    return _results(
-        rows, matrices, biases, groups, num_rows, gating, False, zero_unused, implementation
-    )[0]
+    options = _options(
+        matrices,
+        biases,
+        num_rows=num_rows,
+        gating=gating,
+        keep=False,
+        zero_unused=zero_unused,
+        implementation=implementation,
+    )
+    return _multiply(rows, tuple(matrices), tuple(biases), groups, options)[0]
 
 
-def gated_product(
+def gated_product_of_stored(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
     biases: Sequence[jax.Array | None],
@@ -95,28 +101,33 @@ def gated_product(
     keep: bool,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes `unquantized.gated_product` for two quantized arrays [L, K, N].
-
-    Rows past the last group are undefined. `biases` [L, N] are added to the products before
-    `gating` is applied, but not to the products that are returned; one of them, or both, may be
-    None.
-    """
-    return _results(rows, matrices, biases, groups, None, gating, keep, False, implementation)
-
-
-def _results(
-    rows, matrices, biases, groups, num_rows, gating, keep, zero_unused, implementation
-) -> tuple[jax.Array, ...]:
-    options = _Options(
-        tuple(each.format for each in matrices),
-        tuple(bias is not None for bias in biases),
-        gating,
-        keep,
-        num_rows,
-        zero_unused or looks_for_nans(),
-        implementation,
+    """Computes `unquantized.gated_product_of_arrays` for two quantized arrays [L, K, N]."""
+    options = _options(
+        matrices,
+        biases,
+        num_rows=None,
+        gating=gating,
+        keep=keep,
+        zero_unused=False,
+        implementation=implementation,
     )
     return _multiply(rows, tuple(matrices), tuple(biases), groups, options)
+
+
+def _options(
+    matrices: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
+    *,
+    zero_unused: bool,
+    **others: Any,
+) -> _Options:
+    return _Options(
+        formats=tuple(each.format for each in matrices),
+        has_bias=tuple(bias is not None for bias in biases),
+        # JAX would report NaNs in rows that are undefined.
+        zero_unused=zero_unused or looks_for_nans(),
+        **others,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -146,16 +157,22 @@ def _multiply_bwd(options, saved, cotangents):
             "a product of chosen groups has no gradient with respect to its rows; use group sizes."
         )
 
-    def dense(rows, biases):
+    def by_dequantized(rows, biases):
         products = []
         for each in matrices:
             numbers, is_transposed = dequantized_as_stored(each, rows.dtype)
             products.append(
-                unquantized.product(rows, numbers, groups, options.implementation, is_transposed)
+                unquantized.product_of_arrays(
+                    rows,
+                    numbers,
+                    groups,
+                    options.implementation,
+                    transpose_rhs=is_transposed,
+                )
             )
         return _finished(products, biases, groups, options)
 
-    drows, dbiases = jax.vjp(dense, rows, biases)[1](cotangents)
+    drows, dbiases = jax.vjp(by_dequantized, rows, biases)[1](cotangents)
     return drows, None, dbiases, None
 
 
@@ -174,15 +191,6 @@ def _finished(
     return (result, *(products if options.keep else ()))
 
 
-def _kernels(backend: Backend) -> Any:
-    """Returns the module that calls the kernels, or None if the backend is not "pallas"."""
-    if backend.name != "pallas":
-        return None
-    from jax_ep.matmul import weight_only_pallas
-
-    return weight_only_pallas
-
-
 @functools.partial(jax.jit, static_argnames=("height", "options", "platform"))
 def _compute(
     rows: jax.Array,
@@ -191,10 +199,11 @@ def _compute(
     options: _Options,
     platform: str,
 ) -> tuple[jax.Array, ...]:
-    count = 2 * len(options.formats)
-    *of_biases, array = others[count:]
-    left = iter(of_biases)
-    biases = [next(left) if each else None for each in options.has_bias]
+    # `others` are values and scales of each array of matrices, the biases, and the groups.
+    num_parts = 2 * len(options.formats)
+    *given, array = others[num_parts:]
+    left = iter(given)
+    biases = [next(left) if has_bias else None for has_bias in options.has_bias]
     matrices = [
         QuantizedArray(others[2 * i], others[2 * i + 1], format, rows.dtype)
         for i, format in enumerate(options.formats)
@@ -202,9 +211,8 @@ def _compute(
     groups = joined_groups(array, height)
     shape = matrices[0].shape[1:]
     backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
-    kernels = _kernels(backend)
-    if kernels and options.num_rows is not None:
-        out = kernels.few_rows(rows, matrices, biases, groups, options.num_rows, options.gating)
+    if backend.name == "pallas" and options.num_rows is not None:
+        out = _few_rows_by_kernel(rows, matrices, biases, groups, options.num_rows, options.gating)
         if out is not None:
             return (out,)
     if len(matrices) == 2 and options.gating is not None:
@@ -223,19 +231,22 @@ def _gated(
     groups: Groups,
     options: _Options,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes gating(rows @ matrices[0] + biases[0], rows @ matrices[1] + biases[1]) at once.
-
-    Returns None if the products must be computed one by one.
-    """
-    if kernels := _kernels(backend):
-        results = kernels.gated_product(
-            rows, matrices, biases, groups, options.gating, options.keep, options.zero_unused
+    """Computes a gated product at once, or None if the products must be computed one by one."""
+    both = filled_biases(biases)
+    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, matrices):
+        results = pallas.gated_product_by_kernel(
+            rows,
+            tuple(Scaled(each.values, each.scales) for each in matrices),
+            groups,
+            options.gating,
+            options.keep,
+            biases=both,
+            zero_unused=options.zero_unused,
         )
         if results is not None:
             return results
     if any(isinstance(each.format, Transposed) for each in matrices):
         return None
-    both = filled_biases(biases)
     # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
     if both is not None and isinstance(groups, ChosenGroups):
         return None
@@ -256,21 +267,71 @@ def _gated(
 def _product(
     backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
-    """Computes the product of the rows with one array of matrices."""
-    if kernels := _kernels(backend):
-        out = kernels.product(rows, matrices, groups, options.zero_unused)
-        if out is not None:
-            return out
+    """Computes rows @ matrices of one quantized array, without biases and gating function."""
+    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, [matrices]):
+        pairs = [(rows, Scaled(matrices.values, matrices.scales))]
+        return pallas.sum_of_products(
+            pairs, groups, transpose_rhs=True, zero_unused=options.zero_unused
+        )
     dense, is_transposed, groups = _gathered(matrices, groups, rows.dtype)
     return backend.sum_of_products(
         [(rows, dense)], groups, transpose_rhs=is_transposed, zero_unused=options.zero_unused
     )
 
 
+@in_32_bits
+def _few_rows_by_kernel(
+    rows: jax.Array,
+    matrices: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
+    groups: ChosenGroups,
+    num_rows: int,
+    gating: Any,
+) -> jax.Array | None:
+    """Computes a product for chosen groups; None if no kernel can, or another one is faster."""
+    from pallas_kernels.matmul.weight_only import unsupported_reason, weight_only_matmul
+
+    format, *others = map(_kernel_format, matrices)
+    depth, width = matrices[0].shape[1:]
+    if rows.dtype != jnp.bfloat16 or format is None or any(each != format for each in others):
+        return None
+    if format == MXFP4 and num_rows > _FEW_ROWS:
+        return None
+    if unsupported_reason(format, num_rows, depth, width):
+        return None
+    function = None if gating is None else as_elementwise(gating, arity=len(matrices))
+    if gating is not None and function is None:
+        return None
+    return weight_only_matmul(
+        rows,
+        [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
+        [None if bias is None else as_kernel_bias(bias) for bias in biases],
+        groups,
+        num_rows=num_rows,
+        format=format,
+        gating=function,
+    )
+
+
+def _fits_mxfp4_kernel(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:
+    """Returns whether the MXFP4 kernels for any number of rows support these operands."""
+    is_mxfp4 = (_kernel_format(each) == MXFP4 for each in matrices)
+    return rows.dtype == jnp.bfloat16 and all(is_mxfp4)
+
+
+def _kernel_format(matrices: QuantizedArray) -> Format | None:
+    """Returns the format in which a kernel reads matrices, which must be stored transposed."""
+    if not isinstance(matrices.format, Transposed):
+        return None
+    format = matrices.format.transposes
+    # The caller casts scales of other dtypes.
+    return FLOAT8_MATRICES if is_operand_format(format) else format
+
+
 def _gathered(
     matrices: QuantizedArray, groups: Groups, dtype: Any
 ) -> tuple[jax.Array, bool, Groups]:
-    """Dequantizes matrices to `dtype`: of chosen groups only theirs, if they are fewer than all.
+    """Dequantizes matrices: of chosen groups only theirs, if they are fewer than all.
 
     Returns the matrices, whether they are transposes, and the groups for these matrices.
     """
@@ -290,11 +351,7 @@ def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
 
 
 def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Array, bool]:
-    """Dequantizes matrices to `dtype`, in the axis order in which they are stored.
-
-    To dequantize a matrix and to transpose it would take another pass over it. Also returns whether
-    the result holds the transposes of the matrices.
-    """
+    """Dequantizes matrices in their stored axis order; also returns whether they are transposes."""
     is_transposed = isinstance(matrices.format, Transposed)
     if isinstance(matrices.format, Transposed):
         format = matrices.format.transposes
@@ -310,10 +367,7 @@ def _result_types(rows, values, *others, height, options):
 
 
 def _without_unused_products(used, params):
-    """Adapts the primitive to a program that uses none of the products, only their function.
-
-    The arguments and results are those of `unquantized._without_unused_products`.
-    """
+    """Drops the results `product` if none is used; see `define_primitive`."""
     options = params["options"]
     if options.keep and not any(used[1:]):
         return params | {"options": dataclasses.replace(options, keep=False)}, [0], None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jax import lax
 
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul.backend import Backend, zero_tail
 
+_DRHS_DIMS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
 
-def product(
+
+def ragged_dot_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
     out = lax.ragged_dot_general(
@@ -29,18 +31,13 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         zero_tail(lhs, group_sizes),
         zero_tail(grad, group_sizes),
         group_sizes,
-        _drhs_dims(),
+        _DRHS_DIMS,
         preferred_element_type=wide_dtype(lhs.dtype),
     ).astype(lhs.dtype)
 
 
-@functools.cache
 def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
-    """Returns the dimension numbers with which `jax.lax.ragged_dot_general` computes `product`.
-
-    lhs [rows, K] is ragged in its rows. rhs is [groups, K, N], or [groups, N, K] with
-    `transpose_rhs`.
-    """
+    """Returns the dimension numbers with which `jax.lax.ragged_dot_general` computes `product`."""
     return lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
         lhs_ragged_dimensions=[0],
@@ -48,13 +45,4 @@ def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
     )
 
 
-@functools.cache
-def _drhs_dims() -> lax.RaggedDotDimensionNumbers:
-    return lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(([0], [0]), ([], [])),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[],
-    )
-
-
-BACKEND = Backend(name="xla", product=product, drhs=drhs)
+BACKEND = Backend(name="xla", product=ragged_dot_product, drhs=drhs)

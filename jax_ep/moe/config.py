@@ -1,9 +1,8 @@
-"""Defines `MoEConfig`, the options of an MoE layer; both Flax layers take them as arguments.
+"""Defines `MoEConfig`, the options of an MoE layer, and checks their values.
 
-To add an option of the whole layer, declare a field of `MoEConfig`. To add an option of the router
-or of the experts, declare a field of `RoutingOptions` or `ExpertOptions`, and repeat it in
-`MoEConfig` with `same_option`. An option that only decides whether a layer has some parameter is no
-field of `MoEConfig`: declare it in `jax_ep.moe.params.ParameterOptions`.
+To add an option, add a field here and to the two Flax layers' signatures, and use it where it
+belongs. An option that only decides whether a layer has some parameter is a field of
+`jax_ep.moe.params.ParameterOptions` instead.
 """
 
 from __future__ import annotations
@@ -11,57 +10,27 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
-from jax_ep.exchange.api import Implementation
-from jax_ep.exchange.routes import Overflow
+from jax_ep.exchange.interface import Implementation
+from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
-from jax_ep.moe.expert_mlp import Activation, Gating
-from jax_ep.moe.options import (
-    axes,
-    check_options,
-    documented,
-    function_names,
-    function_option,
-    integer_or_zero,
-    number_or_none,
-    one_of,
-    option,
-    optional,
-    options_of,
-    same_option,
-)
-from jax_ep.moe.routed_experts import ExpertOptions, WeightsOn
+from jax_ep.moe.expert_matmuls import check_matmul_dtype
+from jax_ep.moe.expert_mlp import Activation, HiddenUnit
 from jax_ep.moe.routing import RoutingOptions
 
+WeightsOn = Literal["output", "input"]
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
 
-def _check_mesh(name: str, mesh: Any) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{name} must be a jax.sharding.Mesh, or None for the ambient one, but is "
-            f"{checks.described(mesh)}."
-        )
-
-
-def _check_dtype(name: str, dtype: Any) -> None:
-    check_compute_dtype(dtype, "; for float8 rows on the wire, set wire_dtype", name=name)
-    _check_no_wider(name, dtype, "sums over a token's experts")
-
-
-def _check_router_dtype(name: str, dtype: Any) -> None:
-    check_compute_dtype(dtype, name=name)
-    _check_no_wider(name, dtype, "logits")
-
-
 def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
+    """Raises TypeError if `dtype` is wider than the float32 in which `computed` are computed."""
     if jnp.dtype(dtype).itemsize > 4:
         raise TypeError(
             f"{name} must be jnp.float32 or narrower, since {computed} are computed in float32, "
@@ -70,10 +39,7 @@ def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
 
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless `dtype` is a floating dtype of 16 bits or more, as matmuls need.
-
-    The message uses `name` as the argument's name, and ends with `hint`.
-    """
+    """Raises TypeError unless `dtype` is a floating dtype of 16 bits or more, as matmuls need."""
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
         raise TypeError(
@@ -82,54 +48,52 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
         )
 
 
-def _check_fsdp_axes(name: str, value: Any) -> None:
+def _check_fsdp_axes(value: Any) -> None:
     # `MoEConfig.__post_init__` has converted a mapping to the sorted tuple of its items, so `value`
     # should be a tuple of pairs.
     if not isinstance(value, tuple) or any(
         not isinstance(item, tuple) or len(item) != 2 for item in value
     ):
         raise TypeError(
-            f"{name} must be None or map logical axes to mesh axes, such as "
-            f'{{"embed": "fsdp"}}, but is {checks.described(value)}.'
+            'fsdp_axes must be None or map logical axes to mesh axes, such as {"embed": "fsdp"}, '
+            f"but is {checks.described(value)}."
         )
     for logical, named in value:
         if logical not in ("exp", "embed", "mlp"):
-            raise ValueError(f'{name} must map "exp", "embed" or "mlp", but maps {logical!r}.')
-        checks.as_axes(named, f"{name}[{logical!r}]")
+            raise ValueError(f'fsdp_axes must map "exp", "embed" or "mlp", but maps {logical!r}.')
+        checks.as_axes(named, f"fsdp_axes[{logical!r}]")
 
 
-@documented(RoutingOptions, ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
     The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which process
-    every token, use `activation`, `gating` and `clamp` too. Among the options are the fields of
-    `RoutingOptions`, from `score` on, and the fields of `ExpertOptions`, from `activation` on.
+    every token, use `activation`, `gating` and `clamp` too.
 
     Attributes:
         num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
         num_experts_per_token: K, the number of experts that each token chooses.
-        {RoutingOptions}
+        score, choose_by, num_groups, groups_kept, group_score, normalize, normalize_epsilon, scale:
+            how the router chooses experts and weighs the choices; see `jax_ep.top_k_routing`.
         router: None, or your own router: a function of one rank's tokens [T, H] and their logits
-            [T, E] float32 that returns a `jax_ep.Routing` of K choices. The logits are None if the
-            layer has no gate. The function is a static argument, so trained values must reach it
-            through the logits. It is not called if the layer's call gets `topk_idx` and
-            `topk_weights`. It gets no selection bias. It must read the routing options, such as
-            `scale`, itself if it needs them.
+            [T, E] float32, or None without a gate, that returns a `jax_ep.Routing` of K choices.
+            The function is a static argument, so trained values must reach it through the logits.
+            It gets no selection bias, and must apply options such as `scale` itself.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 or 32 bits. None
             means `dtype`. Scores are always float32.
+        logit_softcap: None, or a number c above 0: the logits become c * tanh(logits / c), in
+            float32 (Laguna).
         balance_convention: the definition of `MoEMetrics.load_balance_loss`: "switch",
             "transformers" or "deepseek_v3"; see `jax_ep.load_balance_loss`. "transformers" takes
             the softmax of the logits and its top-k, whatever the router chooses. "deepseek_v3"
             balances each sequence separately, and needs x of shape [..., sequence, H].
         capacity_factor: None gives each rank a receive buffer that fits any routing, so nothing is
             dropped. A number c above 0 gives a buffer of c times the rows that a rank receives on
-            average, T * K, plus room for `expert_alignment`, rounded up to a multiple of 8. Rows
-            that do not fit are dropped and counted.
-        overflow: selects the rows that a full rank drops. "fair" drops rows of those of its experts
-            that have the most rows; "tail" drops rows of its last experts first. See
-            `jax_ep.dispatch`.
+            average, T * K, rounded up to a multiple of 8. Rows
+            that do not fit are dropped and counted, first those of the experts that have most
+            (`overflow="fair"` of `jax_ep.dispatch`). Each group of ranks along `expert_axis` has
+            buffers of its own, so c must fit the fullest group.
         host_capacity_factor: None, or a number c above 0: where the expert axis spans hosts, a rank
             sends at most c * T (rounded up) of its T tokens to each other host. Choices of further
             tokens are dropped and counted; see `host_capacity` of `jax_ep.dispatch`. It suits
@@ -150,24 +114,23 @@ class MoEConfig:
         token_chunks: the number c of chunks of consecutive tokens in which a rank dispatches,
             computes and combines, one after the other. Buffers then have 1 / c of the rows, and the
             backward pass dispatches each chunk and computes its products with wi_0 and wi_1 again.
-            Outputs and gradients are the same up to rounding (with `matmul_dtype`, up to float8
-            rounding, since different rows share a scale). Losses and counts do not change, since
-            all tokens are routed at once. A chunk has ceil(T / c) of a rank's T tokens, and the
-            last one is padded. Both capacity factors limit each chunk by itself.
-        expert_alignment: a number of rows; each expert's block of received rows starts at a
-            multiple of it.
-        wire_dtype: None, or `jnp.float8_e4m3fn`, which needs an H that is a multiple of 128: the
-            dtype in which tokens are sent to the experts; see `jax_ep.dispatch`. Outputs are sent
-            in `dtype`. None means `dtype`, with one exception: with `matmul_dtype`, and unless
-            weights_on is "input", it means float8, since the experts quantize the tokens to the
-            same numbers anyway.
-        {ExpertOptions}
+            Both capacity factors limit each chunk by itself. See the page "Flax layers".
+        wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
+            see `jax_ep.dispatch`. Outputs are sent in `dtype`. None means `dtype`; but float8 with
+            `matmul_dtype`, unless weights_on is "input": the experts quantize tokens to the same
+            numbers.
+        activation, gating, clamp, matmul_dtype: what experts compute; see `jax_ep.expert_mlp`. The
+            shared experts follow these options, too.
+        weights_on: whether the weight of a choice multiplies the "output" of its expert or the
+            "input" (Llama 4).
+        shared_gating: None, or the gating of the shared experts if it differs from that of the
+            routed ones: an elementwise function of gate and up, to which `clamp` does not apply.
+        lora_scale: the factor of the experts' low-rank adapters (alpha / r), if there are any.
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
             means the dtype that x and wi_0 promote to. If they promote to float64, the logits and
             the sums over a token's experts are still float32.
-        expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
-            a tuple defines the order of the ranks and of the experts. The specs of a caller's
-            `jax.shard_map` must have the axes in this order: see `axis_name` of `jax_ep.dispatch`.
+        expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. For the
+            order of a tuple see `axis_name` of `jax_ep.dispatch`.
         batch_axes: the mesh axis, or tuple of axes, that the tokens are spread over, including the
             expert axis. None means every axis of the mesh except `tensor_axis`. In the caller's
             `jax.shard_map`, None means the axes that x varies over and the expert axis; the ranks
@@ -186,56 +149,53 @@ class MoEConfig:
             the axis rules; {} means no axes. See the page "Sharding".
         tensor_axis: None, or a mesh axis, or tuple of axes, over which the hidden size F of every
             expert and of the shared experts is split. Ranks along it hold the same tokens, or
-            different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. On a mesh without
-            this axis, F is not split.
-        mesh: the mesh to run on where no ambient mesh is set.
+            different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. A mesh must have
+            this axis.
+        mesh: the mesh to run on where no ambient mesh is set; an abstract mesh needs an equal
+            ambient one.
         implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
             needs a mesh with `expert_axis`.
         matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
     """
 
-    num_experts: int = dataclasses.field(metadata={"check": checks.check_integer})
-    num_experts_per_token: int = dataclasses.field(metadata={"check": checks.check_integer})
-    score: routing.Score = same_option(RoutingOptions, "score")
-    choose_by: routing.ChooseBy = same_option(RoutingOptions, "choose_by")
-    num_groups: int = same_option(RoutingOptions, "num_groups")
-    groups_kept: int = same_option(RoutingOptions, "groups_kept")
-    group_score: routing.GroupScore = same_option(RoutingOptions, "group_score")
-    normalize: bool = same_option(RoutingOptions, "normalize")
-    normalize_epsilon: float = same_option(RoutingOptions, "normalize_epsilon")
-    scale: float = same_option(RoutingOptions, "scale")
-    router: Router | None = function_option(
-        None,
-        "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing, or None",
-    )
-    router_dtype: Any = option(jnp.float32, optional(_check_router_dtype))
-    balance_convention: losses.Convention = option("switch", one_of(losses.Convention))
-    capacity_factor: float | None = option(None, number_or_none(", or None to drop nothing"))
-    overflow: Overflow = option("fair", one_of(Overflow))
-    host_capacity_factor: float | None = option(
-        None, number_or_none(", or None to send a host all that is meant for it")
-    )
-    num_slots: int | None = option(None, optional(checks.check_integer))
-    zero_experts: int = option(0, integer_or_zero)
-    identity_experts: int = option(0, integer_or_zero)
-    constant_experts: int = option(0, integer_or_zero)
-    free_expert_factor: float = option(1.0, checks.check_number)
-    record_choices: bool = option(False, checks.check_bool)
-    token_chunks: int = option(1, checks.check_integer)
-    expert_alignment: int = option(1, checks.check_integer)
+    num_experts: int
+    num_experts_per_token: int
+    score: routing.Score = "softmax"
+    choose_by: routing.ChooseBy = "score"
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score: routing.GroupScore = "top2"
+    normalize: bool = True
+    normalize_epsilon: float = 0.0
+    scale: float = 1.0
+    router: Router | None = None
+    router_dtype: Any = jnp.float32
+    logit_softcap: float | None = None
+    balance_convention: losses.Convention = "switch"
+    capacity_factor: float | None = None
+    host_capacity_factor: float | None = None
+    num_slots: int | None = None
+    zero_experts: int = 0
+    identity_experts: int = 0
+    constant_experts: int = 0
+    free_expert_factor: float = 1.0
+    record_choices: bool = False
+    token_chunks: int = 1
     wire_dtype: Any = None
-    activation: Activation = same_option(ExpertOptions, "activation")
-    gating: Gating | None = same_option(ExpertOptions, "gating")
-    clamp: float | None = same_option(ExpertOptions, "clamp")
-    matmul_dtype: Any = same_option(ExpertOptions, "matmul_dtype")
-    weights_on: WeightsOn = same_option(ExpertOptions, "weights_on")
-    dtype: Any = option(None, optional(_check_dtype))
-    expert_axis: str | tuple[str, ...] = option("expert", axes)
+    activation: Activation = jax.nn.silu
+    gating: Gating | None = None
+    clamp: float | None = None
+    matmul_dtype: Any = None
+    weights_on: WeightsOn = "output"
+    shared_gating: Gating | None = None
+    lora_scale: float = 1.0
+    dtype: Any = None
+    expert_axis: str | tuple[str, ...] = "expert"
     batch_axes: str | tuple[str, ...] | None = None
-    sequence_axes: str | tuple[str, ...] | None = option(None, optional(axes))
-    fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = option(None, optional(_check_fsdp_axes))
-    tensor_axis: str | tuple[str, ...] | None = option(None, optional(axes))
-    mesh: Mesh | None = option(None, optional(_check_mesh))
+    sequence_axes: str | tuple[str, ...] | None = None
+    fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None
+    tensor_axis: str | tuple[str, ...] | None = None
+    mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
@@ -252,11 +212,10 @@ class MoEConfig:
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
         """Makes the configuration from a layer whose attributes are named like the fields."""
-        return options_of(cls, layer)
+        return cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(cls)})
 
     @property
     def num_free(self) -> int:
-        """The number of free experts: zero, identity and constant experts together."""
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
@@ -265,31 +224,27 @@ class MoEConfig:
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        """Returns the fields that are options of `jax_ep.top_k_routing`, as one object."""
-        return options_of(RoutingOptions, self)
+        return RoutingOptions(
+            score=self.score,
+            choose_by=self.choose_by,
+            num_groups=self.num_groups,
+            groups_kept=self.groups_kept,
+            group_score=self.group_score,
+            normalize=self.normalize,
+            normalize_epsilon=self.normalize_epsilon,
+            scale=self.scale,
+        )
 
-    def expert_options(self) -> ExpertOptions:
-        """Returns the fields that are options of the experts.
-
-        The result is callable: it is the function between an expert's matmuls, which maps x @ wi_0
-        and x @ wi_1 to the hidden values.
-        """
-        return options_of(ExpertOptions, self)
+    def unit(self) -> HiddenUnit:
+        return HiddenUnit(activation=self.activation, gating=self.gating, clamp=self.clamp)
 
     @property
     def num_held(self) -> int:
-        """The number of experts that all ranks hold together, where each copy of an expert counts.
-
-        It is `num_slots`, or E if `num_slots` is None.
-        """
+        """The number of slots, or E without slots: experts that all ranks hold, copies included."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def split_axes(self) -> dict[str, tuple[str, ...]]:
-        """Maps the field names "expert_axis" and "tensor_axis" to tuples of mesh axes.
-
-        Raises TypeError or ValueError, naming the field, if an axis is not a string, or if both
-        fields have the same axis.
-        """
+        """Maps "expert_axis" and "tensor_axis" to tuples of mesh axes, which must differ."""
         expert_axes = checks.as_axes(self.expert_axis, "expert_axis")
         tensor_axis = self.tensor_axis
         tensor_axes = () if tensor_axis is None else checks.as_axes(tensor_axis, "tensor_axis")
@@ -318,11 +273,13 @@ class MoEConfig:
         return found
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Maps the names of the fields that hold a function, such as "router", to the function.
-
-        Fields that are None are left out.
-        """
-        fields = {name: getattr(self, name) for name in function_names(type(self))}
+        """Maps the names of fields that hold a function, and not None, to the function."""
+        fields = {
+            "router": self.router,
+            "activation": self.activation,
+            "gating": self.gating,
+            "shared_gating": self.shared_gating,
+        }
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,24 +297,26 @@ class MoEConfig:
 
 def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, if a field's value is wrong on any mesh."""
-    check_options(config)
+    _check_fields(config)
     split = config.split_axes()
-    further = {axis for names in config.further_axes().values() for axis in names}
-    for name, own in split.items():
-        if both := set(own) & further:
+    further = [set(axes) for axes in config.further_axes().values()]
+    for name, axes in split.items():
+        if both := set(axes) & set[str]().union(*further):
             raise ValueError(
-                f"fsdp_axes must name other mesh axes than {name} {own}, but has {sorted(both)}."
+                f"fsdp_axes must name other mesh axes than {name} {axes}, but has {sorted(both)}."
             )
-    given = [set(axes) for axes in config.further_axes().values()]
-    if any(a & b and a != b for a in given for b in given):
+    if any(a & b and a != b for a in further for b in further):
         raise ValueError(
             "fsdp_axes must give two logical axes the same mesh axes, or different ones, but is "
             f"{config.further_axes()}."
         )
     if config.router is None:
-        k = config.num_experts_per_token
-        options = config.routing_options()
-        routing.check_choosing(config.num_choosable, k, options, k_name="num_experts_per_token")
+        routing.check_choosing(
+            config.num_choosable,
+            config.num_experts_per_token,
+            config.routing_options(),
+            k_name="num_experts_per_token",
+        )
     if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
         raise ValueError(
             'host_capacity_factor needs implementation="two_level" or None, since only the '
@@ -371,6 +330,59 @@ def check_config(config: MoEConfig) -> None:
         )
 
 
+def _check_fields(config: MoEConfig) -> None:
+    """Raises TypeError or ValueError, naming the field, unless each value is allowed by itself."""
+    for name, least in {
+        "num_experts": 1,
+        "num_experts_per_token": 1,
+        "zero_experts": 0,
+        "identity_experts": 0,
+        "constant_experts": 0,
+        "token_chunks": 1,
+    }.items():
+        checks.check_integer(name, getattr(config, name), least)
+    config.routing_options().check()
+    if config.router is not None:
+        wanted = "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing"
+        checks.check_function("router", config.router, f"{wanted}, or None")
+    if config.router_dtype is not None:
+        check_compute_dtype(config.router_dtype, name="router_dtype")
+        _check_no_wider("router_dtype", config.router_dtype, "logits")
+    if config.logit_softcap is not None:
+        checks.check_number("logit_softcap", config.logit_softcap, otherwise=", or None")
+    checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))
+    for name, otherwise in {
+        "capacity_factor": ", or None to drop nothing",
+        "host_capacity_factor": ", or None to send a host all that is meant for it",
+    }.items():
+        if (factor := getattr(config, name)) is not None:
+            checks.check_number(name, factor, otherwise=otherwise)
+    if config.num_slots is not None:
+        checks.check_integer("num_slots", config.num_slots)
+    checks.check_number("free_expert_factor", config.free_expert_factor)
+    checks.check_bool("record_choices", config.record_choices)
+    config.unit().check()
+    if config.shared_gating is not None:
+        checks.check_function(
+            "shared_gating", config.shared_gating, "a function of two arrays, or None"
+        )
+    if config.matmul_dtype is not None:
+        check_matmul_dtype(config.matmul_dtype)
+    checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))
+    checks.check_number("lora_scale", config.lora_scale)
+    if config.dtype is not None:
+        check_compute_dtype(config.dtype, "; for float8 rows on the wire, set wire_dtype")
+        _check_no_wider("dtype", config.dtype, "sums over a token's experts")
+    checks.as_axes(config.expert_axis, "expert_axis")
+    for name in ("sequence_axes", "tensor_axis"):
+        if (axes := getattr(config, name)) is not None:
+            checks.as_axes(axes, name)
+    if config.fsdp_axes is not None:
+        _check_fsdp_axes(config.fsdp_axes)
+    if config.mesh is not None and not isinstance(config.mesh, AbstractMesh):
+        checks.check_mesh("mesh", config.mesh, ", or None for the ambient one")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reference:
     """The module and name of a function, which pickle stores instead of the function."""
@@ -380,10 +392,7 @@ class _Reference:
 
     @classmethod
     def of(cls, function: Any) -> Any:
-        """Returns a `_Reference` whose `resolve` returns `function`.
-
-        Returns `function` itself if no module has it under its name, as for a lambda.
-        """
+        """Returns a `_Reference` to `function`, or `function` if its module has no such name."""
         name = getattr(function, "__qualname__", "")
         for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
             reference = cls(module or "", name)
@@ -392,6 +401,7 @@ class _Reference:
         return function
 
     def resolve(self) -> Any:
+        """Returns what the name stands for, or None if the module or the name is missing."""
         try:
             return getattr(importlib.import_module(self.module), self.name, None)
         except (ImportError, ValueError):

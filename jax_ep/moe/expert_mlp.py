@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
@@ -23,9 +23,7 @@ from jax_ep.matmul.gating import (
     hidden_values,
     sum_by_group,
 )
-from jax_ep.matmul.groups import Groups, group_of_row
 from jax_ep.matmul.primitives import Implementation, check_implementation
-from jax_ep.moe.elementwise import mixing_operation
 from jax_ep.moe.expert_matmuls import (
     Experts,
     Matmuls,
@@ -34,18 +32,8 @@ from jax_ep.moe.expert_matmuls import (
     check_same_kind,
     matmuls_of,
 )
-from jax_ep.moe.options import (
-    check_options,
-    documented,
-    function_option,
-    make_options,
-    number_or_none,
-    option,
-    optional,
-    takes,
-)
-from jax_ep.moe.traced import Traced, trace
-from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
+from jax_ep.runtime.jax_compat import is_traced, match_varying
+from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -54,25 +42,26 @@ Activation = Callable[[jax.Array], jax.Array]
 class HiddenUnit:
     """The elementwise function between an expert's matmuls: (gate, up) -> hidden values.
 
-    Here gate = x @ wi_0 and up = x @ wi_1, each plus its bias if there is one.
-
-    Attributes:
-        activation: an elementwise function of one array, finite at zero. The expert computes
-            (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
-        gating: None, or an elementwise function of gate and up that replaces activation(gate) * up.
-            `activation` and `gating` are static arguments, so values that they read besides their
-            arguments are constants, which are not trained.
-        clamp: None, or a number c above 0: before activation or gating, gate is clamped to at most
-            c, and up to [-c, c] (GPT-OSS, DeepSeek-V4).
+    Here gate = x @ wi_0 and up = x @ wi_1, each plus its bias if there is one. `expert_mlp`
+    describes the options.
     """
 
-    activation: Activation = function_option(
-        jax.nn.silu, "a function of one array, such as jax.nn.silu"
-    )
-    gating: Gating | None = function_option(None, "a function of two arrays, gate and up")
-    clamp: float | None = option(None, number_or_none())
+    activation: Activation = jax.nn.silu
+    gating: Gating | None = None
+    clamp: float | None = None
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError, naming the option, for a value that is not allowed."""
+        checks.check_function(
+            "activation", self.activation, "a function of one array, such as jax.nn.silu"
+        )
+        if self.gating is not None:
+            checks.check_function("gating", self.gating, "a function of two arrays, gate and up")
+        if self.clamp is not None:
+            checks.check_number("clamp", self.clamp, otherwise=", or None")
 
     def __call__(self, gate: jax.Array, *up: jax.Array) -> jax.Array:
+        # `up` is one array, or none for experts without wi_1.
         if self.clamp is not None:
             gate = jnp.minimum(gate, jnp.asarray(self.clamp, gate.dtype))
             up = tuple(jnp.clip(u, -self.clamp, self.clamp) for u in up)
@@ -82,27 +71,6 @@ class HiddenUnit:
         return hidden * up[0] if up else hidden
 
 
-@documented(HiddenUnit)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertUnit(HiddenUnit):
-    """The function between an expert's matmuls, and the dtype that the matmuls multiply.
-
-    The options are the fields of `HiddenUnit`, which describe the function, and `matmul_dtype`.
-
-    Attributes:
-        {HiddenUnit}
-        matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the experts' matmuls multiply; H
-            and F are then multiples of 128. In a layer, this holds for the shared experts, too.
-            Tokens, hidden values, matrices and their gradients are quantized, and gradients pass
-            straight through the rounding; parameters and results keep their dtypes. See the page
-            "Float8".
-    """
-
-    matmul_dtype: Any = option(None, optional(check_matmul_dtype))
-
-
-@documented(ExpertUnit)
-@takes(ExpertUnit, before="implementation")
 def expert_mlp(
     tokens: jax.Array | QuantizedArray,
     wi_0: jax.Array | QuantizedArray,
@@ -113,8 +81,11 @@ def expert_mlp(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
+    activation: Activation = jax.nn.silu,
+    gating: Gating | None = None,
+    clamp: float | None = None,
+    matmul_dtype: Any = None,
     implementation: Implementation = None,
-    **options: Any,
 ) -> jax.Array:
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
@@ -145,8 +116,6 @@ def expert_mlp(
     its `Transposed` form, is multiplied as it is stored. One in another format is dequantized and
     quantized to float8.
 
-    `activation` and the other options are the fields of `ExpertUnit`, as keyword arguments.
-
     Args:
       tokens: [R, H] floating: R rows in group order, as in `Dispatched.tokens`. With `matmul_dtype`
         it may be a `QuantizedArray`, which has no gradient, such as the tokens of
@@ -157,7 +126,17 @@ def expert_mlp(
       group_sizes: [L] integer: the number of rows in each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
-      {ExpertUnit}
+      activation: an elementwise function of one array, finite at zero. The expert computes
+        (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
+      gating: None, or an elementwise function of gate and up that replaces activation(gate) * up.
+        `activation` and `gating` are static arguments, so values that they read besides their
+        arguments are constants, which are not trained.
+      clamp: None, or a number c above 0: before activation or gating, gate is clamped to at most c,
+        and up to [-c, c] (GPT-OSS, DeepSeek-V4).
+      matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the matmuls multiply; H and F are
+        then multiples of 128. Tokens, hidden values, matrices and their gradients are quantized,
+        and gradients pass straight through the rounding; parameters and results keep their dtypes.
+        See the page "Float8".
       implementation: as in `grouped_matmul`.
 
     Returns:
@@ -168,76 +147,84 @@ def expert_mlp(
         here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = make_options(ExpertUnit, options, "expert_mlp")
-    check_operands(tokens, experts, group_sizes, unit, implementation)
-    group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    return run_mlp(tokens, experts, group_sizes, unit, implementation)
+    unit = HiddenUnit(activation=activation, gating=gating, clamp=clamp)
+    check_operands(tokens, experts, group_sizes, unit, matmul_dtype, implementation)
+    # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
+    group_sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
+    return run_mlp(tokens, experts, group_sizes, unit, matmul_dtype, implementation)
 
 
 def run_mlp(
     tokens: jax.Array | QuantizedArray,
     experts: Experts,
     group_sizes: jax.Array,
-    unit: ExpertUnit,
+    unit: HiddenUnit,
+    matmul_dtype: Any,
     implementation: Implementation,
 ) -> jax.Array:
     """Computes `expert_mlp` of operands that have been checked."""
-    is_array = not isinstance(tokens, QuantizedArray)
+    tokens_have_gradient = not isinstance(tokens, QuantizedArray)
     tokens = without_gradient("tokens", with_jax_dtype(tokens))
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-    tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
-    traced = traced_unit(unit, tokens, experts)
-    matmuls, experts = matmuls_of(unit.matmul_dtype, experts, implementation)
-    return _expert_mlp(tokens, experts, group_sizes, traced, matmuls, is_array)
+    leaves = match_varying(leaves, ())
+    tokens, experts, group_sizes = jax.tree.unflatten(tree, leaves)
+    if tokens.shape[0] == 0:
+        # The type of the result varies over the axes that the operands' types do.
+        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), *leaves), ())[0]
+    matmuls, experts = matmuls_of(matmul_dtype, experts, implementation)
+    return _expert_mlp(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _expert_mlp(tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls, is_array: bool):
+def _expert_mlp(
+    tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls, tokens_have_gradient: bool
+):
     return forward(tokens, experts, group_sizes, unit, matmuls, keep=False)[0]
 
 
-def _forward(tokens, experts, group_sizes, unit, matmuls, is_array):
+def _forward(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient):
+    tokens, experts = matmuls.differentiated_once((tokens, experts))
     return forward(tokens, experts, group_sizes, unit, matmuls)
 
 
-def _backward(unit, matmuls, is_array, saved, grad):
-    dtokens, dexperts, _ = backward(saved, grad, None, unit, matmuls)
-    return dtokens if is_array else None, dexperts, None
+def _backward(unit, matmuls, tokens_have_gradient, saved, grad):
+    grad = matmuls.differentiated_once(grad)
+    dtokens, dexperts, _ = backward(saved, grad, weights=None, unit=unit, matmuls=matmuls)
+    return dtokens if tokens_have_gradient else None, dexperts, None
 
 
 def forward(
     tokens: Any,
     experts: Experts,
     groups: Groups,
-    unit: Traced,
+    unit: HiddenUnit,
     matmuls: Matmuls,
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
     """Returns the output of the experts, and the residuals for `backward`.
 
-    `groups` are the numbers of rows of the experts, [L] int32; or, without `keep`, chosen groups:
-    the output is then [S * height, H]. `unit` is the function between the matmuls. Without `keep`,
-    the residuals are incomplete, and only the output may be used. The output's rows past the last
-    group are zero with `zero_unused`, and undefined without. The hidden values are always undefined
-    in rows past the last group, which nothing reads. The operands must have been checked and must
-    have the same varying manual axes (vma). The tokens may be a `QuantizedArray` if `matmuls`
-    multiply float8.
+    `groups` are the numbers of rows of the experts, [L] int32, for an output [R, H]; or, without
+    `keep`, S chosen groups, for [S * height, H]. Without `keep`, the residuals are incomplete. Rows
+    of the output past the last group are zero with `zero_unused`, and undefined without.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
-        hidden, *products = matmuls.gated_product(rows, experts, groups, unit, keep)
+        hidden, *products = matmuls.gated_hidden(rows, experts, groups, unit, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
-        products = matmuls.up_products(rows, experts, groups)
+        products = [
+            matmuls.times(rows, experts, name, groups, jnp.float32, zero_unused=False)
+            for name in ("wi_0", "wi_1")[: len(experts.wi)]
+        ]
         kept = (matmuls.as_residual(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
         biases = _biases_of_rows(experts, groups, rows)
         operands = products if matmuls.rounds_residuals else pre
         hidden = matmuls.as_operand(hidden_values(unit, biases, tuple(operands)))
-    out = matmuls.down_product(hidden, experts, groups, dtype, zero_unused)
+    out = matmuls.times(hidden, experts, "wo", groups, dtype, zero_unused=zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
         bias = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
@@ -249,26 +236,18 @@ def backward(
     saved: tuple,
     grad: Any,
     weights: jax.Array | None,
-    unit: Traced,
+    unit: HiddenUnit,
     matmuls: Matmuls,
     zero_unused: bool = True,
     mean_rows: int | None = None,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
-    With `weights`, the gradients are those of the weighted output, weights[:, None] * output. The
-    weights are applied to the hidden values instead of the output. The result is the same, since
-    the output without its bias is linear in the hidden values.
-
-    Args:
-      saved: the residuals that `forward` returned.
-      grad: [rows, H], the cotangent of the output, or of the weighted output with `weights`.
-      weights: [rows] float32, the top-k weight of each row; None for an output without weights.
-      unit: the function between the matmuls.
-      matmuls: the matmuls that `forward` used.
-      zero_unused: whether the gradients of tokens and weights are zero in rows past the last group.
-        Otherwise they are undefined there.
-      mean_rows: the number of rows in groups on a rank, mean over ranks; None if it is not known.
+    `saved` are the residuals of `forward`, and `grad` [R, H] is the cotangent of the output; or of
+    weights[:, None] * output, with `weights` [R] float32. These are applied to the hidden values,
+    since the output without its bias is linear in them. Gradients of tokens and weights in rows
+    past the last group are zero with `zero_unused`, and undefined without. `mean_rows` is the mean
+    number of rows in groups on a rank, if known.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -291,10 +270,12 @@ def backward(
     )
     grad = matmuls.as_array(grad, dtype)
 
-    if experts.sums is None:
+    # Stored matrices get no gradient. XLA removes the matmuls whose results are dropped here.
+    dexperts = Experts(wi_0=None, wi_1=None, wo=None)
+    if experts.sums is not None:
+        dexperts = dexperts._replace(sums=(*dwi, dwo))
+    elif not matmuls.is_stored:
         dexperts = Experts(dwi[0], dwi[1] if len(dwi) > 1 else None, dwo)
-    else:
-        dexperts = Experts(None, None, None, sums=(*dwi, dwo))
     if experts.biases == (None, None, None):
         return dtokens, dexperts, dweights
     group_of_rows = group_of_row(group_sizes, dtokens.shape[0])
@@ -302,27 +283,36 @@ def backward(
         if (bias := getattr(experts, name)) is not None:
             dbias = sum_by_group(dproduct, group_of_rows, bias)
             dexperts = dexperts._replace(**{name: dbias})  # type: ignore
-    if (bias := experts.wo_bias) is not None:
-        grad = jnp.where((group_of_rows < len(bias))[:, None], grad, 0)
-        wide = wide_dtype(grad.dtype)
-        dout = grad.astype(wide)
-        if weights is not None and dweights is not None:
-            terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
-            dweights += terms.astype(dweights.dtype)
-            dout *= weights.astype(wide)[:, None]
-        dbias = sum_by_group(dout.astype(grad.dtype), group_of_rows, bias)
+    if experts.wo_bias is not None:
+        dbias, dweights = _wo_bias_gradient(experts.wo_bias, grad, weights, dweights, group_of_rows)
         dexperts = dexperts._replace(wo_bias=dbias)
     return dtokens, dexperts, dweights
+
+
+def _wo_bias_gradient(
+    bias: jax.Array,
+    grad: jax.Array,
+    weights: jax.Array | None,
+    dweights: jax.Array | None,
+    group_of_rows: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the gradient of wo_bias, and `dweights` with the part that flows through the bias."""
+    # Rows past the last group may hold anything.
+    grad = jnp.where((group_of_rows < len(bias))[:, None], grad, 0)
+    wide = wide_dtype(grad.dtype)
+    dout = grad.astype(wide)
+    if weights is not None and dweights is not None:
+        terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
+        dweights += terms.astype(dweights.dtype)
+        dout *= weights.astype(wide)[:, None]
+    return sum_by_group(dout.astype(grad.dtype), group_of_rows, bias), dweights
 
 
 _expert_mlp.defvjp(_forward, _backward)
 
 
 def _biases_of_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] each.
-
-    A bias that is None stays None. `rows` are the tokens, of which only number and dtype matter.
-    """
+    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] or None."""
     biases = experts.wi_0_bias, experts.wi_1_bias
     return biases_of_rows(biases, groups, rows.shape[0], wide_dtype(rows.dtype))
 
@@ -331,64 +321,29 @@ def check_operands(
     tokens: jax.Array | QuantizedArray,
     experts: Experts,
     group_sizes: jax.Array,
-    unit: ExpertUnit,
+    unit: HiddenUnit,
+    matmul_dtype: Any,
     implementation: Implementation,
     name_of_implementation: str = "implementation",
 ) -> None:
-    """Raises TypeError or ValueError unless `expert_mlp` supports the operands and options.
+    """Raises ValueError or TypeError, which names an argument, unless all arguments fit.
 
-    Messages about `implementation` call it `name_of_implementation`.
+    `name_of_implementation` is the caller's name of `implementation`, for errors.
     """
-    shapes = dict(
-        wi_0="[L, H, F]",
-        wi_1="[L, H, F]",
-        wo="[L, F, H]",
-        wi_0_bias="[L, F]",
-        wi_1_bias="[L, F]",
-        wo_bias="[L, H]",
-    )
+    matrices = QuantizedExperts._fields
     weights = experts._replace(quantized=None, sums=None)._asdict()
+    # wi_0 and wo are required, so they are checked even if they are None.
     given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
-    for name, array in given.items():
-        ndim = shapes[name].count(",") + 1
-        checks.check_array(
-            name,
-            array,
-            ndim,
-            jnp.floating,
-            shapes[name],
-            may_be_empty=False,
-            may_be_quantized=name in QuantizedExperts._fields,
-        )
+    _check_weights(given)
+    may_be_quantized = matmul_dtype is not None
     checks.check_array(
-        "tokens",
-        tokens,
-        2,
-        jnp.floating,
-        "[R, H]",
-        may_be_empty=False,
-        may_be_quantized=unit.matmul_dtype is not None,
+        "tokens", tokens, 2, jnp.floating, "[R, H]", may_be_quantized=may_be_quantized
     )
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
-    num_experts, hidden, mlp = experts.wi_0.shape
-    expected = {
-        "tokens": (tokens.shape[0], hidden),
-        "wi_1": (num_experts, hidden, mlp),
-        "wo": (num_experts, mlp, hidden),
-        "group_sizes": (num_experts,),
-        "wi_0_bias": (num_experts, mlp),
-        "wi_1_bias": (num_experts, mlp),
-        "wo_bias": (num_experts, hidden),
-    }
-    check_same_kind(experts, QuantizedExperts._fields)
+    check_same_kind(experts, matrices)
     arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
-    for name, wanted in expected.items():
-        if name in arrays and arrays[name].shape != wanted:
-            raise ValueError(
-                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
-                f"{experts.wi_0.shape}, but has shape {arrays[name].shape}."
-            )
-    for name in ("wi_0", "wi_1", "wo"):
+    _check_shapes(arrays)
+    for name in matrices:
         if name in given and given[name].dtype != tokens.dtype:
             raise TypeError(
                 f"{name} must have the dtype of tokens, {tokens.dtype}, but has "
@@ -397,13 +352,15 @@ def check_operands(
     for name, array in arrays.items():
         for part in jax.tree.leaves(array):
             checks.check_not_sharded(name, part)
-    check_options(unit)
-    if unit.matmul_dtype is not None:
+    unit.check()
+    if matmul_dtype is not None:
+        check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
     dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
-    rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(dtype))
-    _check_elementwise(unit, rows)
+    num_rows = 1 if tokens.shape[0] == 0 else tokens.shape[0]
+    rows = jax.ShapeDtypeStruct((num_rows, experts.wi_0.shape[2]), wide_dtype(dtype))
+    _check_functions(unit, rows)
     if experts.wi_1 is None:
         for name, value in (("gating", unit.gating), ("wi_1_bias", experts.wi_1_bias)):
             if value is not None:
@@ -411,22 +368,55 @@ def check_operands(
                     f"{name} must be None where wi_1 is None: an expert without a gate has one "
                     "pre-activation."
                 )
-    check_implementation(implementation, experts.wi_0, name_of_implementation, unit.matmul_dtype)
+    check_implementation(implementation, experts.wi_0, name_of_implementation, matmul_dtype)
 
 
-def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless the unit's activation or gating is elementwise and returns floats.
+def _check_weights(weights: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError unless each weight is a float array of the right ndim."""
+    shapes = dict(
+        wi_0="[L, H, F]",
+        wi_1="[L, H, F]",
+        wo="[L, F, H]",
+        wi_0_bias="[L, F]",
+        wi_1_bias="[L, F]",
+        wo_bias="[L, H]",
+    )
+    for name, array in weights.items():
+        options = dict(may_be_empty=False, may_be_quantized=name in QuantizedExperts._fields)
+        ndim = shapes[name].count(",") + 1
+        checks.check_array(name, array, ndim, jnp.floating, shapes[name], **options)
 
-    `rows` is the shape and dtype of each of its arguments. Also raises ValueError if the function
-    reads a traced array that is not an argument, since such an array would get no gradient.
-    """
+
+def _check_shapes(arrays: Mapping[str, Any]) -> None:
+    """Raises ValueError for an operand whose shape does not fit that of wi_0."""
+    num_experts, hidden, mlp = arrays["wi_0"].shape
+    expected = {
+        "tokens": (arrays["tokens"].shape[0], hidden),
+        "wi_1": (num_experts, hidden, mlp),
+        "wo": (num_experts, mlp, hidden),
+        "group_sizes": (num_experts,),
+        "wi_0_bias": (num_experts, mlp),
+        "wi_1_bias": (num_experts, mlp),
+        "wo_bias": (num_experts, hidden),
+    }
+    for name, wanted in expected.items():
+        if name in arrays and arrays[name].shape != wanted:
+            raise ValueError(
+                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
+                f"{arrays['wi_0'].shape}, but has shape {arrays[name].shape}."
+            )
+
+
+def _check_functions(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
+    """Raises TypeError or ValueError unless the unit maps arrays like `rows` to floats."""
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
     try:
-        jaxpr, result = trace(function, [rows] * count)
+        jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*[rows] * count)
     except TypeError as error:
         arrays = "an array" if count == 1 else f"{count} arrays"
         raise TypeError(f"{name} failed for {arrays}: {error}") from error
+    # A traced array that is not an argument would get no gradient.
     for constant in jaxpr.consts:
         if is_traced(constant):
             raise ValueError(
@@ -439,40 +429,3 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
             f"{name} must be elementwise: for {rows.dtype} of shape {rows.shape} it must return "
             f"floats of the same shape, but returns {result}."
         )
-    if (operation := mixing_operation(jaxpr, rows.shape)) is not None:
-        raise ValueError(
-            f"{name} must be elementwise, but combines elements of an argument by {operation}."
-        )
-
-
-def traced_unit(unit: HiddenUnit, tokens: jax.Array | QuantizedArray, experts: Experts) -> Traced:
-    """Traces a unit, the function between an expert's matmuls, and returns it as a `Traced`.
-
-    The unit is traced for whole pre-activations [rows, F] in float32 or wider, and for float32
-    scalars, on which the kernels evaluate it. Tokens and experts must have been checked and must
-    have the same varying manual axes (vma).
-    """
-    shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
-    count = 1 if experts.wi_1 is None else 2
-    values = tokens.values if isinstance(tokens, QuantizedArray) else tokens
-
-    def rows(values: jax.Array) -> list[Any]:
-        make = jax.make_jaxpr(lambda x: jnp.broadcast_to(x[:1, :1].astype(wide), shape))
-        return make(values).out_avals * count
-
-    traced = Traced(unit, [rows(values)])
-
-    def run_as_here(values: jax.Array) -> jax.Array:
-        traced.run_as(*rows(values))
-        # If the unit cannot be traced for scalars, XLA runs it instead of a kernel. So the error is
-        # ignored.
-        with contextlib.suppress(Exception):
-            traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
-        return values
-
-    run_as_here(values)
-    # The matmul primitives get operands that are replicated over the mesh's Explicit axes, and call
-    # the unit on such arrays. Their types differ from those here. So the unit is also traced for
-    # arrays that are replicated over these axes.
-    replicated_over_explicit_axes(run_as_here, values)
-    return traced

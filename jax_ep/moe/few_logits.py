@@ -40,7 +40,7 @@ def _by_kernel(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
 
 
 def _kernel_reason(program: Program) -> str | None:
-    """Returns why the GPU kernel cannot run in `program`, or None if it can."""
+    """Returns why the GPU kernel cannot run in a program, or None if it can."""
     if reason := availability.one_device_unavailable_reason(program):
         return reason
     from pallas_kernels.routing import logits
@@ -51,8 +51,6 @@ def _kernel_reason(program: Program) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Logits(Implementation):
-    """An implementation of `few_logits`; `compute` computes the primitive's results."""
-
     compute: Callable[..., Any]
 
 

@@ -1,17 +1,10 @@
 """Runs experts on a few tokens without a dispatch, as in decoding on one rank.
 
-With few tokens, a layer spends most of its time on reading the chosen experts' matrices and on
-launching kernels. On one rank, a dispatch only sorts the tokens' rows by expert, but that takes
-seven launches. Here, each chosen expert computes all tokens instead, and each token then uses only
-the outputs of the experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of
-experts that are not quantized has the same bits as with a dispatch.
-
-The shared experts of a few tokens, if their matrices are quantized, are a case with one expert,
-which all tokens choose.
-
-Quantized matrices are read as they are stored (`jax_ep.matmul.weight_only`); those in a format that
-the kernel does not know are dequantized. With `matmul_dtype`, more than MOST_UNQUANTIZED_TOKENS
-tokens are quantized, too.
+On one rank, a dispatch only sorts the tokens' rows by expert, but that takes seven launches. Here,
+each chosen expert computes all tokens instead, and each token then uses only the outputs of the
+experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of experts that are not
+quantized has the same bits as with a dispatch. Shared experts with quantized matrices are a case
+with one expert, which all tokens choose.
 
 Only the kernels for Hopper GPUs can do this. Programs for other platforms, and the backward pass,
 use a dispatch and a combine.
@@ -36,10 +29,11 @@ from jax_ep.matmul.backend import Problem, pad_rows
 from jax_ep.matmul.primitives import Implementation
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, matmuls_of
-from jax_ep.moe.expert_mlp import forward, traced_unit
+from jax_ep.moe.expert_mlp import forward
 from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.routed_experts import by_dispatch
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups, output_rows
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups
 
 # The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
@@ -53,24 +47,16 @@ Run = Callable[..., tuple[jax.Array, Any]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
-    """Returns whether a GPU may compute these tokens [T, H] without a dispatch.
-
-    It may if each expert can compute all of them; `num_ranks`, the number of ranks that exchange
-    rows with each other, is 1; and no option of the exchange changes the output or names an
-    implementation.
-    """
-    of_exchange = config.implementation, config.capacity_factor, config.wire_dtype
-    if any(each is not None for each in of_exchange) or config.weights_on != "output":
+    """Returns whether a GPU may compute these tokens [T, H] without a dispatch."""
+    # These options ask for a dispatch, or for a change of the rows that it sends.
+    of_dispatch = config.implementation, config.capacity_factor, config.wire_dtype
+    if any(option is not None for option in of_dispatch) or config.weights_on != "output":
         return False
-    return num_ranks == 1 and _each_computes_all(tokens, experts, config)
+    return num_ranks == 1 and not experts.adapters and _each_computes_all(tokens, experts, config)
 
 
 def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -> bool:
-    """Returns whether a GPU may let an expert compute all of these tokens [T, H].
-
-    It may if there are at most MOST_TOKENS tokens, JAX does not check results for NaN, and the
-    Pallas matmul kernels can multiply the experts' matrices.
-    """
+    """Returns whether a GPU may let an expert compute all of these tokens [T, H]."""
     num_tokens = tokens.shape[0]
     if checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
         return False
@@ -86,47 +72,35 @@ def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -
 
 
 def run(
-    by_dispatch: Run,
     experts: Experts,
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
-    *,
+    distinct: bool,
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `by_dispatch` returns, computed without a dispatch where `supports` allows it.
+    """Returns what `by_dispatch` does, computed without a dispatch where `supports` allows it."""
 
-    With quantized experts, the output is the same up to rounding.
+    def elsewhere(
+        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return by_dispatch(experts, tokens, topk_idx, topk_weights, distinct, config, where)
 
-    Args:
-      by_dispatch: a function of the next four arguments that computes the output [T, H] and each
-        expert's number of dropped rows [L] int32 by a dispatch and a combine. Gradients, and
-        programs for other platforms, are computed by it.
-      experts: the weights of the L experts of this rank.
-      tokens: [T, H], in the compute dtype.
-      topk_idx: [T, K] int32, the experts that each token chooses. A number outside of [0, L)
-        chooses no expert.
-      topk_weights: [T, K] float32, the weights of the choices.
-      config: the options of the layer.
-      where: the mesh axes that the layer uses.
-
-    Returns:
-      The output [T, H], and each expert's number of dropped rows.
-    """
     if not supports(tokens, experts, config, where.num_ranks()):
-        return by_dispatch(experts, tokens, topk_idx, topk_weights)
+        return elsewhere(experts, tokens, topk_idx, topk_weights)
 
     def by_chosen_experts(
         experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        out = output(experts, tokens, topk_idx, topk_weights, config, "pallas")
+        out = output(experts, tokens, topk_idx, topk_weights, config, implementation="pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
+        # Both results vary (vma) over the axes over which those of `elsewhere` do.
         out, dropped, _ = match_varying((out, dropped, topk_idx), where.expert_axes)
         return out, dropped
 
     operands = tokens, topk_idx, topk_weights
-    return _by_platform(by_chosen_experts, by_dispatch, experts, operands, where.expert_axes)
+    return _by_platform(by_chosen_experts, elsewhere, experts, operands, where.expert_axes)
 
 
 def run_one(
@@ -135,23 +109,21 @@ def run_one(
     tokens: jax.Array,
     config: MoEConfig,
 ) -> jax.Array:
-    """Runs the only one of `experts` on all tokens [T, H]; returns [T, H].
-
-    If the kernels for few tokens cannot compute it, the result is `of_many(experts, tokens)`, as it
-    is for gradients and in programs for other platforms.
-    """
+    """Runs the only one of `experts` on tokens [T, H]; by `of_many` where no kernel for few can."""
     if not _each_computes_all(tokens, experts, config):
         return of_many(experts, tokens)
 
     def of_few(experts: Experts, tokens: jax.Array) -> jax.Array:
         count = len(tokens)
         groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
-        return _outputs(experts, tokens, groups, config, "pallas")[:count]
+        return _outputs(experts, tokens, groups, config, implementation="pallas")[:count]
 
-    def alone(function: Callable[..., jax.Array]) -> Run:
+    # `_by_platform` takes functions with a second result.
+    def with_nothing(function: Callable[..., jax.Array]) -> Run:
         return lambda *operands: (function(*operands), ())
 
-    return _by_platform(alone(of_few), alone(of_many), experts, (tokens,), ())[0]
+    of_few_or_many = with_nothing(of_few), with_nothing(of_many)
+    return _by_platform(*of_few_or_many, experts, operands=(tokens,), axes=())[0]
 
 
 def _by_platform(
@@ -163,8 +135,7 @@ def _by_platform(
 ) -> tuple[jax.Array, Any]:
     """Returns `on_gpu(experts, *operands)` on a GPU, and `elsewhere` of the same anywhere else.
 
-    Both functions return the output, and something that has no gradient. The gradient is that of
-    `elsewhere`. The results vary over the mesh axes `axes`, and over all that operands vary over.
+    Both return the output, and a pytree without gradient. The gradient is that of `elsewhere`.
     """
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
@@ -180,25 +151,22 @@ def _by_platform(
         return lax.platform_dependent(whole, *others, cuda=on_gpu, default=elsewhere)
 
     def compute_and_keep(quantized: dict[str, Any], *operands: Any) -> tuple[Any, Any]:
-        def of_rest(experts: Experts, *others: jax.Array) -> tuple[jax.Array, Any]:
+        def of_arrays(experts: Experts, *others: jax.Array) -> tuple[jax.Array, Any]:
             return elsewhere(experts._replace(**quantized), *others)
 
-        out, pull, others = jax.vjp(of_rest, *operands, has_aux=True)
-        return (out, others), pull
+        out, vjp, aux = jax.vjp(of_arrays, *operands, has_aux=True)
+        return (out, aux), vjp
 
-    compute.defvjp(compute_and_keep, lambda pull, cotangents: (None, *pull(cotangents[0])))
-    rest = experts._replace(**dict.fromkeys(quantized))
-    leaves, tree = jax.tree.flatten((quantized, rest, *operands))
+    compute.defvjp(compute_and_keep, lambda vjp, cotangents: (None, *vjp(cotangents[0])))
+    arrays = experts._replace(**dict.fromkeys(quantized))
+    leaves, tree = jax.tree.flatten((quantized, arrays, *operands))
     return compute(*jax.tree.unflatten(tree, match_varying(leaves, axes)))
 
 
 def _matrices_of_weight_only(
     experts: Experts, matmul_dtype: Any, tokens: jax.Array
 ) -> list[QuantizedArray] | None:
-    """Returns the quantized matrices by which unquantized tokens are multiplied, wo last.
-
-    Returns None if the matrices are not quantized, or if the tokens are to be quantized, too.
-    """
+    """Returns the quantized matrices, wo last, for unquantized tokens; None if there are none."""
     if matmul_dtype is None:
         stored = [*experts.wi, experts.wo]
         return stored if isinstance(experts.wo, QuantizedArray) else None
@@ -220,11 +188,7 @@ def output(
     config: MoEConfig,
     implementation: Implementation,
 ) -> jax.Array:
-    """Computes each token's weighted sum of its experts' outputs, [T, H], without a dispatch.
-
-    `implementation` is the backend of the matmuls, such as "pallas". The other arguments are those
-    of `run`.
-    """
+    """Computes each token's weighted sum of its experts' outputs, [T, H], without a dispatch."""
     with jax.named_scope("dispatch"):
         groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
     with jax.named_scope("experts"):
@@ -241,17 +205,14 @@ def _outputs(
     implementation: Implementation,
 ) -> jax.Array:
     """Returns the outputs of the S chosen experts for all tokens, [S * height, H]."""
-    options = config.expert_options()
-    num_rows = output_rows(groups, len(tokens))
-    like_hidden = jnp.broadcast_to(tokens[:1], (num_rows, tokens.shape[1]))
-    unit = traced_unit(options, like_hidden, experts)
-    matmuls, experts = matmuls_of(options.matmul_dtype, experts, implementation)
-    stored = _matrices_of_weight_only(experts, options.matmul_dtype, tokens)
+    unit = config.unit()
+    matmuls, experts = matmuls_of(config.matmul_dtype, experts, implementation)
+    stored = _matrices_of_weight_only(experts, config.matmul_dtype, tokens)
     if stored is None:
         rows = pad_rows(tokens)
         return forward(rows, experts, groups, unit, matmuls, keep=False, zero_unused=False)[0]
     product = functools.partial(
-        weight_only.product,
+        weight_only.product_of_stored,
         groups=groups,
         num_rows=len(tokens),
         implementation=implementation,

@@ -26,12 +26,13 @@ Convention = Literal["switch", "transformers", "deepseek_v3"]
 class BalanceSums(NamedTuple):
     """The sums over tokens from which a load-balance loss is computed; a pytree.
 
-    Sums of several ranks, layers or microbatches may be added.
+    Sums of several ranks, layers or microbatches may be added. Counts are float32, because such
+    sums of int32 could overflow. They are exact up to 2^24, and the loss needs only their ratios.
 
     Attributes:
-        choices: [..., E] int32: the number of (token, choice) pairs that chose each expert.
+        choices: [..., E] float32: the number of (token, choice) pairs that chose each expert.
         probs: [..., E] float32: each expert's probability, summed over tokens.
-        num_tokens: [...] int32: the number of tokens that chose at least one expert.
+        num_tokens: [...] float32: the number of tokens that chose at least one expert.
     """
 
     choices: jax.Array
@@ -67,28 +68,24 @@ def load_balance_loss(
       sequences. This is DeepSeek-V3's complementary sequence-wise loss (arXiv:2412.19437, eq. 17
       to 20), but c counts the choices that the router made, as in DeepSeek-V2.
 
-    A token's probabilities are its row of `probs` divided by the row's sum. This leaves softmax
-    rows as they are, and turns sigmoid scores into DeepSeek-V3's probabilities (eq. 19); a row of
-    zeros stays zero. Pass `Routing.probs`: they are scaled so that sigmoid scores do not underflow,
-    whereas `jax.nn.sigmoid` gives 0 in float32 for logits below -87.
-
-    c and P are summed over the tokens of all ranks, or of a sequence, before they are multiplied.
-    (The mean of the ranks' own losses would penalize a rank for the skew of its own tokens.) A
-    token that chooses no expert is left out, even if it holds NaN.
+    A token's probabilities are its row of `probs` divided by the row's sum (DeepSeek-V3's eq. 19
+    for sigmoid scores); a row of zeros stays zero. c and P are summed over the tokens of all ranks,
+    or of a sequence, before they are multiplied. (The mean of the ranks' own losses would penalize
+    a rank for the skew of its own tokens.) A token that chooses no expert is left out, even if it
+    holds NaN.
 
     Args:
-        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows only through it.
+        probs: [T, E] floating, not negative: `Routing.probs`, in which sigmoid scores do not
+            underflow. The gradient flows only through it.
         topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, chooses no expert.
         convention: "switch", "transformers" or "deepseek_v3".
         num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a
-            rank's T tokens are B sequences of equal length, one after the other, all of them on
-            this rank.
+            rank's T tokens are B sequences of equal length, one after the other.
         sequence_ids: [T] integer, or None: the sequence of each token, in [0, B). Give it where
             lengths differ or a sequence is on several ranks. B then is the number of sequences on
             all ranks, and ids are the same on all ranks.
         expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
-            MoE++'s tau (arXiv:2410.07348) for free experts (zero, identity and constant experts),
-            and 1 for all others.
+            MoE++'s tau (arXiv:2410.07348) for free experts, and 1 for all others.
         axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
             `jax.shard_map`; None for the loss of this rank's tokens.
 
@@ -118,10 +115,11 @@ def load_balance_loss(
             pooled, convention=convention, expert_factors=expert_factors
         )
     if sequence_ids is not None:
+        # A rank has parts of sequences. Summed over ranks first, they become whole sequences.
         sums, axis_name = sum_over_ranks(sums, axis_name), None
     of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
-    total, number = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
-    return total / _at_least_one(number)
+    total, num_not_empty = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
+    return total / _at_least_one(num_not_empty)
 
 
 def pooled_load_balance_loss(
@@ -138,15 +136,14 @@ def pooled_load_balance_loss(
     Args:
         sums: the `MoEMetrics.balance` of one layer; an iterable of `BalanceSums`, one per layer; or
             one `BalanceSums` whose arrays have leading axes, as `lax.scan` over layers stacks them.
-        convention: "transformers" or "switch"; see `load_balance_loss`.
-        expert_factors: [E] floating, or None; see `load_balance_loss`.
+        convention, expert_factors: see `load_balance_loss`; not "deepseek_v3", whose loss of
+            several layers or equal microbatches is the mean of theirs.
 
     Returns:
         [] float32.
 
     Raises:
-        ValueError: the convention is neither "transformers" nor "switch", or the layers differ in
-            their number of experts.
+        ValueError: the convention is another one, or layers differ in their number of experts.
         TypeError: `sums` holds anything but `BalanceSums`.
     """
     checks.check_name("convention", convention, ("transformers", "switch"))
@@ -161,11 +158,12 @@ def pooled_load_balance_loss(
         raise ValueError(
             f"sums must all have the same number of experts, but have {sorted(sizes)} experts."
         )
+    # Sums of all layers, [layers, E]; the numbers of tokens are [layers, 1] meanwhile.
     stacked = jax.tree.map(
-        lambda *a: jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in a]),
+        lambda *arrays: jnp.concatenate([a.reshape(-1, a.shape[-1]) for a in arrays]),
         *(one._replace(num_tokens=one.num_tokens[..., None]) for one in given),
     )
-    pooled = jax.tree.map(functools.partial(jnp.sum, axis=0), stacked)
+    pooled = jax.tree.map(functools.partial(jnp.sum, axis=0), in_float32(stacked))
     pooled = pooled._replace(num_tokens=pooled.num_tokens[0])
     return _loss(pooled, convention, expert_factors)
 
@@ -180,7 +178,7 @@ def balance_sums(
     """Sums the choices and probabilities of this rank's tokens, for the load-balance loss.
 
     With `num_sequences` B, returns one sum for each sequence, along a leading axis of size B. The
-    arguments are those of `load_balance_loss`.
+    counts are int32, which `in_float32` converts. Raises as `load_balance_loss` does.
     """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
@@ -191,26 +189,36 @@ def balance_sums(
             f"{topk_idx.shape}."
         )
     topk_idx = expert_ids(topk_idx, num_experts)
-    routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
+    is_routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
     # A token that chooses no expert may hold NaN, which is replaced before the division. If it were
     # replaced after the division, its gradient would be zero times NaN, which is NaN.
-    probs = _shares(jnp.where(routed[:, None], probs, 0.0))
+    probs = _shares(jnp.where(is_routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
             count_experts(topk_idx, num_experts),
             jnp.sum(probs, axis=0),
-            jnp.sum(routed, dtype=jnp.int32),
+            jnp.sum(is_routed, dtype=jnp.int32),
         )
     num_sequences = checks.check_integer("num_sequences", num_sequences)
     chosen = jax.nn.one_hot(topk_idx, num_experts, dtype=jnp.int32, axis=1).sum(axis=-1)
-    parts = (chosen, probs, routed)
+    # Each token's own choices, probabilities and number, 0 or 1.
+    of_tokens = BalanceSums(chosen, probs, is_routed)
+    return _sums_of_sequences(of_tokens, num_sequences, sequence_ids)
+
+
+def _sums_of_sequences(
+    of_tokens: BalanceSums, num_sequences: int, sequence_ids: jax.Array | None
+) -> BalanceSums:
+    """Checks the arguments, and sums the arrays [T, ...] by sequence, to [num_sequences, ...]."""
+    probs = of_tokens.probs
+    num_tokens = probs.shape[0]
     if sequence_ids is None:
         if num_tokens % num_sequences:
             raise ValueError(
                 f"num_sequences must divide the {num_tokens} tokens of probs {probs.shape}, but is "
                 f"{num_sequences}; give sequence_ids where lengths differ."
             )
-        by_sequence = (a.reshape(num_sequences, -1, *a.shape[1:]) for a in parts)
+        by_sequence = (a.reshape(num_sequences, -1, *a.shape[1:]) for a in of_tokens)
         return BalanceSums(*(jnp.sum(a, axis=1, dtype=_sum_dtype(a)) for a in by_sequence))
     checks.check_array("sequence_ids", sequence_ids, 1, jnp.integer, "[T]")
     if sequence_ids.shape != (num_tokens,):
@@ -222,18 +230,21 @@ def balance_sums(
     # The matmul has the highest precision, because on GPUs a lower one would round the counts,
     # which must stay exact integers.
     exact = lax.Precision.HIGHEST
-    sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
-    return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
+    sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in of_tokens)
+    return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, of_tokens, strict=True)))
+
+
+def in_float32(sums: BalanceSums) -> BalanceSums:
+    """Returns the sums with counts as float32, of which sums do not overflow."""
+    return BalanceSums(*(jnp.asarray(array, jnp.float32) for array in sums))
 
 
 def _shares(probs: jax.Array) -> jax.Array:
-    """Divides each row of probs [T, E] by the row's sum; returns [T, E] float32.
-
-    A row of zeros or subnormal numbers becomes zeros. Each row is first divided by its largest
-    number. The sum is then at least 1, so neither the division by it nor its derivative overflows.
-    """
+    """Divides each row of probs [T, E] by the row's sum, float32; zeros and subnormals become 0."""
     if probs.dtype.itemsize < 4:
         probs = probs.astype(jnp.float32)
+    # After division by its largest number, a row's sum is at least 1, so that neither the division
+    # by the sum nor its derivative overflows.
     largest = lax.stop_gradient(jnp.max(probs, axis=-1, keepdims=True))
     is_zero = largest < jnp.finfo(probs.dtype).tiny
     probs = jnp.where(is_zero, 0.0, probs) / jnp.where(is_zero, 1.0, largest)
@@ -246,15 +257,11 @@ def _sum_dtype(array: jax.Array) -> Any:
 
 
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
-    """Computes the load-balance loss from sums over tokens; returns [...] float32.
-
-    The arrays of `sums` may have leading axes, for example one for sequences. The result has the
-    same leading axes, with one loss for each sequence. The loss is 0 where the sums count no
-    tokens. `convention` is "switch" or "transformers".
-    """
+    """Computes the "switch" or "transformers" loss from sums, [...] float32; 0 without tokens."""
+    sums = in_float32(sums)
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
-    share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
+    share = sums.choices / {"switch": pairs, "transformers": tokens}[convention]
     num_experts = sums.choices.shape[-1]
     if expert_factors is not None:
         checks.check_array("expert_factors", expert_factors, 1, jnp.floating, "[E]")
@@ -273,8 +280,7 @@ def router_z_loss(
 ) -> jax.Array:
     """Returns the router z-loss, mean_t logsumexp(logits[t])^2, which keeps logits small.
 
-    The loss is that of ST-MoE (arXiv:2202.08906, eq. 5). Masked tokens do not count, even if they
-    hold NaN.
+    ST-MoE (arXiv:2202.08906, eq. 5). Masked tokens do not count, even if they hold NaN.
 
     Args:
         logits: [T, E] floating: the router's logits.
@@ -307,11 +313,7 @@ def router_z_loss(
 
 
 def check_mask(mask: jax.Array, shape: str) -> None:
-    """Raises TypeError unless `mask` is a bool or integer array.
-
-    `shape` describes the shape that the mask should have, such as "[T]". The message quotes it, but
-    the shape is not checked here.
-    """
+    """Raises TypeError unless `mask` is a bool or integer array; `shape` is for the message."""
     wanted = f"mask must be a bool or integer array {shape}"
     if not hasattr(mask, "dtype"):
         raise TypeError(f"{wanted}, but is {checks.described(mask)}.")

@@ -12,116 +12,107 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep.checks import as_axes
+from jax_ep.checks import as_axes, check_mesh
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.runtime import jax_compat
 
 Axes = tuple[str, ...]
 # Pairs of a logical axis and the mesh axis or axes that it is sharded over, as in Flax.
 AxisRules = Sequence[tuple[str, Any]]
+# What each option must be where no axis of the mesh is meant.
+_NO_AXIS = {
+    "expert_axis": "() for data parallelism, where every rank has all experts",
+    "tensor_axis": "None if no axis splits the experts' hidden size",
+}
 
 
 class LayerMesh(NamedTuple):
-    """The mesh and the mesh axes of one call of the layer.
+    """The mesh and the mesh axes of one call of the layer."""
 
-    Attributes:
-        expert_axes: the axes that experts are spread over. () means that every rank holds every
-            expert.
-        batch_axes: the axes that tokens are spread over.
-        mesh: the mesh for which the call opens a `jax.shard_map`; None if it opens none.
-        tensor_axes: the axes that the experts' hidden size F is split over. () means that every
-            rank holds whole experts.
-        sequence_axes: the axes among `batch_axes` that split the sequence dimension of x
-            [..., sequence, H]. The remaining `batch_axes` split x's leading dimension.
-        further_axes: pairs of a parameter's name and a tuple. The tuple has, for each dimension of
-            the parameter, the FSDP axes that split it and along which the layer gathers it; see
-            `jax_ep.moe.fsdp`.
-    """
-
-    expert_axes: Axes
-    batch_axes: Axes
+    expert_axes: Axes  # over which experts are spread; (): every rank holds every expert
+    batch_axes: Axes  # over which tokens are spread
+    # for which the call opens a `jax.shard_map`; None: it opens none
     mesh: Mesh | AbstractMesh | None = None
-    tensor_axes: Axes = ()
+    tensor_axes: Axes = ()  # over which F is split; (): every rank holds whole experts
+    # The `batch_axes` that split the sequence dimension of x [..., sequence, H]; the others split
+    # x's leading dimension.
     sequence_axes: Axes = ()
+    # Pairs of a parameter's name and the FSDP axes that split each dimension.
     further_axes: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
 
     def num_ranks(self) -> int:
-        """Returns N, the number of ranks that the experts are spread over."""
         return self.size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
-        """Returns the number of ranks that the experts' hidden size F is split over."""
         return self.size(self.tensor_axes)
 
     def num_parts(self) -> int:
-        """Returns into how many parts this call of the layer splits the experts' hidden size F.
-
-        It is 1 in the caller's `jax.shard_map`, where parameters are split already.
-        """
+        """Returns into how many parts this call splits F: 1 in the caller's `jax.shard_map`."""
         return 1 if self.mesh is None else self.num_tensor_ranks()
 
-    def axes_of(self, logical_axes: Sequence[str | None]) -> tuple[Axes, ...]:
-        """Returns, for each logical axis of a parameter, the expert or tensor axes that split it.
-
-        "exp" is split over the expert axes, "mlp" over the tensor axes, and any other over none.
-        """
+    def axes_of(self, name: str) -> tuple[Axes, ...]:
+        """Returns, for each dimension of the parameter `name`, its expert or tensor axes."""
         axes = {"exp": self.expert_axes, "mlp": self.tensor_axes}
-        return tuple(axes.get(axis or "", ()) for axis in logical_axes)
+        return tuple(axes.get(axis or "", ()) for axis in LOGICAL_AXES[name])
 
     def further(self, name: str) -> tuple[Axes, ...]:
-        """Returns, for each dimension of the parameter `name`, the FSDP axes that split it.
+        """Returns, for each dimension of the parameter `name`, its FSDP axes."""
+        return dict(self.further_axes).get(name, ((),) * len(LOGICAL_AXES[name]))
 
-        Returns () if the parameter has no such axes.
-        """
-        return dict(self.further_axes).get(name, ())
+    def all_axes_of(self, name: str) -> tuple[Axes, ...]:
+        """Returns, for each dimension of the parameter `name`, all axes that split it."""
+        dims = zip(self.axes_of(name), self.further(name), strict=True)
+        return tuple(base + further for base, further in dims)
+
+    def spec_of(self, name: str) -> PartitionSpec:
+        """Returns how the parameter `name` is split as it enters the layer's `jax.shard_map`."""
+        return PartitionSpec(*(axes or None for axes in self.all_axes_of(name)))
 
     def axes_of_tokens(self, ndim: int) -> tuple[Axes, ...]:
-        """Returns the mesh axes that split the leading dimensions of x [..., H], one tuple each.
-
-        `ndim` is the number of x's dimensions. The result may have fewer tuples; the remaining
-        dimensions of x are not split.
-        """
+        """Returns the mesh axes that split the leading dimensions of x [..., H], one tuple each."""
         if not self.sequence_axes:
             return (self.batch_axes,)
         others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
         return others, *[()] * (ndim - 3), self.sequence_axes
 
-    def splits_further(self, *names: str) -> bool:
-        """Returns whether FSDP axes split any of the parameters called `names`."""
-        return any(name in names for name, _ in self.further_axes)
+    def types_show_more_axes(self, params: MoEParams) -> bool:
+        """Returns whether a parameter's type shows another axis than its expert or tensor axes."""
+        if self.mesh is None:
+            return False
+        for name, array in params._asdict().items():
+            if array is None or isinstance(array, QuantizedArray):
+                continue
+            spec = jax.typeof(array).sharding.spec
+            for part, axes in zip(spec, self.axes_of(name), strict=True):
+                if not set(_axes_in(part)) <= set(axes):
+                    return True
+        return False
 
     def splits_tokens_over_tensor_axes(self) -> bool:
-        """Returns whether the ranks along `tensor_axes` hold different tokens."""
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def size(self, axes: Axes) -> int:
-        """Returns the number of ranks along the mesh axes `axes`."""
+        """Returns the number of ranks along `axes`, of the mesh or of the caller's `shard_map`."""
         if self.mesh is not None:
             return math.prod(self.mesh.shape[axis] for axis in axes)
         return lax.axis_size(axes)
 
 
 def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
-    """Finds the mesh that a call of the layer runs on, and the roles of its axes.
+    """Finds the mesh that a call on x [..., H] runs on, or a call without tokens, and its axes.
 
-    x is [..., H], the tokens of the call; None for a call without tokens, such as to quantize
-    experts.
-
-    Raises:
-        ValueError: `config.expert_axis`, `tensor_axis`, `batch_axes` or `sequence_axes` does not
-            fit the mesh, the caller's `jax.shard_map` or the other options; or `config.mesh` is
-            another mesh than that of `jax.set_mesh`.
+    Raises ValueError, naming the option, if axes do not fit the mesh, the caller's `jax.shard_map`
+    or other options, and TypeError if `config.mesh` is abstract and no mesh is set.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
-        expert_axes, tensor_axes = (
-            _bound(name, axes, ambient) for name, axes in config.split_axes().items()
-        )
+        expert_axes, tensor_axes = axes_on_mesh(config, ambient)
         batch_axes: Axes = ()
         if x is not None:
             batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
-        return LayerMesh(expert_axes, batch_axes, None, tensor_axes)
+        return LayerMesh(expert_axes, batch_axes, mesh=None, tensor_axes=tensor_axes)
 
     mesh: Mesh | AbstractMesh | None = config.mesh
     if not ambient.empty:
@@ -133,60 +124,64 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
         mesh = ambient
     elif mesh is None:
         mesh = jax_compat.mesh_of_with_statement()
+    else:
+        check_has_devices(mesh)
     if mesh is None:
-        return LayerMesh((), ())
-    expert_axes, tensor_axes = (
-        _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()
-    )
+        return LayerMesh(expert_axes=(), batch_axes=())
+    expert_axes, tensor_axes = axes_on_mesh(config, mesh)
     batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
     sequence_axes = () if x is None else _sequence_axes(config, batch_axes, x)
     return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes, sequence_axes)
 
 
-def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns the mesh axes `axes` of the option `name`, if the caller's shard_map binds them all.
+def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
+    """Raises TypeError if `mesh`, that of a config where no mesh is set, is abstract."""
+    check_mesh("mesh", mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
 
-    Returns () if the mesh `ambient` has none of these axes. Raises ValueError if the mesh has one
-    of them, but the shard_map does not bind all of them.
+
+def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
+    """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack.
+
+    Raises ValueError if the mesh must not lack them, or if the caller's shard_map does not bind
+    them all.
     """
-    if not set(axes) & set(ambient.axis_names):
-        return ()
-    if not set(axes) <= set(ambient.manual_axes):
-        raise ValueError(
-            f"{name} {axes} must be bound by the enclosing jax.shard_map, which is over "
-            f"{ambient.manual_axes}; open it over all axes of the mesh {dict(ambient.shape)}."
-        )
-    return axes
-
-
-def _on_mesh(
-    name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
-) -> tuple[str, ...]:
-    """Returns the mesh axes `axes` of the option `name`, if the mesh has all of them.
-
-    Returns () if the mesh has none of them. Raises ValueError if it has only some of them, or if
-    the mesh is `config.mesh` and lacks one.
-    """
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing and (config.mesh is not None or len(missing) < len(axes)):
-        raise ValueError(f"{name} {axes} must name axes of the mesh, but it has {mesh.shape}.")
-    return () if missing else axes
+    found, bound = [], set(getattr(mesh, "manual_axes", ()))
+    for name, axes in config.split_axes().items():
+        present = [axis for axis in axes if axis in mesh.axis_names]
+        if bound and present and not set(axes) <= bound:
+            raise ValueError(
+                f"{name} {axes} must be bound by the enclosing jax.shard_map, which is over "
+                f"{mesh.manual_axes}; open it over all axes of the mesh {dict(mesh.shape)}."
+            )
+        if len(present) < len(axes):
+            # A mesh may lack the default. Other axes may be misspelled.
+            is_default = axes == as_axes(getattr(MoEConfig, name) or ())
+            if present or not is_default or (config.mesh is not None and not bound):
+                raise ValueError(
+                    f"{name} {axes} must name axes of the mesh, but it has {dict(mesh.shape)}. Set "
+                    f"{name} to axes of the mesh, or to {_NO_AXIS[name]}."
+                )
+            axes = ()
+        found.append(axes)
+    return found
 
 
 def check_mesh_of_experts(
-    experts: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules
+    experts: Any,
+    config: MoEConfig,
+    where: LayerMesh,
+    axis_rules: AxisRules,
+    in_init: bool | None = None,
 ) -> None:
-    """Warns or raises an error if every rank would gather all experts [E, H, F] on each call.
+    """Warns or raises an error if the sharding of the experts [E, H, F] is not what `config` says.
 
-    The results would be right, but each call slow. This happens if the experts are sharded over a
-    mesh that is not set, or only over axes that `config` does not name. `experts` is wi_0, an array
-    or a `QuantizedArray`. The type of a traced array on Auto axes shows its mesh, but not its
-    sharding, which is then guessed from the caller's axis rules, or the axes' names.
-
-    Raises:
-        ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.
+    The results would be right, but every rank would gather all experts on each call, or hold them
+    all. Warns also of options that need a mesh if there is none. `experts` is wi_0, an array or a
+    `QuantizedArray`. The type of a traced array on Auto axes shows its mesh, but not its sharding,
+    which is then guessed from the caller's axis rules, or the axes' names.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
+        # In the caller's `jax.shard_map`, each rank is given its own experts.
         return
     is_quantized = isinstance(experts, QuantizedArray)
     array = experts.values if is_quantized else experts
@@ -196,41 +191,95 @@ def check_mesh_of_experts(
     spec = (*(sharding.spec if is_named else ()), None, None, None)[:3]
     spec = experts.format.stored_order(spec) if is_quantized else spec
     mesh = where.mesh or (sharding.mesh if is_named else jax.typeof(array).sharding.mesh)
+    # Whether `spec` shows the whole sharding.
     known = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
-    if where.mesh is None and _warns_that_no_mesh_is_set(experts, config, mesh, spec[0], known):
-        return
+    if where.mesh is None:
+        if _warns_that_no_mesh_is_set(experts, config, mesh, spec[0], known):
+            return
+        if not in_init:
+            _warn_of_options_of_meshes(config)
+    # The logical axis of the dimension that each option splits, and the entry of it in `spec`.
     dims = {"expert_axis": ("exp", spec[0]), "tensor_axis": ("mlp", spec[2])}
+    replicated: dict[str, Axes] = {}
     for name, axes in config.split_axes().items():
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
         logical, part = dims[name]
-        how, held = "is sharded over", large_axes(part, mesh)
-        if not held and not known:
-            how, held = (
-                "is sharded by the axis rules over",
-                large_axes(dict(axis_rules).get(logical), mesh),
-            )
-        if not held and not known and not set(axes) & set(mesh.axis_names):
-            how, held = "may be sharded over", large_axes(_likely_meant(name, axes, mesh), mesh)
-        if held and not set(held) & set(axes):
+        # The mesh axes that split this dimension as far as is seen, and the words that say so.
+        how, split_over = "is sharded over", large_axes(part, mesh)
+        if not split_over and not known:
+            how = "is sharded by the axis rules over"
+            split_over = _ruled_axes(logical, axis_rules, mesh)
+        # Whether an empty `split_over` shows that the dimension is not split. Linen's `init` makes
+        # arrays that are sharded after it returns, by rules or by the caller.
+        is_seen = known and not in_init and is_named and sharding.mesh.size > 1
+        if not known and axis_rules:
+            is_seen = in_init is not None or logical in dict(axis_rules)
+        if is_seen and not split_over and where.mesh is not None and large_axes(axes, mesh):
+            replicated[name] = axes
+        if not split_over and not known and not set(axes) & set(mesh.axis_names):
+            how = "may be sharded over"
+            split_over = large_axes(_likely_expert_axis(axes, mesh), mesh)
+        if split_over and not set(split_over) & set(axes):
             warnings.warn(
-                f"wi_0 of shape {experts.shape} {how} {held} of the mesh {dict(mesh.shape)}, but "
-                f"{name} is {axes}: every rank gathers it all on each call. Set {name} to the axes "
-                "that it is sharded over, or ignore this warning if you gather it on purpose.",
+                f"wi_0 of shape {experts.shape} {how} {split_over} of the mesh "
+                f"{dict(mesh.shape)}, but {name} is {axes}: every rank gathers it all on each "
+                f"call. Set {name} to the axes that it is sharded over, or ignore this warning "
+                "if you gather it on purpose.",
                 stacklevel=4,
             )
+    if replicated:
+        logical_axes = [dims[name][0] for name in replicated]
+        _warn_of_replicated(experts, mesh, replicated, logical_axes)
+
+
+def _warn_of_replicated(
+    experts: Any,
+    mesh: Mesh | AbstractMesh,
+    replicated: dict[str, Axes],
+    logical_axes: Sequence[str],
+) -> None:
+    """Warns that the axes of the options in `replicated` do not split wi_0."""
+    named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
+    quoted = " and ".join(f'"{axis}"' for axis in logical_axes)
+    warnings.warn(
+        f"wi_0 of shape {experts.shape} is replicated on the mesh {dict(mesh.shape)}, and not "
+        f"sharded over {named}: every rank holds it all. Map {quoted} to mesh axes in "
+        "the axis rules, where a rule may be missing or misspelled, or ignore this warning if "
+        "you replicate it on purpose.",
+        stacklevel=5,
+    )
+
+
+def _ruled_axes(logical: str, axis_rules: AxisRules, mesh: Mesh | AbstractMesh) -> Axes:
+    """Returns the mesh axes with several ranks that the rules give the axis `logical`."""
+    parts = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
+    return tuple(dict.fromkeys(axis for axes in parts for axis in axes))
+
+
+def _warn_of_options_of_meshes(config: MoEConfig) -> None:
+    names = "batch_axes", "sequence_axes", "fsdp_axes", "tensor_axis", "host_capacity_factor"
+    given = {name: value for name in names if (value := getattr(config, name))}
+    if given:
+        warnings.warn(
+            f"{', '.join(f'{name}={value!r}' for name, value in given.items())} has no effect "
+            "without a mesh: call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh.",
+            stacklevel=5,
+        )
 
 
 def _warns_that_no_mesh_is_set(
-    experts: Any, config: MoEConfig, mesh: Mesh | AbstractMesh, first: Any, known: bool
+    experts: Any, config: MoEConfig, mesh: Mesh | AbstractMesh, experts_part: Any, known: bool
 ) -> bool:
+    """Returns whether it warned that experts may be sharded; raises ValueError if they are."""
+    # `experts_part` is the entry of E in the spec of wi_0. It shows all axes if they are `known`.
     expert_axes = as_axes(config.expert_axis, "expert_axis")
     axes = {axis for axis in expert_axes if mesh.shape.get(axis, 1) > 1}
     if not axes:
         return False
     what = f"wi_0 of shape {experts.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
     cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
-    if axes & set(large_axes(first, mesh)):
+    if axes & set(large_axes(experts_part, mesh)):
         raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
     if known or not axes - explicit_axes(mesh):
         return False
@@ -244,20 +293,21 @@ def _warns_that_no_mesh_is_set(
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the mesh axes in `part`, an entry of a `PartitionSpec`, that have several ranks."""
-    axes = (part,) if isinstance(part, str) else part
-    return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
+    return tuple(axis for axis in _axes_in(part) if mesh.shape.get(axis, 1) > 1)
 
 
-def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Guesses which axes of the mesh the caller meant by `axes`, which the mesh does not have.
+def _axes_in(part: Any) -> Axes:
+    """Returns the mesh axes in `part`, an entry of a `PartitionSpec`; () if it names none."""
+    if isinstance(part, str):
+        return (part,)
+    return tuple(part) if isinstance(part, (tuple, list)) else ()
 
-    `axes` is the value of the option `name`, such as "expert_axis". Returns the axes of the mesh
-    whose names are similar to those in `axes`, and axes that have a usual name for the option.
-    """
-    usual = {"expert_axis": ("expert", "ep"), "tensor_axis": ("tensor", "tp")}[name]
+
+def _likely_expert_axis(axes: Axes, mesh: Mesh | AbstractMesh) -> Axes:
+    """Guesses which axes of the mesh the caller meant by `axes`, which it lacks: by their names."""
     alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
-    found = [axis for each in alike for axis in each] + [a for a in mesh.axis_names if a in usual]
-    return tuple(dict.fromkeys(found))
+    usual = [axis for axis in mesh.axis_names if axis in ("expert", "ep")]
+    return tuple(dict.fromkeys([*(axis for each in alike for axis in each), *usual]))
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
@@ -267,10 +317,7 @@ def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
 
 
 def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Reshards an array by `spec` over the mesh's Explicit axes.
-
-    Axes of other types are dropped from the spec, since XLA chooses the sharding over them.
-    """
+    """Reshards an array by `spec` over the mesh's Explicit axes; XLA chooses over the others."""
     explicit = explicit_axes(mesh)
     if not explicit:
         return array
@@ -304,11 +351,7 @@ def _callers_batch_axes(
     ambient: AbstractMesh,
     x: jax.Array,
 ) -> tuple[str, ...]:
-    """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over.
-
-    They are read from the type of x, or from `config.batch_axes` under check_vma=False, where the
-    type does not show them.
-    """
+    """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over."""
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
     # Under check_vma=False, types show no varying axes, not even for an axis index, which varies.
@@ -343,11 +386,7 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns `config.batch_axes` as a tuple; if that is None, all `axes` except the tensor axes.
-
-    `axes` are the axes of the mesh. Raises ValueError if `batch_axes` has an axis that the mesh
-    lacks, does not include all expert axes, or includes only some of the tensor axes.
-    """
+    """Returns `config.batch_axes` as a tuple; if that is None, all `axes` but the tensor axes."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")
@@ -365,12 +404,7 @@ def _batch_axes(
 
 
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
-    """Returns the mesh axes that split the sequence dimension of x [..., sequence, H].
-
-    The axes are `config.sequence_axes` or, if that is None, the Explicit axes that split this
-    dimension in x's type. They are () if one of the Explicit axes is not among `batch_axes`, or if
-    x has fewer than 3 dimensions.
-    """
+    """Returns the mesh axes that split the sequence dimension of x [..., sequence, H]."""
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")
         if not set(axes) <= set(batch_axes):
@@ -378,6 +412,6 @@ def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
         return axes if x.ndim > 2 else ()
     if x.ndim < 3:
         return ()
-    part = jax.typeof(x).sharding.spec[-2]
-    axes = (part,) if isinstance(part, str) else tuple(part or ())
+    # Without the option, they are the Explicit axes of x's type.
+    axes = _axes_in(jax.typeof(x).sharding.spec[-2])
     return axes if set(axes) <= set(batch_axes) else ()

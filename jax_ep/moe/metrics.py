@@ -1,9 +1,8 @@
 """Computes `MoEMetrics`, the losses and counts that a call of the layer returns.
 
-The losses and counts are summed over ranks by `lax.psum`, and not by the library's `all_reduce`,
-for three reasons. The kernels of `all_reduce` do not sum int32 counts. They run once per array,
-while XLA sums all arrays of a layer, some kilobytes, in one collective. And they run between GPUs
-of one host, while the ranks that share a batch are often on several hosts.
+They are summed over ranks by `lax.psum`: XLA sums all arrays of a layer, some kilobytes, in one
+collective, while the kernels of `all_reduce` sum no int32, run once per array, and run between GPUs
+of one host only.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import count_experts
-from jax_ep.moe import free_experts, losses, routing
+from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
+from jax_ep.placement.table import Placement, rank_load
 from jax_ep.runtime.jax_compat import is_traced, register_for_export
 
 
@@ -30,12 +30,10 @@ class MoEMetrics(NamedTuple):
         load_balance_loss: [] float32, by the layer's `balance_convention`; see
             `jax_ep.load_balance_loss`.
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: [E] int32, or [E + number of free experts] in a layer that also has free
-            experts (zero, identity and constant experts): the number of (token, choice) pairs that
-            chose each expert, dropped pairs included.
+        expert_counts: [E] int32, or [E + number of free experts]: the number of (token, choice)
+            pairs that chose each expert, dropped pairs included.
         num_dropped: [] int32: the number of (token, choice) pairs that no expert computed, because
-            a receive buffer was full or a rank had more tokens for a host than
-            `host_capacity_factor` allows.
+            of a capacity; at most 2^31 - 1.
         dropped_counts: [E] int32: the number of dropped (token, choice) pairs of each expert.
         balance: the sums over all tokens from which the load-balance loss is computed, for
             `jax_ep.pooled_load_balance_loss` over layers or microbatches.
@@ -51,7 +49,9 @@ class MoEMetrics(NamedTuple):
     balance: losses.BalanceSums
     topk_idx: jax.Array | None = None
 
-    def summary(self, num_ranks: int | None = None) -> dict[str, Any]:
+    def summary(
+        self, num_ranks: int | None = None, *, placement: Placement | None = None
+    ) -> dict[str, Any]:
         """Summarizes the load in a few numbers, such as for a log.
 
         Metrics of several layers, stacked with leading axes, give an array [layers] for each number
@@ -60,27 +60,28 @@ class MoEMetrics(NamedTuple):
 
         - `busiest_expert`: the load of the expert with most choices, divided by the experts' mean
           load; from 1 to E.
-        - `busiest_rank`, with `num_ranks`: the load of the rank with most choices, divided by the
-          ranks' mean load; from 1 to N. Expert e is on rank e // (E / N), as in a layer without
-          `num_slots`; with slots, `Placement.rank_load` of the counts gives the ranks' loads.
-        - `entropy`: the entropy of the experts' loads, divided by its largest value, log(E); 0 if
-          one expert has all choices, 1 if several experts have equally many each.
+        - `busiest_rank`, with `num_ranks` or `placement`: the load of the rank with most choices,
+          divided by the ranks' mean load; from 1 to N.
+        - `entropy`: the entropy of the experts' loads, divided by its largest value, log(E).
         - `idle_experts`: the number of experts that no token chose.
-        - `drop_share`: the number of dropped choices, divided by the number of choices; from 0 to
-          1.
+        - `drop_share`: the dropped share of the choices.
 
         Args:
             num_ranks: N, the number of ranks that the experts are spread over, or None.
+            placement: the placement of the call, in a layer with `num_slots`, or None; of several
+                layers for stacked metrics.
 
         Returns:
             The numbers by name. Inside `jax.jit` they are traced float32. Outside they are NumPy's
             float64, whose scalars are Python floats, and the call waits for the metrics.
 
         Raises:
-            ValueError: `num_ranks` does not divide E.
+            ValueError: without a placement, `num_ranks` does not divide E; or the placement is for
+                other layers, experts or ranks.
             TypeError: `num_ranks` is not an integer.
         """
-        xp, dtype = (jnp, jnp.float32) if is_traced(self.expert_counts) else (np, np.float64)
+        traced = any(map(is_traced, jax.tree.leaves((self.expert_counts, placement))))
+        xp, dtype = (jnp, jnp.float32) if traced else (np, np.float64)
         dropped = xp.asarray(self.dropped_counts, dtype)
         num_experts = dropped.shape[-1]
         counts = xp.asarray(self.expert_counts, dtype)[..., :num_experts]
@@ -90,14 +91,22 @@ class MoEMetrics(NamedTuple):
         found = {"busiest_expert": shares.max(-1) * num_experts}
         if num_ranks is not None:
             num_ranks = checks.check_integer("num_ranks", num_ranks)
+        if placement is not None:
+            _check_placement(placement, shares.shape, num_ranks)
+            by_rank = rank_load(shares, placement, xp)
+            found["busiest_rank"] = by_rank.max(-1) * placement.num_ranks
+        elif num_ranks is not None:
             if num_experts % num_ranks:
                 raise ValueError(
-                    f"num_ranks must divide the {num_experts} experts, but is {num_ranks}."
+                    f"num_ranks must divide the {num_experts} experts, but is {num_ranks}; give "
+                    "placement for a layer with num_slots."
                 )
             by_rank = shares.reshape(*shares.shape[:-1], num_ranks, -1).sum(-1)
             found["busiest_rank"] = by_rank.max(-1) * num_ranks
+        # The largest entropy; for a single expert, log(1) = 0 must not divide.
+        most = max(float(np.log(num_experts)), 1e-9)
         return found | {
-            "entropy": abs((shares * log_shares).sum(-1)) / max(float(np.log(num_experts)), 1e-9),
+            "entropy": abs((shares * log_shares).sum(-1)) / most,
             "idle_experts": (counts == 0).sum(-1).astype(dtype),
             "drop_share": dropped.sum(-1) / xp.maximum(total, 1),
         }
@@ -106,17 +115,28 @@ class MoEMetrics(NamedTuple):
 register_for_export(MoEMetrics)
 
 
+def _check_placement(placement: Any, shape: tuple[int, ...], num_ranks: int | None) -> None:
+    if not isinstance(placement, Placement):
+        raise TypeError(
+            f"placement must be a jax_ep.placement.Placement, but is {checks.described(placement)}."
+        )
+    if placement.num_copies.shape != shape:
+        raise ValueError(
+            f"placement must be of the layers and experts of the metrics, {shape}, but num_copies "
+            f"has shape {placement.num_copies.shape}. Pass placement[layer] with metrics of one "
+            "layer."
+        )
+    if num_ranks not in (None, placement.num_ranks):
+        raise ValueError(
+            f"num_ranks must be that of placement, {placement.num_ranks}, but is {num_ranks}."
+        )
+
+
 class Sequences(NamedTuple):
-    """The sequences that a rank's T tokens belong to, for the "deepseek_v3" load-balance loss.
+    """The sequences that a rank's T tokens belong to, for the "deepseek_v3" load-balance loss."""
 
-    Attributes:
-        number: the number of sequences of this rank, or of all ranks if `ids` are given.
-        ids: [T] int32, the sequence of each token, in [0, number). None means that the T tokens are
-            `number` sequences of equal length, and no sequence is on several ranks.
-    """
-
-    number: int
-    ids: jax.Array | None
+    number: int  # of this rank, or of all ranks if `ids` are given
+    ids: jax.Array | None  # [T] int32, each token's; None: equally long ones, each on one rank
 
 
 def metrics_of(
@@ -130,14 +150,7 @@ def metrics_of(
 ) -> MoEMetrics:
     """Computes the metrics of all ranks' tokens, from the routing of this rank's T tokens.
 
-    Args:
-        routed: the routing of this rank's tokens.
-        logits: [T, E] float32; None if no gate ran. The z-loss is then 0.
-        mask: [T] bool, or None: the losses do not count tokens whose mask is False.
-        dropped: [E] int32: the (token, choice) pairs that this rank dropped, by expert.
-        sequences: the sequences of this rank's tokens.
-        config: the configuration of the layer.
-        where: the mesh axes of the call, over which losses and counts are summed.
+    `logits` [T, E] are None if no gate ran. `dropped` [E] int32 are the pairs dropped here.
     """
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
@@ -149,18 +162,29 @@ def metrics_of(
     # router's own choices are counted here.
     if config.balance_convention == "transformers":
         counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
-    # The ranks along the tensor axes dispatch the same tokens and drop the same rows, so the sum
-    # over all ranks counts each dropped row once per tensor rank.
+    # The ranks along the tensor axes dispatch the same tokens and drop the same rows, so only the
+    # first of them counts these rows.
+    if where.tensor_axes:
+        dropped = jnp.where(lax.axis_index(where.tensor_axes) == 0, dropped, 0)
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
-    dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
+    dropped_counts = lax.psum(dropped, dropped_axes)
     return MoEMetrics(
         load_balance_loss=balance_loss,
         router_z_loss=z_loss,
         expert_counts=counts,
-        num_dropped=jnp.sum(dropped_counts, dtype=jnp.int32),
+        num_dropped=_sum_of_counts(dropped_counts),
         dropped_counts=dropped_counts,
-        balance=balance,
+        balance=losses.in_float32(balance),
     )
+
+
+def _sum_of_counts(counts: jax.Array) -> jax.Array:
+    """Returns the sum of `counts`, [] int32, or the largest int32 if the sum is larger."""
+    most = jnp.iinfo(jnp.int32).max
+    # The float32 sum cannot overflow, but is rounded. Near `most`, the sign of the exact one tells.
+    is_larger = jnp.sum(counts, dtype=jnp.float32) > most
+    exact = jnp.sum(counts, dtype=jnp.int32)
+    return jnp.where(is_larger | (exact < 0), most, exact)
 
 
 def _balance(
@@ -171,24 +195,23 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Computes the load-balance loss that `config.balance_convention` defines.
-
-    Returns the loss, and the `BalanceSums` over the tokens of all ranks. The loss is 0 if the
-    routing has no `probs`.
-    """
+    """Returns the load-balance loss, 0 without `probs`, and the sums of all ranks, int32 counts."""
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:
         topk_idx, _, probs = routing.top_k_routing(logits, config.num_experts_per_token)
         if mask is not None:
             topk_idx = jnp.where(mask[:, None], topk_idx, -1)
-    absent = probs is None
+    has_loss = probs is not None
     if probs is None:
         probs = jnp.zeros((topk_idx.shape[0], config.num_choosable), jnp.float32)
     sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
-    if absent:
+    if not has_loss:
         return jnp.zeros((), jnp.float32), sums
-    factors = free_experts.factors(config)
+    factors = None
+    if config.num_free and config.free_expert_factor != 1.0:
+        is_free = jnp.arange(config.num_choosable) >= config.num_experts
+        factors = jnp.where(is_free, jnp.float32(config.free_expert_factor), 1.0)
     if convention != "deepseek_v3":
         loss = losses.pooled_load_balance_loss(sums, convention=convention, expert_factors=factors)
         return loss, sums

@@ -1,13 +1,13 @@
 """Defines the parameters of an MoE layer: names, shapes, logical axes, initializers and checks.
 
-To add a parameter, add a field of `MoEParams`, a row of `PARAMETERS`, and the option in
-`ParameterOptions` that enables it. The Flax layers then create, load and save it.
+To add a parameter, add a field of `MoEParams` and a row of `PARAMETERS`; the Flax layers then
+create, load and save it. Add the option that enables it to `ParameterOptions` and to the Flax
+layers' signatures.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,21 +15,12 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.options import check_options, integer_or_zero, option, optional
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
-
-
-def _check_initializer(name: str, init: Any) -> None:
-    if not callable(init):
-        raise TypeError(
-            f"{name} must be an initializer, a function of key, shape and dtype, but is "
-            f"{checks.described(init)}."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +43,8 @@ class ParameterOptions:
             choice of experts and their weights (GPT-OSS).
         use_expert_scale: whether to multiply the weight of each choice by a trained factor of the
             chosen expert (Gemma 4).
+        lora_rank: r, the inner size of the low-rank adapters of the experts' matrices; 0 means no
+            adapters. With adapters, the matrices get no gradient. See the page "Training".
         param_dtype: the dtype of the parameters.
         kernel_init: the initializer of one expert's matrix, called for each expert with the shape
             [H, F] or [F, H].
@@ -60,44 +53,63 @@ class ParameterOptions:
             `router` is a function that needs no logits.
     """
 
-    num_shared_experts: int = option(0, integer_or_zero)
-    shared_dim: int | None = option(None, optional(integer_or_zero))
-    use_shared_gate: bool = option(False, checks.check_bool)
-    gated: bool = option(True, checks.check_bool)
-    use_mlp_bias: bool = option(False, checks.check_bool)
-    selection_bias: bool = option(False, checks.check_bool)
-    use_gate_bias: bool = option(False, checks.check_bool)
-    use_expert_scale: bool = option(False, checks.check_bool)
-    param_dtype: Any = option(jnp.float32, checks.as_dtype_of_arrays)
-    kernel_init: Initializer = option(default_kernel_init, _check_initializer)
-    gate_init: Initializer | None = option(default_kernel_init, optional(_check_initializer))
+    num_shared_experts: int = 0
+    shared_dim: int | None = None
+    use_shared_gate: bool = False
+    gated: bool = True
+    use_mlp_bias: bool = False
+    selection_bias: bool = False
+    use_gate_bias: bool = False
+    use_expert_scale: bool = False
+    lora_rank: int = 0
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    gate_init: Initializer | None = default_kernel_init
+
+    @classmethod
+    def of_layer(cls, layer: Any) -> ParameterOptions:
+        """Makes the options from a layer whose attributes are named like the fields."""
+        return cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(cls)})
 
     @classmethod
     def of_params(cls, params: MoEParams) -> ParameterOptions:
-        """Returns the options with which a Flax layer has exactly the parameters in `params`.
-
-        Initializers and `param_dtype` keep their defaults.
-        """
-        # Maps each option to the names of the parameters that a layer has only with this option.
-        names: dict[str, list[str]] = {}
+        """Returns the options with which a Flax layer has exactly the parameters in `params`."""
+        # An option is True if there is any parameter that a layer has only with this option.
+        switches: dict[str, Any] = {}
         for name, parameter in PARAMETERS.items():
-            for needed in parameter.needs:
-                names.setdefault(needed, []).append(name)
-        switches: dict[str, Any] = {
-            needed: any(getattr(params, name) is not None for name in brought)
-            for needed, brought in names.items()
-        }
+            is_given = getattr(params, name) is not None
+            for option in parameter.needs:
+                switches[option] = switches.get(option, False) or is_given
         shared_dim = None if params.shared_wo is None else params.shared_wo.shape[0]
-        return cls(shared_dim=shared_dim, **switches)
+        adapter = params.wi_0_lora_a
+        lora_rank = 0 if adapter is None else adapter.shape[2]
+        return cls(shared_dim=shared_dim, lora_rank=lora_rank, **switches)
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """Raises TypeError or ValueError, naming the option, for values that no layer supports.
-
-    `router_dim` is the layer's argument of this name: the size of the router's input, or None.
-    """
-    check_options(options)
+    """Raises TypeError or ValueError, naming the option, for values that no layer supports."""
     shared_dim, number = options.shared_dim, options.num_shared_experts
+    checks.check_integer("num_shared_experts", number, least=0)
+    checks.check_integer("lora_rank", options.lora_rank, least=0)
+    if shared_dim is not None:
+        checks.check_integer("shared_dim", shared_dim, least=0)
+    for name in (
+        "use_shared_gate",
+        "gated",
+        "use_mlp_bias",
+        "selection_bias",
+        "use_gate_bias",
+        "use_expert_scale",
+    ):
+        checks.check_bool(name, getattr(options, name))
+    checks.as_dtype_of_arrays("param_dtype", options.param_dtype)
+    for name, init in (("kernel_init", options.kernel_init), ("gate_init", options.gate_init)):
+        may_be_absent = name == "gate_init" and init is None
+        if not callable(init) and not may_be_absent:
+            raise TypeError(
+                f"{name} must be an initializer, a function of key, shape and dtype, but is "
+                f"{checks.described(init)}."
+            )
     if shared_dim is not None and number:
         raise ValueError(
             "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
@@ -121,46 +133,55 @@ def check_parameter_options(options: ParameterOptions, router_dim: int | None = 
             )
 
 
+# The logical axis of each dimension in `Parameter.dims`; the other dimensions have none.
+_LOGICAL_AXIS = {"E": "exp", "H": "embed", "F": "mlp", "S": "mlp"}
+
+
 class Parameter(NamedTuple):
-    """The shape, sharding and initializer of one parameter of the layer.
+    """The shape and initializer of one parameter of the layer.
 
     Attributes:
-        dims: the shape, with one character per dimension. E is the number of experts that all ranks
-            hold, R the number of experts that the router chooses among, and C the number of
-            constant experts. H is the hidden size of a token, F the hidden size of an expert, and S
-            the hidden size of all shared experts together. A digit stands for itself.
-        logical_axes: the logical axis of each dimension. Map "exp" to the mesh's expert axis.
-        init: the initializer: "kernel" and "gate" are the options `kernel_init` and `gate_init` of
-            the layer; "zeros" and "ones" fill the parameter.
-        needs: the names of the options that must be True for a Flax layer to have the parameter. A
-            parameter with a dimension of size 0 is absent, too.
+        dims: the shape, with one character per dimension, as in `MoEParams`. A digit stands for
+            itself.
+        init: "kernel" and "gate" are the options `kernel_init` and `gate_init` of the layer.
+        needs: the options that must be True for a Flax layer to have the parameter. A parameter
+            with a dimension of size 0 is absent, too.
     """
 
     dims: str
-    logical_axes: tuple[str | None, ...]
     init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
     needs: tuple[str, ...] = ()
 
+    @property
+    def logical_axes(self) -> tuple[str | None, ...]:
+        return tuple(_LOGICAL_AXIS.get(dim) for dim in self.dims)
 
-# Maps the name of each field of `MoEParams` to its shape, sharding and initializer. The Flax layers
-# keep "gate" and "bias" in a submodule called `gate`.
+
+# Maps the name of each field of `MoEParams` to its shape and initializer. The Flax layers keep
+# "gate" and "bias" in a submodule called `gate`.
 PARAMETERS = {
-    "gate": Parameter("HR", ("embed", None), "gate"),
-    "bias": Parameter("R", (None,), "zeros", ("selection_bias",)),
-    "gate_bias": Parameter("R", (None,), "zeros", ("use_gate_bias",)),
-    "expert_scale": Parameter("R", (None,), "ones", ("use_expert_scale",)),
-    "wi_0": Parameter("EHF", ("exp", "embed", "mlp")),
-    "wi_1": Parameter("EHF", ("exp", "embed", "mlp"), needs=("gated",)),
-    "wo": Parameter("EFH", ("exp", "mlp", "embed")),
-    "wi_0_bias": Parameter("EF", ("exp", "mlp"), "zeros", ("use_mlp_bias",)),
-    "wi_1_bias": Parameter("EF", ("exp", "mlp"), "zeros", ("use_mlp_bias", "gated")),
-    "wo_bias": Parameter("EH", ("exp", "embed"), "zeros", ("use_mlp_bias",)),
-    "shared_wi_0": Parameter("HS", ("embed", "mlp")),
-    "shared_wi_1": Parameter("HS", ("embed", "mlp"), needs=("gated",)),
-    "shared_wo": Parameter("SH", ("mlp", "embed")),
-    "shared_gate": Parameter("H1", ("embed", None), needs=("use_shared_gate",)),
-    "constant_value": Parameter("CH", (None, "embed"), "zeros"),
-    "constant_gate": Parameter("CH2", (None, "embed", None), "zeros"),
+    "gate": Parameter("HR", "gate"),
+    "bias": Parameter("R", "zeros", ("selection_bias",)),
+    "gate_bias": Parameter("R", "zeros", ("use_gate_bias",)),
+    "expert_scale": Parameter("R", "ones", ("use_expert_scale",)),
+    "wi_0": Parameter("EHF"),
+    "wi_1": Parameter("EHF", needs=("gated",)),
+    "wo": Parameter("EFH"),
+    "wi_0_bias": Parameter("EF", "zeros", ("use_mlp_bias",)),
+    "wi_1_bias": Parameter("EF", "zeros", ("use_mlp_bias", "gated")),
+    "wo_bias": Parameter("EH", "zeros", ("use_mlp_bias",)),
+    "wi_0_lora_a": Parameter("EHL"),
+    "wi_0_lora_b": Parameter("ELF", "zeros"),
+    "wi_1_lora_a": Parameter("EHL", needs=("gated",)),
+    "wi_1_lora_b": Parameter("ELF", "zeros", ("gated",)),
+    "wo_lora_a": Parameter("EFL"),
+    "wo_lora_b": Parameter("ELH", "zeros"),
+    "shared_wi_0": Parameter("HS"),
+    "shared_wi_1": Parameter("HS", needs=("gated",)),
+    "shared_wo": Parameter("SH"),
+    "shared_gate": Parameter("H1", needs=("use_shared_gate",)),
+    "constant_value": Parameter("CH", "zeros"),
+    "constant_gate": Parameter("CH2", "zeros"),
 }
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name not in ("gate", "bias"))
@@ -169,7 +190,10 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
 # Maps a parameter to the parameter that it needs: if the latter is None, the former must be None.
-_NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
+_NEEDS = {
+    **dict.fromkeys(("wi_1_bias", "wi_1_lora_a", "wi_1_lora_b"), "wi_1"),
+    "shared_gate": "shared_wo",
+}
 
 
 class MoEParams(NamedTuple):
@@ -178,33 +202,39 @@ class MoEParams(NamedTuple):
     E is the number of routed experts. R is the number of experts that the router chooses among: the
     E experts, and the free experts (zero, identity and constant experts). C is the number of
     constant experts. H is the hidden size of a token, F the hidden size of an expert, and S the
-    hidden size of all shared experts together. The three matrices of the routed experts may each
-    be a `jax_ep.QuantizedArray` of the given shape, which has no gradient, if all three are. The
-    same holds for those of the shared experts.
+    hidden size of all shared experts together. The three matrices of the routed experts may each be
+    a `jax_ep.QuantizedArray` of the given shape, which has no gradient, if all three are. The same
+    holds for those of the shared experts.
+
+    In the Flax layers, E has the logical axis "exp", H "embed", F and S "mlp", and other dimensions
+    none. An option in parentheses is the one with which they have the parameter.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.
         wi_0: [E, H, F]; the activation is applied to the product x @ wi_0.
         wi_1: [E, H, F]; the result of the activation is multiplied by x @ wi_1. None for experts
-            that leave this out.
+            without `gated`.
         wo: [E, F, H], the projection from the hidden size F back to H.
-        bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which changes
-            only the choice of experts. (The bias of a router that is a linear layer, such as
-            GPT-OSS's, is `gate_bias`.)
+        bias: [R] selection bias, or None (`selection_bias`): DeepSeek-V3's
+            `e_score_correction_bias`, which changes only the choice of experts.
         shared_wi_0: [H, S], or None without shared experts. S need not be a multiple of F.
         shared_wi_1: [H, S]; None without shared experts, and if wi_1 is None.
         shared_wo: [S, H], or None without shared experts.
-        gate_bias: [R] bias of the logits, or None.
-        expert_scale: [R] factor on the weight of each choice of an expert (Gemma 4), or None.
-        wi_0_bias: [E, F] bias of x @ wi_0, or None.
+        gate_bias: [R] bias of the logits (GPT-OSS), or None (`use_gate_bias`).
+        expert_scale: [R] factor on the weight of each choice of an expert (Gemma 4), or None
+            (`use_expert_scale`).
+        wi_0_bias: [E, F] bias of x @ wi_0, or None (`use_mlp_bias`).
         wi_1_bias: [E, F] bias of x @ wi_1, or None.
         wo_bias: [E, H] bias of an expert's output, or None.
-        shared_gate: [H, 1], or None: the shared experts' output is multiplied by
-            sigmoid(x @ shared_gate) (Qwen2-MoE, Qwen3-Next).
+        shared_gate: [H, 1], or None (`use_shared_gate`): the shared experts' output is multiplied
+            by sigmoid(x @ shared_gate) (Qwen2-MoE, Qwen3-Next).
         constant_value: [C, H], the vector of each constant expert, or None; see
             `MoEConfig.constant_experts`.
         constant_gate: [C, H, 2], or None: softmax(x @ constant_gate) gives the two factors with
             which a constant expert mixes the token x and its vector.
+        wi_0_lora_a, wi_0_lora_b, wi_1_lora_a, wi_1_lora_b: [E, H, r] and [E, r, F], or None
+            (`lora_rank`): the low-rank adapters of wi_0 and wi_1, which are frozen then.
+        wo_lora_a, wo_lora_b: [E, F, r] and [E, r, H], or None: those of wo.
     """
 
     gate: jax.Array | None
@@ -223,6 +253,12 @@ class MoEParams(NamedTuple):
     shared_gate: jax.Array | None = None
     constant_value: jax.Array | None = None
     constant_gate: jax.Array | None = None
+    wi_0_lora_a: jax.Array | None = None
+    wi_0_lora_b: jax.Array | None = None
+    wi_1_lora_a: jax.Array | None = None
+    wi_1_lora_b: jax.Array | None = None
+    wo_lora_a: jax.Array | None = None
+    wo_lora_b: jax.Array | None = None
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
@@ -239,10 +275,7 @@ def weight_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Maps the names of a layer's parameters, except `gate` and `bias`, to their global shapes.
 
-    Parameters that the layer does not have are left out. `hidden` is H, and `mlp_dim` is F.
-
-    Raises:
-        ValueError, TypeError: `hidden` or `mlp_dim` is not an integer of at least 1.
+    `hidden` is H, and `mlp_dim` is F. Parameters that the layer does not have are left out.
     """
     checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
     sizes = {
@@ -252,6 +285,7 @@ def weight_shapes(
         "F": mlp_dim,
         "S": options.num_shared_experts * mlp_dim,
         "C": config.constant_experts,
+        "L": options.lora_rank,
     }
     if options.shared_dim is not None:
         sizes["S"] = options.shared_dim
@@ -267,32 +301,8 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(int(dim) if dim.isdigit() else sizes[dim] for dim in parameter.dims)
 
 
-def table() -> str:
-    """Renders the table of parameters, shapes and logical axes for the Flax layers' docstrings."""
-    return "\n".join(_rows())
-
-
-def _rows() -> Iterator[str]:
-    for name, parameter in PARAMETERS.items():
-        # The table leaves out the selection bias, which is state in the Flax layers.
-        if name == "bias":
-            continue
-        shown = "gate.kernel" if name == "gate" else name
-        dims = f"[{', '.join(parameter.dims)}]"
-        axes = ", ".join("None" if axis is None else f'"{axis}"' for axis in parameter.logical_axes)
-        axes = f"({axes})" if len(parameter.dims) > 1 else f"({axes},)"
-        needs = [f"`{needed}`" for needed in parameter.needs]
-        needs += ["shared experts"] if "S" in parameter.dims else []
-        needs += ["`constant_experts`"] if "C" in parameter.dims else []
-        yield f"{shown:15}{dims:11}{axes}{', with ' if needs else ''}{' and '.join(needs)}"
-
-
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
-    """Returns the initializer of the parameter `name`, for any parameter except the gate.
-
-    `options.kernel_init` draws the matrices of experts, expert by expert. If the layer has P slots
-    for copies of its E experts, the initializer draws E experts and copies them to the slots.
-    """
+    """Returns the initializer of the whole parameter `name`, which is not `gate`."""
     kind = PARAMETERS[name].init
     if kind == "kernel":
         init = per_expert(options.kernel_init)
@@ -304,11 +314,7 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Init
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
-    """Returns an initializer of a parameter [P, ...] of P slots, which hold copies of experts.
-
-    It draws `num_experts` experts by `init`. Slot s gets the weights of expert s modulo
-    `num_experts`.
-    """
+    """Returns an initializer of P slots [P, ...]: slot s gets expert s modulo `num_experts`."""
 
     def init_slots(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
@@ -320,11 +326,7 @@ def in_order(init: Initializer, num_experts: int) -> Initializer:
 
 
 def per_expert(init: Initializer) -> Initializer:
-    """Returns an initializer of a parameter [E, ...] that calls `init` once for each expert.
-
-    A parameter with two dimensions, such as a matrix of the shared experts, is a single matrix,
-    which `init` draws in one call.
-    """
+    """Returns an initializer of [E, H, F] that calls `init` for each expert, or once for [H, F]."""
 
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
@@ -342,9 +344,8 @@ def per_expert(init: Initializer) -> Initializer:
 def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
     """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
 
-    `num_experts` is the number of experts that the router chooses among, including the free experts
-    (zero, identity and constant experts). `num_constant` is the number of constant experts. The
-    number of experts in wi_0, wi_1 and wo is not checked here, since it depends on the mesh.
+    `num_experts` includes free experts, `num_constant` of them constant. How many experts wi_0,
+    wi_1 and wo must hold depends on the mesh, and is not checked here.
     """
     if params.gate is not None:
         checks.check_array("gate", params.gate, 2, jnp.floating, "[H, R]")
@@ -353,8 +354,8 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 f"gate must have shape [H, {num_experts}], one column for each expert that the "
                 f"router chooses among, free experts included, but has shape {params.gate.shape}."
             )
-    for name in (name for name, parameter in PARAMETERS.items() if parameter.dims == "R"):
-        if (array := getattr(params, name)) is not None:
+    for name, parameter in PARAMETERS.items():
+        if parameter.dims == "R" and (array := getattr(params, name)) is not None:
             checks.check_array(name, array, None, jnp.floating, "[R]")
             if array.shape != (num_experts,):
                 raise ValueError(
@@ -365,11 +366,12 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
         if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
             _check_array(name, array)
     hidden = params.wi_0.shape[1]
-    wanted = {"constant_value": (num_constant, hidden), "constant_gate": (num_constant, hidden, 2)}
-    for name, shape in wanted.items():
-        if ((array := getattr(params, name)) is None) != (num_constant == 0) or (
-            array is not None and array.shape != shape
-        ):
+    shapes = {"constant_value": (num_constant, hidden), "constant_gate": (num_constant, hidden, 2)}
+    for name, shape in shapes.items():
+        array = getattr(params, name)
+        found = None if array is None else array.shape
+        wanted = None if num_constant == 0 else shape
+        if found != wanted:
             raise ValueError(
                 f"{name} must have shape {shape} for constant_experts={num_constant}, and be None "
                 f"for 0, but is {'None' if array is None else f'of shape {array.shape}'}."
@@ -381,46 +383,25 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
     _check_shapes(params, num_experts, num_constant)
 
 
-def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:
-    """Raises ValueError unless the routed experts' weights hold an allowed number of experts.
-
-    `allowed` is the set of allowed sizes of the leading dimension of these weights. The error
-    message quotes `num_experts`.
-    """
-    for name in ROUTED_WEIGHTS:
-        if (array := getattr(params, name)) is None:
-            continue
-        shape = array.shape
-        if shape[0] not in allowed:
-            raise ValueError(
-                f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts along its "
-                f"first axis (num_experts={num_experts}, or num_slots if set), but has shape "
-                f"{shape}."
-            )
-
-
 def _check_shared(params: MoEParams) -> None:
-    """Raises ValueError if some matrices of the shared experts are given and others are None."""
-    given = {name: w for name in SHARED_WEIGHTS if (w := getattr(params, name)) is not None}
+    """Raises ValueError unless all matrices of the shared experts are given, or none."""
+    given = [name for name in SHARED_WEIGHTS if getattr(params, name) is not None]
     if not given:
         return
-    names = [name for name in SHARED_WEIGHTS if params.wi_1 is not None or name != "shared_wi_1"]
-    if set(given) != set(names):
-        without = "" if params.wi_1 is not None else ", without shared_wi_1 where wi_1 is None"
+    needed, without = list(SHARED_WEIGHTS), ""
+    if params.wi_1 is None:
+        needed.remove("shared_wi_1")
+        without = ", without shared_wi_1 where wi_1 is None"
+    if given != needed:
         raise ValueError(
-            f"{', '.join(names)} must be given together or be None{without}, but only "
+            f"{', '.join(needed)} must be given together or be None{without}, but only "
             f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given."
         )
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    """Raises ValueError for a parameter whose shape differs from its entry in `PARAMETERS`.
-
-    `num_experts` is the number of experts that the router chooses among, free experts included.
-    `num_constant` is the number of constant experts. Skips the gate, whose number of rows depends
-    on the call's `router_x`, and the routed experts' weights, whose number of experts depends on
-    the mesh.
-    """
+    """Raises ValueError for a parameter whose shape differs from its entry in `PARAMETERS`."""
+    # The gate's rows depend on the call's `router_x`, the number of held experts on the mesh.
     arrays = {
         name: array
         for name in PARAMETERS
@@ -445,7 +426,6 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
 
 
 def _check_array(name: str, array: Any) -> None:
-    """Raises TypeError or ValueError unless a parameter has its number of dimensions."""
     dims = PARAMETERS[name].dims
     checks.check_array(
         name,

@@ -1,4 +1,4 @@
-"""Computes the experts and the weighted sum of their outputs, with one custom VJP for both.
+"""Dispatches tokens, and computes their experts and the weighted sum of the outputs in one VJP.
 
 The weighted output of a (token, choice) pair is w · y with y = h wo, where w is its top-k weight
 and h the hidden values of its row. Let g be the cotangent of w · y, and dh = g woᵀ. Then
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+import math
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,43 +23,30 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
-from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
-from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
-from jax_ep.exchange.expert_major import check_weights, stand_in_rows
-from jax_ep.formats import QuantizedArray
-from jax_ep.matmul.primitives import Implementation as MatmulImplementation
-from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
-from jax_ep.moe.expert_mlp import (
-    ExpertUnit,
-    backward,
-    check_operands,
-    forward,
-    traced_unit,
+from jax_ep.exchange.api import (
+    check_weights,
+    combine,
+    dispatch,
+    dispatch_like,
+    stand_in_rows,
 )
-from jax_ep.moe.options import documented, make_options, one_of, option, takes
-from jax_ep.moe.traced import Traced
+from jax_ep.exchange.gradients import choices_to_rows, rows_to_choices
+from jax_ep.exchange.interface import Dispatched, Handle, Implementation
+from jax_ep.formats import QuantizedArray
+from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.primitives import Implementation as MatmulImplementation
+from jax_ep.moe.config import MoEConfig, WeightsOn
+from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
+from jax_ep.moe.expert_mlp import Activation, HiddenUnit, backward, check_operands, forward
+from jax_ep.moe.lora import adapted_mlp
+from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import match_varying
-
-WeightsOn = Literal["output", "input"]
-
-
-@documented(ExpertUnit)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertOptions(ExpertUnit):
-    """Options of what the routed experts compute: the fields of `ExpertUnit`, and `weights_on`.
-
-    Attributes:
-        {ExpertUnit}
-        weights_on: whether the weight of a choice multiplies the "output" of its expert or the
-            "input" (Llama 4).
-    """
-
-    weights_on: WeightsOn = option("output", one_of(WeightsOn))
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    unit: Traced
+    unit: HiddenUnit
     implementation: Implementation
     matmuls: Matmuls
     # The dtype in which the backward pass sends the output's cotangents to the experts' ranks. None
@@ -66,8 +54,6 @@ class _Config:
     grad_wire_dtype: Any
 
 
-@documented(ExpertOptions)
-@takes(ExpertOptions, before="implementation")
 def routed_experts(
     received: Dispatched,
     wi_0: jax.Array | QuantizedArray,
@@ -78,9 +64,13 @@ def routed_experts(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
+    activation: Activation = jax.nn.silu,
+    gating: Gating | None = None,
+    clamp: float | None = None,
+    matmul_dtype: Any = None,
+    weights_on: WeightsOn = "output",
     implementation: Implementation = None,
     matmul_implementation: MatmulImplementation = None,
-    **options: Any,
 ) -> jax.Array:
     """Runs the experts on received tokens and combines their outputs.
 
@@ -97,14 +87,14 @@ def routed_experts(
     names. Even under a `jax.checkpoint` that keeps none of these values, the backward pass does not
     compute the product with wo again.
 
-    `activation` and the other options are the fields of `ExpertOptions`, as keyword arguments.
-
     Args:
       received: the result of this rank's `dispatch`. With `matmul_dtype`, its tokens may be a
         `QuantizedArray`; they then get no gradient.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
-      {ExpertOptions}
+      activation, gating, clamp, matmul_dtype: as in `expert_mlp`.
+      weights_on: whether the weight of a choice multiplies the "output" of its expert or the
+        "input" (Llama 4).
       implementation: the implementation of combine and its gradient, as in `dispatch`.
       matmul_implementation: as in `grouped_matmul`.
 
@@ -115,42 +105,145 @@ def routed_experts(
       TypeError, ValueError: as `expert_mlp` and `combine` do.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    given = make_options(ExpertOptions, options, "routed_experts")
-    return run_experts(
-        received, experts, topk_weights, given, implementation, matmul_implementation
+    checks.check_name("weights_on", weights_on, get_args(WeightsOn))
+    return _run_experts(
+        received,
+        experts,
+        topk_weights,
+        HiddenUnit(activation=activation, gating=gating, clamp=clamp),
+        matmul_dtype=matmul_dtype,
+        weights_on=weights_on,
+        implementation=implementation,
+        matmul_implementation=matmul_implementation,
     )
 
 
-def run_experts(
+def by_dispatch(
+    experts: Experts,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    distinct: bool,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the combined output [T, H], and the rows dropped by local expert or slot, [L]."""
+    # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
+    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None. With
+    # weights_on="input", however, rows are multiplied by their weights on arrival, and must be
+    # quantized after that.
+    wire_dtype = config.wire_dtype
+    if config.matmul_dtype is not None and config.weights_on == "output":
+        wire_dtype = config.matmul_dtype
+    # Rows that are sent quantized stay quantized for float8 matmuls. Quantized rows have no
+    # gradient, so dispatch sends none back to `tokens`. Instead, `_run_experts` gets `tokens`, and
+    # sends the gradient of the received rows back to them.
+    stays_quantized = config.matmul_dtype is not None and wire_dtype is not None
+    capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct)
+    host_capacity = None
+    if config.host_capacity_factor is not None and where.expert_axes:
+        host_capacity = math.ceil(config.host_capacity_factor * tokens.shape[0])
+    with jax.named_scope("dispatch"):
+        received = dispatch(
+            lax.stop_gradient(tokens) if stays_quantized else tokens,
+            topk_idx,
+            num_experts=config.num_held,
+            axis_name=where.expert_axes,
+            capacity=capacity,
+            # Without a capacity factor, every row fits, so "tail" and "fair" give the same result.
+            overflow="tail" if config.capacity_factor is None else "fair",
+            host_capacity=host_capacity,
+            wire_dtype=wire_dtype,
+            output="quantized" if stays_quantized else "dequantized",
+            zero_unused=False,
+            implementation=config.implementation,
+        )
+    if experts.adapters:
+        out = _run_adapted_experts(received, experts, topk_weights, config)
+        return out, received.dropped_counts
+    out = _run_experts(
+        received,
+        experts,
+        topk_weights,
+        config.unit(),
+        matmul_dtype=config.matmul_dtype,
+        weights_on=config.weights_on,
+        implementation=config.implementation,
+        matmul_implementation=config.matmul_implementation,
+        own_tokens=tokens if stays_quantized else None,
+    )
+    return out, received.dropped_counts
+
+
+def receive_capacity(
+    config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
+) -> int | None:
+    """Returns the capacity R, the number of rows in a rank's receive buffer, for `dispatch`.
+
+    Without a `config.capacity_factor`, R is large enough for any routing. If the K choices of a
+    token are `distinct`, a rank receives at most one row per token for each of its experts. With a
+    capacity factor f, R is at most f·T·K. For a symbolic `num_tokens`, returns None, or raises
+    ValueError if there is a capacity factor.
+    """
+    if checks.is_symbolic(num_tokens):
+        for name in ("capacity_factor", "host_capacity_factor"):
+            if (factor := getattr(config, name)) is not None:
+                raise ValueError(
+                    f"{name} must be None where the number of tokens is symbolic, as it may be for "
+                    f"jax.export, but is {factor}."
+                )
+        return None
+    num_local_experts = config.num_held // num_ranks
+    k = config.num_experts_per_token
+    rows_of_token = min(k, num_local_experts) if distinct else k
+    rows = num_ranks * num_tokens * rows_of_token
+    if config.capacity_factor is not None:
+        rows = min(rows, math.ceil(config.capacity_factor * (num_tokens * k)))
+    # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
+    # receive buffer to pad it.
+    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _run_adapted_experts(
+    received: Dispatched, experts: Experts, topk_weights: jax.Array, config: MoEConfig
+) -> jax.Array:
+    """Runs experts that have adapters on received tokens, and combines their outputs [T, H]."""
+    tokens = received.tokens
+    weights: jax.Array | None = topk_weights
+    if config.weights_on == "input":
+        with jax.named_scope("dispatch"):
+            tokens = _weighted_rows(tokens, topk_weights, received.handle, config.implementation)
+        weights = None
+    with jax.named_scope("experts"):
+        y = adapted_mlp(tokens, experts, received.group_sizes, config)
+    with jax.named_scope("combine"):
+        return combine(y, received.handle, weights, implementation=config.implementation)
+
+
+def _run_experts(
     received: Dispatched,
     experts: Experts,
     topk_weights: jax.Array,
-    options: ExpertOptions,
+    unit: HiddenUnit,
+    *,
+    matmul_dtype: Any,
+    weights_on: WeightsOn,
     implementation: Implementation,
     matmul_implementation: MatmulImplementation,
     own_tokens: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `routed_experts`, with its options as one object and the weights as `Experts`.
+    """Computes `routed_experts`, with the weights as `Experts`.
 
-    If `options.matmul_dtype` is set, the received tokens may be a `QuantizedArray`. Their gradient
+    If `matmul_dtype` is set, the received tokens may be a `QuantizedArray`. Their gradient
     then goes to `own_tokens` [T, H], the tokens of this rank before dispatch. If `own_tokens` is
     None, the tokens get no gradient.
     """
-    if not isinstance(received, Dispatched):
-        raise TypeError(
-            "received must be what a dispatch returned, a Dispatched, but is "
-            f"{checks.described(received)}."
-        )
+    _check_received(received, matmul_dtype)
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     quantized: QuantizedArray | None = None
     grad_wire_dtype = None
     if isinstance(tokens, QuantizedArray):
-        if options.matmul_dtype is None:
-            raise TypeError(
-                "received.tokens must be an array, since the experts multiply tokens as they are, "
-                f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
-                'matmul_dtype, or dispatch with output="dequantized".'
-            )
+        # From here on, `quantized` has the values, and `tokens` are zeros that get the gradient.
         quantized = tokens
         # The cotangents may be sent quantized, since the matmuls quantize them anyway. But the
         # gradient of wo_bias needs them unquantized.
@@ -159,41 +252,61 @@ def run_experts(
         if own_tokens is None:
             tokens = jnp.zeros(quantized.shape, quantized.dtype)
         else:
-            tokens = stand_in_rows(
-                own_tokens.astype(quantized.dtype),
-                handle,
-                wire_dtype=None,
-                grad_wire_dtype=None,
-                implementation=implementation,
-            )
-        if options.weights_on == "input":
-            tokens, quantized = tokens + quantized.dequantize(), None
+            # The backward pass sends the gradient of these zeros back to `own_tokens`.
+            with jax.named_scope("dispatch"):
+                tokens = stand_in_rows(own_tokens.astype(quantized.dtype), handle, implementation)
+        if weights_on == "input":
+            with jax.named_scope("dispatch"):
+                tokens = tokens + quantized.dequantize()
+                quantized = None
     check_operands(
-        tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
+        tokens,
+        experts,
+        group_sizes,
+        unit,
+        matmul_dtype,
+        matmul_implementation,
+        "matmul_implementation",
     )
-    check_weights(topk_weights, handle)
-    row_weights = topk_weights.astype(jnp.float32)
-    weights: jax.Array | None = row_weights
-    if options.weights_on == "input":
-        tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
-    arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
-    leaves, tree = jax.tree.flatten(arrays)
-    tokens, experts, *others = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    traced = traced_unit(options, tokens, experts)
+    check_weights(topk_weights, handle.rows.shape[1:])
+    with jax.named_scope("dispatch"):
+        weights: jax.Array | None = topk_weights.astype(jnp.float32)
+        if weights_on == "input":
+            tokens = _weighted_rows(tokens, topk_weights, handle, implementation)
+            weights = None
     with jax.named_scope("experts"):
-        matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
-    config = _Config(traced, implementation, matmuls, grad_wire_dtype)
-    return _routed_experts(config, tokens, experts, *others, handle)
+        arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
+        leaves, tree = jax.tree.flatten(arrays)
+        leaves = match_varying(leaves, handle.axis_name)
+        tokens, experts, quantized, weights, group_sizes = jax.tree.unflatten(tree, leaves)
+        if handle.rows.shape[1] == 0:
+            # Without tokens. The type of the result varies over the axes that the operands' do.
+            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *leaves), ())[0]
+        matmuls, experts = matmuls_of(matmul_dtype, experts, matmul_implementation)
+    config = _Config(unit, implementation, matmuls, grad_wire_dtype)
+    return _routed_experts(config, tokens, experts, quantized, weights, group_sizes, handle)
 
 
-def _weighted(
+def _check_received(received: Any, matmul_dtype: Any) -> None:
+    """Raises TypeError unless it is a `Dispatched`, of arrays where matmuls do not quantize."""
+    if not isinstance(received, Dispatched):
+        raise TypeError(
+            "received must be what a dispatch returned, a Dispatched, but is "
+            f"{checks.described(received)}."
+        )
+    tokens = received.tokens
+    if isinstance(tokens, QuantizedArray) and matmul_dtype is None:
+        raise TypeError(
+            "received.tokens must be an array, since the experts multiply tokens as they are, "
+            f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
+            'matmul_dtype, or dispatch with output="dequantized".'
+        )
+
+
+def _weighted_rows(
     tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
 ) -> jax.Array:
-    """Multiplies each received row of `tokens` by the weight of its (token, choice) pair.
-
-    `weights` [T, K] are the weights of this rank's own tokens. They are sent to the ranks that
-    received these tokens; `handle` is the one that dispatch returned.
-    """
+    """Multiplies each received row of `tokens` by the weight [T, K] of its (token, choice) pair."""
     weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
     rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
     wide = wide_dtype(tokens.dtype)
@@ -202,13 +315,16 @@ def _weighted(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _routed_experts(config: _Config, tokens, experts, quantized, weights, group_sizes, handle):
+    """Runs the experts on `quantized`, or on `tokens` if that is None; combines by `weights`."""
     return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
 
 def _forward(
     config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
 ):
+    # Returns the output of `_routed_experts`, and with `keep` the residuals of `_backward`.
     unit, matmuls = config.unit, config.matmuls
+    tokens, experts, weights = matmuls.differentiated_once((tokens, experts, weights))
     if quantized is not None:
         tokens = quantized
     with jax.named_scope("experts"):
@@ -219,7 +335,9 @@ def _forward(
 
 
 def _backward(config, residuals, grad):
+    # Returns the gradients of the arrays of `_routed_experts`, in their order.
     saved, weights, handle = residuals
+    grad = config.matmuls.differentiated_once(grad)
     # No gradient reads the cotangents in rows past the last group, so the dispatch of the
     # cotangents may leave these rows undefined.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
@@ -260,11 +378,7 @@ _routed_experts.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends the weights [T, K] of this rank's choices to the ranks that received their rows.
-
-    Returns the weight of each row that this rank received, float32. The gradient sends the
-    cotangents of the rows' weights back to the choices.
-    """
+    """Returns the weight of each received row, [R], with a gradient for `weights` [T, K]."""
     return choices_to_rows(weights, handle, implementation)
 
 

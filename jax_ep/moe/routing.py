@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,18 @@ from jax_ep import checks
 from jax_ep.dtypes import rounded
 from jax_ep.exchange.routes import expert_ids
 from jax_ep.moe import few_logits
-from jax_ep.moe.options import (
-    check_options,
-    documented,
-    make_options,
-    number_or_zero,
-    one_of,
-    option,
-    takes,
-)
 from jax_ep.moe.top_k import choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
-GroupScore = Literal["top2", "max"]
+# The number of a group's largest scores that are added up, or a name for it.
+GroupScore = Literal["top2", "max"] | int
+_GROUP_SCORES = {"top2": 2, "max": 1}
 
-# If a token's largest logit is lower than this, a constant is added to the token's logits before
-# `Routing.probs` are computed, so that the largest becomes this number. Otherwise all sigmoids of
-# the token could underflow to 0.
+# Logits of a token whose largest is lower are raised before `Routing.probs` are computed, as all
+# sigmoids could underflow to 0.
 _LOWEST_LOGIT = -64.0
 
 
@@ -79,11 +71,7 @@ def router_logits(
         x: [T, H] floating: the tokens.
         gate: [H, E] floating: the router's kernel.
         bias: [E] floating, or None: a trained bias of the logits (GPT-OSS).
-        dtype: float32, or a narrower floating dtype. With a narrower dtype, x, gate and bias are
-            cast to it, products are summed in float32, and the logits are rounded to it.
-
-    Returns:
-        [T, E] float32.
+        dtype: float32, or a narrower floating dtype, to which operands are cast and logits rounded.
     """
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
@@ -91,7 +79,7 @@ def router_logits(
     if dtype.itemsize > 4:
         raise TypeError(f"dtype must be float32 or narrower, but is {dtype!r}.")
     if dtype.itemsize < 4:
-        logits = _dot(x.astype(dtype), gate.astype(dtype), 1, 0, jnp.float32)
+        logits = _dot(x.astype(dtype), gate.astype(dtype), a_axis=1, b_axis=0, dtype=jnp.float32)
     else:
         logits = _float32_logits(x, gate)
     if bias is not None:
@@ -101,6 +89,7 @@ def router_logits(
 
 
 def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns x @ gate, [T, E] float32, without rounding the operands."""
     if x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32) @ gate.astype(jnp.float32)
     if gate.dtype != jnp.bfloat16:
@@ -110,12 +99,13 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns x @ gate, [T, E] float32, of a bfloat16 x and a float32 or bfloat16 gate."""
     if not checks.is_symbolic(x.shape[0]) and x.shape[0] <= few_logits.MOST_TOKENS:
         return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
-    products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
+    products = _dot(x, jnp.concatenate(parts, axis=1), a_axis=1, b_axis=0, dtype=jnp.float32)
     # One `jnp.sum` adds the products of x with all parts of the gate. If XLA splits the matmul
     # along H, as it may for few rows, it can fuse the sum of its partial results with this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
@@ -124,16 +114,21 @@ def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 def _bfloat16_logits_bwd(saved, grad):
     x, gate = saved
     high, low = _split(grad, 2)
+    # dx = grad @ gate.T, without the product of the low parts, which is too small to matter. One
+    # matmul adds the other products. A bfloat16 gate has no low part.
     gate_high, *gate_low = _split(gate, 2)
     dx = _dot(
-        jnp.concatenate([high, low, high][: 2 + len(gate_low)], axis=1),
+        jnp.concatenate([high, low, high] if gate_low else [high, low], axis=1),
         jnp.concatenate([gate_high, gate_high, *gate_low], axis=1),
-        1,
-        1,
-        x.dtype,
+        a_axis=1,
+        b_axis=1,
+        dtype=x.dtype,
     )
-    dgate = _dot(x, jnp.concatenate([high, low], axis=1), 0, 0, jnp.float32)
-    return dx, _sum_of_columns(dgate, 2).astype(gate.dtype)
+    grads = jnp.concatenate([high, low], axis=1)
+    dgates = _dot(x, grads, a_axis=0, b_axis=0, dtype=jnp.float32)
+    # The sum begins with the smallest numbers.
+    dgate_high, dgate_low = jnp.split(dgates, 2, axis=1)
+    return dx, (dgate_low + dgate_high).astype(gate.dtype)
 
 
 _bfloat16_logits.defvjp(
@@ -142,11 +137,7 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits x, a float32 array, into `count` bfloat16 arrays that add up to about x.
-
-    The first array is x rounded to bfloat16, the second is the rest rounded to bfloat16, and so on.
-    Three arrays add up to x exactly. A bfloat16 x is returned unsplit, in a list.
-    """
+    """Splits x into `count` bfloat16 parts, each the rounded rest; three hold float32 exactly."""
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -158,15 +149,7 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
-    """Splits an array [H, count * E] into `count` blocks of E columns, and sums the blocks, [H, E].
-
-    Adds the blocks from the last to the first, since the last holds the smallest numbers.
-    """
-    return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
-
-
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, *, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
     """Contracts axis `a_axis` of matrix a with axis `b_axis` of matrix b; returns `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
@@ -174,54 +157,53 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> ja
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """Options of how the router chooses experts by their logits and weighs the choices.
+    """The options of `top_k_routing`, as one object."""
 
-    Attributes:
-        score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
-            "sqrt_softplus".
-        choose_by: "score" or "logit": whether the selection bias is added to an expert's score or
-            to its logit. Groups are compared by these sums, too.
-        num_groups: the number of groups of experts, a divisor of E; 1 means no groups.
-        groups_kept: the number of groups that a token may choose experts from.
-        group_score: how groups are compared: "top2", by the sum of a group's two largest
-            `score + bias` (DeepSeek-V3), or "max", by its largest one (DeepSeek-V2).
-        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
-            logarithms of the scores are used, so weights are exact even if scores underflow in
-            float32. If all k logits are -inf, the weights are 0.
-        normalize_epsilon: the number that `normalize` adds to the sum of the weights, 0 or more
-            (DeepSeek-V3 has 1e-20, LFM2 1e-6). If scores are far below it, the weights' sum and
-            gradients are small.
-        scale: the factor, 0 or more, by which the weights are multiplied after normalization.
-    """
+    score: Score = "softmax"
+    choose_by: ChooseBy = "score"
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score: GroupScore = "top2"
+    normalize: bool = True
+    normalize_epsilon: float = 0.0
+    scale: float = 1.0
 
-    score: Score = option("softmax", one_of(Score))
-    choose_by: ChooseBy = option("score", one_of(ChooseBy))
-    num_groups: int = option(1, checks.check_integer)
-    groups_kept: int = option(1, checks.check_integer)
-    group_score: GroupScore = option("top2", one_of(GroupScore))
-    normalize: bool = option(True, checks.check_bool)
-    normalize_epsilon: float = option(0.0, number_or_zero)
-    scale: float = option(1.0, number_or_zero)
+    def check(self) -> None:
+        """Raises TypeError or ValueError, naming the option, for a value that is not allowed."""
+        checks.check_name("score", self.score, get_args(Score))
+        checks.check_name("choose_by", self.choose_by, get_args(ChooseBy))
+        checks.check_integer("num_groups", self.num_groups)
+        checks.check_integer("groups_kept", self.groups_kept)
+        if isinstance(self.group_score, str):
+            checks.check_name("group_score", self.group_score, tuple(_GROUP_SCORES))
+        else:
+            checks.check_integer("group_score", self.group_score)
+        checks.check_bool("normalize", self.normalize)
+        checks.check_number("normalize_epsilon", self.normalize_epsilon, may_be_zero=True)
+        checks.check_number("scale", self.scale, may_be_zero=True)
 
 
-@documented(RoutingOptions)
-@takes(RoutingOptions, before="bias")
 def top_k_routing(
     logits: jax.Array,
     k: int,
     *,
+    score: Score = "softmax",
+    choose_by: ChooseBy = "score",
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    group_score: GroupScore = "top2",
+    normalize: bool = True,
+    normalize_epsilon: float = 0.0,
+    scale: float = 1.0,
     bias: jax.Array | None = None,
-    **options: Any,
 ) -> Routing:
     """Chooses k experts for every token.
 
     A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
-    root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest `score + bias`
-    are chosen; their weights are their scores. The sums `score + bias` are computed with about
-    twice the digits of float32. Among experts with equal sums, the one with the larger logit wins,
-    then the one with the lower id. (Equal biases therefore never change a choice.) Without a bias,
-    experts are compared by their logits, which have the order of the scores. Gradients flow through
-    the weights and `probs`, but not through the choice.
+    root of the softplus (DeepSeek-V4) of each logit. `lax.top_k` of the float32 sums `score + bias`
+    chooses k experts: of equal sums, the lower id wins. Their weights are their scores. Where there
+    is no bias and no sum of a group, the logits are compared, which have the order of the scores.
+    Gradients flow through the weights and `probs`, but not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
@@ -230,12 +212,25 @@ def top_k_routing(
     A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) equals the softmax over all
     logits with `normalize=True`.
 
-    `score` and the other options are the fields of `RoutingOptions`, as keyword arguments.
-
     Args:
         logits: [T, E] floating; converted to float32.
         k: the number of choices per token, at most the number of experts in `groups_kept` groups.
-        {RoutingOptions}
+        score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
+            "sqrt_softplus".
+        choose_by: "score" or "logit": whether the selection bias is added to an expert's score or
+            to its logit. Groups are compared by these sums, too.
+        num_groups: the number of groups of experts, a divisor of E; 1 means no groups.
+        groups_kept: the number of groups that a token may choose experts from.
+        group_score: how groups are compared: "top2", by the sum of a group's two largest
+            `score + bias` (DeepSeek-V3), or "max", by its largest one (DeepSeek-V2); a number n, at
+            least 1, by the sum of its n largest ones.
+        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
+            logarithms of the scores are used, so weights are exact even if scores underflow in
+            float32. If all k logits are -inf, the weights are 0.
+        normalize_epsilon: the number that `normalize` adds to the sum of the weights, 0 or more
+            (DeepSeek-V3 has 1e-20, LFM2 1e-6). If scores are far below it, the weights' sum and
+            gradients are small.
+        scale: the factor, 0 or more, by which the weights are multiplied after normalization.
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
             not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. Add a trained
             bias to the logits instead.
@@ -247,47 +242,64 @@ def top_k_routing(
         ValueError: a shape, name or number does not fit; the message names the argument.
         TypeError: `logits` or `bias` is not floating, or an option has the wrong type.
     """
-    return choose_experts(logits, k, bias, make_options(RoutingOptions, options, "top_k_routing"))
+    options = RoutingOptions(
+        score=score,
+        choose_by=choose_by,
+        num_groups=num_groups,
+        groups_kept=groups_kept,
+        group_score=group_score,
+        normalize=normalize,
+        normalize_epsilon=normalize_epsilon,
+        scale=scale,
+    )
+    options.check()
+    _check_logits(logits, bias)
+    check_choosing(logits.shape[1], k, options)
+    return choose_experts(logits, int(k), bias, options)
 
 
 def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
-    """Computes `top_k_routing` for logits [T, E] and `bias` [E], with all options in one object."""
-    check_options(options)
-    _check_logits(logits, bias)
-    k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
+    """Computes `top_k_routing` of arguments that have been checked."""
+    num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
-    scores = score if choose_by == "score" else "logit"
-    best = {"top2": 2, "max": 1}[options.group_score]
-    groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
+    if logits.shape[0] == 0:
+        choices = jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32)
+        return Routing(*match_varying((*choices, logits), ()))
+    # The number of a group's largest scores whose sum is compared.
+    best = options.group_score
+    best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)
+    groups = None
+    if groups_kept < num_groups:
+        groups = Groups(number=num_groups, kept=groups_kept, best=best)
     weighing = _weighing(options)
-    # Experts can be compared by their logits, which have the order of the scores. The scores are
-    # needed only for sums: of a score and a bias, or of the two best scores of a group.
-    has_sums = bias is not None or (groups is not None and best == 2)
-    softmax = score == "softmax" and not (has_sums and scores == "softmax")
-    probs = None
-    if not softmax:
-        probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
-    rounded = None
-    if has_sums and scores not in ("logit", "sigmoid"):
-        rounded = _SCORES[score](logits)
+    # Without a sum of a score and a bias, or of the best scores of a group, experts are
+    # compared by their logits, which have the order of the scores.
+    has_sums = bias is not None or (groups is not None and best > 1)
+    by_scores = has_sums and choose_by == "score"
+    # `choose` computes the sigmoids that it compares, and a softmax that it does not compare.
+    return_softmax = score == "softmax" and not by_scores
+    probs = None if return_softmax else _probs(score, logits)
+    sigmoid = by_scores and score == "sigmoid"
+    compared = _SCORES[score](logits) if by_scores and not sigmoid else None
     gathered = None
-    if not (softmax and not normalize):
+    if normalize or not return_softmax:
         gathered = _weighed(score, logits, weighing)
-    topk_idx, weights, made = choose(
+    topk_idx, weights, softmax = choose(
         logits,
         k,
         weighing,
-        scores=scores,
-        rounded=rounded,
+        compared=compared,
+        sigmoid=sigmoid,
         bias=None if bias is None else bias.astype(jnp.float32),
         groups=groups,
+        # By default, `choose` gathers logits, or the softmax if that gives the weights.
         gathered=None if gathered is logits else gathered,
-        softmax=softmax,
+        softmax=return_softmax,
     )
-    return Routing(topk_idx, weights, made if softmax else probs)
+    return Routing(topk_idx, weights, softmax if return_softmax else probs)
 
 
 def routing_of_choices(
@@ -295,12 +307,10 @@ def routing_of_choices(
     topk_idx: jax.Array,
     options: RoutingOptions,
 ) -> Routing:
-    """Weighs choices `topk_idx` that the caller makes, such as by a hash of the tokens.
+    """Weighs the caller's choices [T, K] by logits [T, E], as `top_k_routing` does.
 
-    The weights are computed from the logits [T, E] as in `top_k_routing`. topk_idx is [T, K]
-    integer; an id outside [0, E) chooses no expert and has weight 0.
+    An id outside [0, E) chooses no expert and has weight 0.
     """
-    check_options(options)
     score, normalize = options.score, options.normalize
     num_experts = logits.shape[1]
     logits = logits.astype(jnp.float32)
@@ -310,24 +320,29 @@ def routing_of_choices(
     weighed = _weighed(score, logits, weighing)
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
-    probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
+    probs = _probs(score, logits)
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
 
 
+def _probs(score: str, logits: jax.Array) -> jax.Array:
+    """Returns `Routing.probs` [T, E]: all scores, of which some do not underflow in each token."""
+    return _SCORES[score](logits if score == "softmax" else _raised(logits))
+
+
 def _weighing(options: RoutingOptions) -> Weighing:
-    is_sigmoid = options.normalize and options.score == "sigmoid"
-    epsilon, scale = float(options.normalize_epsilon), float(options.scale)
-    return Weighing(options.normalize, epsilon, scale, is_sigmoid)
+    return Weighing(
+        normalize=options.normalize,
+        epsilon=float(options.normalize_epsilon),
+        scale=float(options.scale),
+        sigmoid=options.normalize and options.score == "sigmoid",
+    )
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
-    """Returns the numbers [T, E] float32 from which `weigh` computes the weights of chosen experts.
-
-    They are the scores, if weights are not normalized. Otherwise they are logits or logarithms of
-    scores, whose ratios `weigh` can compute even if the scores underflow.
-    """
+    """Returns the numbers [T, E] from which `weigh` computes the chosen experts' weights."""
     if not weighing.normalize:
         return _SCORES[score](logits)
+    # Logits or logarithms of scores, whose ratios are exact even if the scores underflow.
     if score == "sqrt_softplus":
         return _log_sqrt_softplus(logits)
     if score == "softmax" and weighing.epsilon:
@@ -336,11 +351,7 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Raises the logits of each token whose largest logit is below `_LOWEST_LOGIT`.
-
-    Adds a constant to all logits of such a token, so that the largest becomes `_LOWEST_LOGIT`. The
-    logits of other tokens stay as they are.
-    """
+    """Shifts the logits of each token whose largest is below `_LOWEST_LOGIT`, to this maximum."""
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
     return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
@@ -369,16 +380,10 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def check_choosing(
-    num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
-) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError unless `options` let a token choose k of the experts.
-
-    Returns k, num_groups and groups_kept as ints. Messages name the option, and call k `k_name`.
-    """
-    k = checks.check_integer(k_name, k)
-    num_groups = checks.check_integer("num_groups", options.num_groups)
-    groups_kept = checks.check_integer("groups_kept", options.groups_kept)
+def check_choosing(num_experts: int, k: Any, options: RoutingOptions, k_name: str = "k") -> None:
+    """Raises TypeError or ValueError unless a token can choose k of the experts."""
+    checks.check_integer(k_name, k)
+    num_groups, groups_kept = options.num_groups, options.groups_kept
     if num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts that tokens choose among, but is "
@@ -395,7 +400,6 @@ def check_choosing(
             f"({num_experts} experts, num_groups={num_groups}, groups_kept={groups_kept}), but is "
             f"{k}."
         )
-    return k, num_groups, groups_kept
 
 
 def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
@@ -412,27 +416,32 @@ def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
 
 
 def update_expert_bias(
-    bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
+    bias: jax.Array,
+    expert_counts: jax.Array,
+    rate: float | jax.Array,
+    *,
+    zero_mean: bool = False,
 ) -> jax.Array:
     """Updates the selection bias so that the experts' loads become more equal.
 
     Raises the bias of an expert by `rate` if its load is below the mean, and lowers it by `rate` if
-    its load is above. This balances loads without an auxiliary loss (arXiv:2408.15664, as in
-    DeepSeek-V3). Call it once per training step, outside the gradient, with the counts of that step
-    on all ranks.
+    its load is above (arXiv:2408.15664, as in DeepSeek-V3). Call it once per training step, outside
+    the gradient, with the counts of that step on all ranks.
 
     Args:
         bias: [..., E] floating: the bias of one router or of a stack of layers.
         expert_counts: [..., E]: the number of tokens that chose each expert, summed over ranks.
         rate: the change of the bias per step: a number, or an array of shape [] or of bias's shape.
             DeepSeek-V3 used 0.001.
+        zero_mean: whether the mean of the E changes is subtracted from each, so that the biases do
+            not drift together (torchtitan).
 
     Returns:
         [..., E] of bias's dtype.
 
     Raises:
         ValueError: the shapes differ; the message names the argument.
-        TypeError: `bias` is not floating, or `rate` is not a number.
+        TypeError: `bias` is not floating, `rate` is not a number, or `zero_mean` is not a bool.
     """
     checks.check_array("bias", bias, None, jnp.floating, "[..., E]", may_be_empty=False)
     checks.check_array("expert_counts", expert_counts, None, jnp.number, "[..., E]")
@@ -450,9 +459,12 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
+    checks.check_bool("zero_mean", zero_mean)
     # The least count is subtracted in integers, which is exact, since float32 rounds large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
     step = jnp.asarray(rate, jnp.float32) * sign
+    if zero_mean:
+        step -= jnp.mean(step, axis=-1, keepdims=True)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)

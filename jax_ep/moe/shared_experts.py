@@ -1,11 +1,9 @@
 """Computes the shared experts, which process every token.
 
 The shared experts of a layer are stored together, as one MLP. No token is sent for them: every rank
-has all of them, or its columns of them along the tensor axes.
-
-XLA multiplies them, except in two cases, in which the kernels of the routed experts run them as a
-single expert. These kernels multiply float8, and for few tokens they read matrices that are stored
-quantized as they are stored.
+has all of them, or its columns of them along the tensor axes. XLA multiplies them, unless matmuls
+are float8 or few tokens meet matrices that are stored quantized: then the kernels of the routed
+experts run them as a single expert.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
-from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.formats import QuantizedArray
 from jax_ep.formats.quantized_array import without_gradient
 from jax_ep.matmul.gating import hidden_values
 from jax_ep.matmul.weight_only import dequantized
 from jax_ep.moe import few_tokens, fsdp, routing
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, check_same_kind
+from jax_ep.moe.expert_matmuls import Experts
 from jax_ep.moe.expert_mlp import run_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.moe.params import SHARED_WEIGHTS, MoEParams
@@ -37,11 +35,9 @@ LEAST_QUANTIZED_TOKENS = 512
 
 
 def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
-    """Runs the shared experts on every token x [T, H].
-
-    Returns [T, H], multiplied by sigmoid(x @ shared_gate) if there is a `shared_gate`. With tensor
-    axes, the result is a partial sum, which must be added to those of the ranks along these axes.
-    """
+    """Runs the shared experts on every token x [T, H]; a partial sum along tensor axes."""
+    if config.shared_gating is not None:
+        config = dataclasses.replace(config, gating=config.shared_gating, clamp=None)
     *wi, wo = (
         fsdp.gather(name, without_gradient(name, w), where, config.dtype)
         for name in SHARED_WEIGHTS
@@ -49,7 +45,9 @@ def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh)
     )
     tokens = x.astype(config.dtype)
     is_stored = isinstance(wo, QuantizedArray)
-    if config.matmul_dtype is not None and not is_stored and _are_few(tokens):
+    num_tokens = tokens.shape[0]
+    are_few = not checks.is_symbolic(num_tokens) and num_tokens < LEAST_QUANTIZED_TOKENS
+    if config.matmul_dtype is not None and not is_stored and are_few:
         config = dataclasses.replace(config, matmul_dtype=None)
     if config.matmul_dtype is not None or is_stored:
         out = _output_of_quantized(wi, wo, tokens, config)
@@ -62,36 +60,13 @@ def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh)
     return out
 
 
-def _are_few(tokens: jax.Array) -> bool:
-    num_tokens = tokens.shape[0]
-    return not checks.is_symbolic(num_tokens) and num_tokens < LEAST_QUANTIZED_TOKENS
-
-
-def check(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
-    """Raises TypeError or ValueError unless the matmuls can multiply the shared experts' matrices.
-
-    There may be no shared experts.
-    """
-    if params.shared_wo is None:
-        return
-    check_same_kind(params, SHARED_WEIGHTS)
-    if config.matmul_dtype is not None:
-        hidden, width = params.shared_wi_0.shape  # type: ignore
-        on_a_rank = " on a rank" if where.num_parts() > 1 else ""
-        shape = hidden, width // where.num_parts()
-        FLOAT8_MATRICES.check_shape(f"with matmul_dtype, shared_wi_0{on_a_rank}", shape)
-
-
 def _output(
     wi: Sequence[jax.Array], wo: jax.Array, tokens: jax.Array, config: MoEConfig
 ) -> jax.Array:
-    """Runs the shared experts, whose matrices are arrays, on tokens [T, H].
+    """Computes the MLP of all tokens by XLA, [T, H]; `wi` are shared_wi_0 and any shared_wi_1."""
+    unit = config.unit()
 
-    As in the routed experts, everything between the matmuls is computed in float32, and the
-    backward pass computes it again from the products.
-    """
-    unit = config.expert_options()
-
+    # As in the routed experts, the backward pass computes hidden values again from the products.
     @jax.checkpoint
     def second_matmul(wo: jax.Array, *products: jax.Array) -> jax.Array:
         return _product(hidden_values(unit, (None, None), products), wo)
@@ -108,18 +83,26 @@ def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
 def _output_of_quantized(
     wi: Sequence[Any], wo: Any, tokens: jax.Array, config: MoEConfig
 ) -> jax.Array:
-    """Runs the shared experts, whose matrices are stored quantized or become float8, on [T, H]."""
+    """Computes the MLP as that of a single expert, if matmuls are float8 or matrices are stored."""
 
     def of_many(experts: Experts, tokens: jax.Array) -> jax.Array:
         if config.matmul_dtype is not None:
-            sizes, unit = jnp.full(1, tokens.shape[0], jnp.int32), config.expert_options()
-            return run_mlp(tokens, experts, sizes, unit, config.matmul_implementation)
+            sizes = jnp.full(1, tokens.shape[0], jnp.int32)
+            return run_mlp(
+                tokens,
+                experts,
+                group_sizes=sizes,
+                unit=config.unit(),
+                matmul_dtype=config.matmul_dtype,
+                implementation=config.matmul_implementation,
+            )
         *wi, wo = (
             dequantized(jax.tree.map(lambda part: part[0], w), config.dtype)
             for w in (*experts.wi, experts.wo)
         )
         return _output(wi, wo, tokens, config)
 
+    # A matrix such as [H, S] becomes the matrices of one expert, [1, H, S].
     wi_0, *wi_1, wo = (jax.tree.map(lambda part: part[None], w) for w in (*wi, wo))
     experts = Experts(wi_0, wi_1[0] if wi_1 else None, wo)
     return few_tokens.run_one(of_many, experts, tokens, config)

@@ -2,9 +2,7 @@
 
 If the `implementation` of dispatch and combine is None or "pallas", the collectives are those of
 `jax_ep.collectives`, which selects the fastest algorithm from a table of measurements. Otherwise
-they are those of `jax.lax`. In this table, all of the library's collectives are faster than those
-of `jax.lax` at every size on 2 GPUs. On 4 GPUs, its all_reduce is faster up to 27 MB, and its
-all_gather and reduce_scatter at every size.
+they are those of `jax.lax`.
 """
 
 from __future__ import annotations
@@ -25,44 +23,27 @@ def for_all_ranks(
 ) -> tuple[jax.Array, ...]:
     """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
-    If the ranks hold different tokens, gathers the arrays. Otherwise returns the arrays themselves,
-    with types that vary over the tensor axes (vma). In the backward pass, the gradients of the
-    tokens are summed over these ranks here, where there is one row per token, rather than after
-    dispatch, where there is one row per choice.
-
-    Args:
-      arrays: arrays [T, ...] of this rank's tokens, floating or integer. Integers, such as expert
-        ids, must be below 2**24, because they are gathered as float32. An array that is given twice
-        is gathered once.
-      where: the mesh and the mesh axes of the call.
-      implementation: the implementation of dispatch and combine, which selects that of the
-        collectives.
+    If the ranks hold different tokens, gathers the arrays [T, ...], in which integers are below
+    2**24. Otherwise only casts their types to vary over the tensor axes. The backward pass sums the
+    gradients of the tokens here, where there is one row per token, and not after dispatch, where
+    there is one per choice.
     """
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
-    if not axes:
-        return arrays
-    function = _replicated
-    if where.splits_tokens_over_tensor_axes():
-        function = _gathered
-    given = {id(array): array for array in arrays}
-    made = {key: function(axes, algorithm, array) for key, array in given.items()}
-    return tuple(made[id(array)] for array in arrays)
+    spread = _gathered if where.splits_tokens_over_tensor_axes() else _replicated
+    # The tokens of routed and of shared experts may be one array, which is gathered only once.
+    distinct = {id(array): array for array in arrays}
+    results = {key: spread(axes, algorithm, array) for key, array in distinct.items()}
+    return tuple(results[id(array)] for array in arrays)
 
 
 def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementation) -> jax.Array:
-    """Sums the partial outputs [T, H] of the ranks along the tensor axes.
-
-    Returns the rows of this rank's tokens. The sum comes after combine, when there is one row per
-    token instead of one row per choice.
-    """
-    if not where.tensor_axes:
-        return out
+    """Sums the partial outputs [T, H] of the ranks along the tensor axes, after combine."""
     sum_ranks = reduce_scatter if where.splits_tokens_over_tensor_axes() else all_reduce
     return sum_ranks(out, where.tensor_axes, algorithm=algorithm_next_to(implementation))
 
 
 def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Concatenates the arrays x [T, ...] of all ranks along `axes`, by an all-gather."""
+    """Returns the tokens x [T, ...] of all n ranks along `axes`, [n * T, ...]."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
     # The collectives support only floats, so integers are gathered as float32, which represents
@@ -71,25 +52,17 @@ def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax
 
 
 def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Returns x, which is equal on all ranks along `axes`, with a type that varies over them (vma).
-
-    In the backward pass, the gradient is summed over the ranks by the library's all_reduce with
-    `algorithm`, instead of by `lax.psum`.
-    """
+    """Returns x, the same on all ranks along `axes`, with a type that varies over `axes`."""
     (varying,) = match_varying((x,), axes)
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))
     if not added or not jnp.issubdtype(x.dtype, jnp.floating):
         return varying
+    # The gradient of `match_varying` is a `lax.psum`, that of `_cast` an `all_reduce`.
     return _cast(added, algorithm, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cast(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    """Returns x with a type that also varies over `axes` (vma).
-
-    In the backward pass, the library's all-reduce over `axes`, with `algorithm`, sums the
-    cotangents of x.
-    """
     return match_varying((x,), axes)[0]
 
 

@@ -4,17 +4,16 @@ A receive buffer that fits any routing of T tokens per rank has N * T * min(K, E
 of N ranks. With c chunks, it has 1 / c of these rows. The backward pass dispatches each chunk and
 computes its rows again, so that no received rows are kept until then.
 
-A `lax.scan` runs the chunks. The router's choices, the experts in the compute dtype and their
-quantized matrices are computed once, before the scan. In the backward pass, a scan sums the
-experts' gradients over the chunks. The matmuls add the gradients of matrices to the sums of those
-before: kernels do so in place if the sums have the dtype of the operands, or if they multiply
-float8. After the scan, the gradients are summed once over the ranks that hold the same experts.
+A `lax.scan` runs the chunks. In the backward pass, a scan sums the experts' gradients over the
+chunks. The matmuls add the gradients of matrices to the sums of those before: kernels do so in
+place if the sums have the dtype of the operands, or if they multiply float8. After the scan, the
+gradients are summed once over the ranks that hold the same experts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -23,11 +22,12 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
+from jax_ep.moe import few_tokens
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_quantized
+from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import match_varying
 
-Run = Callable[..., tuple[jax.Array, jax.Array]]
 # Gradients of bfloat16 matrices are summed in bfloat16 over at most this number of chunks, to save
 # memory. Each addition then changes a sum by up to 2^-9 of itself, as does the rounding of a whole
 # gradient. Sums of many gradients need float32: in bfloat16, a sum of equal numbers stops growing
@@ -36,35 +36,20 @@ _MOST_ROUNDED_SUMS = 8
 
 
 def run(
-    function: Run,
     experts: Experts,
     arrays: tuple[jax.Array, jax.Array, jax.Array],
+    distinct: bool,
     config: MoEConfig,
-    expert_axes: tuple[str, ...],
+    where: LayerMesh,
     param_dtypes: Collection[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls `function(experts, *arrays)` for each of `config.token_chunks` chunks of tokens.
+    """Runs the experts on each of `config.token_chunks` chunks of this rank's tokens.
 
-    Args:
-      function: called with the experts, and with tokens [t, H], expert ids [t, K] and weights
-        [t, K] of a chunk of t tokens. It returns the outputs of these tokens, [t, H], and an
-        int32 array with a count for each of this rank's experts.
-      experts: the weights of this rank's experts.
-      arrays: tokens [T, H], expert ids [T, K] and weights [T, K] of all of this rank's tokens.
-      config: the configuration of the layer.
-      expert_axes: the mesh axes that the experts are spread over.
-      param_dtypes: the dtypes of the layer's parameters wi_0, wi_1 and wo. Gradients of matrices
-        may be summed in bfloat16 if these and the matrices in `experts` are bfloat16.
-
-    Returns:
-      The outputs of all tokens, [T, H], and each expert's count, summed over the chunks.
-
-    Raises:
-      ValueError: the number of tokens is symbolic, and there are several chunks.
+    `arrays` are the tokens [T, H], expert ids [T, K] and weights [T, K]. Returns what `by_dispatch`
+    does. Gradients of matrices may be summed in bfloat16 if they and `param_dtypes`, those of wi_0,
+    wi_1 and wo, are bfloat16.
     """
     num_chunks, num_tokens = config.token_chunks, arrays[0].shape[0]
-    if num_chunks == 1:
-        return function(experts, *arrays)
     if checks.is_symbolic(num_tokens):
         raise ValueError(
             "token_chunks must be 1 where the number of tokens is symbolic, as it may be for "
@@ -73,82 +58,105 @@ def run(
     size = -(-num_tokens // num_chunks)
     num_chunks = -(-num_tokens // size)
     if num_chunks == 1:
-        return function(experts, *arrays)
+        return few_tokens.run(experts, *arrays, distinct, config, where)
 
     # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
         experts = with_quantized(config.matmul_dtype, experts, config.matmul_implementation)
-    leaves, tree = jax.tree.flatten((experts, arrays))
-    experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, expert_axes))
+        leaves, tree = jax.tree.flatten((experts, arrays))
+        experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes))
     tokens, topk_idx, topk_weights = arrays
-    chunks = [
-        _split(array, num_chunks, size, padding)
-        for array, padding in ((tokens, 0), (topk_idx, -1), (topk_weights, 0))
-    ]
+    with jax.named_scope("dispatch"):
+        chunks = [
+            _split(array, num_chunks, size, padding)
+            for array, padding in ((tokens, 0), (topk_idx, -1), (topk_weights, 0))
+        ]
     # Matrices that are stored quantized are left out, since they have no gradient.
     floats = {
         name: array for name, array in experts._asdict().items() if isinstance(array, jax.Array)
     }
     dtypes = {experts.wo.dtype, *param_dtypes}
-    is_rounded = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
-    keep_dtype = QuantizedExperts._fields if is_rounded else ()
-    summed = {
-        name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
-        for name, array in floats.items()
-    }
-    out, counts = _all_chunks(function, summed, experts, tuple(chunks))
-    out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
-    return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
+    sums_bfloat16 = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
+    keep_dtype = QuantizedExperts._fields if sums_bfloat16 else ()
+    with jax.named_scope("experts"):
+        summed = {
+            name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
+            for name, array in floats.items()
+        }
+    out, counts = _all_chunks(distinct, config, where, summed, experts, tuple(chunks))
+    with jax.named_scope("combine"):
+        out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
+    with jax.named_scope("metrics"):
+        return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_chunks(
-    function: Run,
+    distinct: bool,
+    config: MoEConfig,
+    where: LayerMesh,
     summed: dict[str, jax.Array],
     experts: Experts,
     chunks: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls `function(experts, *chunk)` for each chunk, and stacks the results.
+    """Runs `experts` on each chunk, and stacks the results.
 
-    `summed` has the experts' arrays that have gradients, in the dtypes in which these are summed.
-    The gradients go to `summed`, and not to `experts`.
+    The gradients of `experts` go to `summed`: the same arrays, cast to the dtypes in which their
+    gradients are summed. Their values are not read.
     """
 
-    def of_chunk(_: None, chunk: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        return None, function(experts, *chunk)
+    def of_chunk(
+        _: None, chunk: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        return None, few_tokens.run(experts, *chunk, distinct, config, where)
 
-    return lax.scan(of_chunk, None, chunks)[1]
+    with jax.named_scope("token_chunks"):
+        return lax.scan(of_chunk, None, chunks)[1]
 
 
-def _all_chunks_fwd(function, summed, experts, chunks):
+def _all_chunks_fwd(distinct, config, where, summed, experts, chunks):
     # Of the arrays `summed`, the backward pass reads only the dtypes, so empty arrays replace them.
     dtypes = {name: jnp.zeros(0, array.dtype) for name, array in summed.items()}
-    return _all_chunks(function, summed, experts, chunks), (dtypes, experts, chunks)
+    out = _all_chunks(distinct, config, where, summed, experts, chunks)
+    return out, (dtypes, experts, chunks)
 
 
-def _all_chunks_bwd(function, saved, cts):
+def _all_chunks_bwd(distinct, config, where, saved, cotangents):
+    """Runs each chunk again, and adds its gradients to those of the chunks before."""
     dtypes, experts, (tokens, topk_idx, topk_weights) = saved
     zeros = {
         name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
     }
     matrices = [name for name in QuantizedExperts._fields if name in zeros]
 
-    def of_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
-        tokens, topk_idx, topk_weights, ct = chunk
-        biases = {name: getattr(experts, name) for name in sums if name not in matrices}
+    def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
+        # Returns the sums with this chunk's gradients, and those of its tokens and weights.
+        tokens, topk_idx, topk_weights, dout = chunk
+        others = {name: getattr(experts, name) for name in sums if name not in matrices}
 
-        def out(sums: Any, biases: Any, tokens: jax.Array, topk_weights: jax.Array) -> jax.Array:
-            given = experts._replace(**biases, sums=sums or None)
-            return function(given, tokens, topk_idx, topk_weights)[0]
+        def output(
+            sums_of_matrices: Any, others: Any, tokens: jax.Array, topk_weights: jax.Array
+        ) -> jax.Array:
+            with_sums = experts._replace(**others, sums=sums_of_matrices or None)
+            operands = tokens, topk_idx, topk_weights
+            return few_tokens.run(with_sums, *operands, distinct, config, where)[0]
 
-        of_matrices = tuple(sums[name] for name in matrices)
-        _, pull = jax.vjp(out, of_matrices, biases, tokens, topk_weights)
+        sums_of_matrices = tuple(sums[name] for name in matrices)
+        _, vjp = jax.vjp(output, sums_of_matrices, others, tokens, topk_weights)
         # The gradients of the matrices' sums are the new sums; see `Experts`.
-        new, dbiases, dtokens, dweights = pull(ct)
-        added = {name: sums[name] + each.astype(sums[name].dtype) for name, each in dbiases.items()}
-        return dict(zip(matrices, new, strict=True)) | added, (dtokens, dweights)
+        new_sums, dothers, dtokens, dweights = vjp(dout)
+        with jax.named_scope("experts"):
+            sums_of_others = {
+                name: sums[name] + grad.astype(sums[name].dtype) for name, grad in dothers.items()
+            }
+        sums = dict(zip(matrices, new_sums, strict=True)) | sums_of_others
+        return sums, (dtokens, dweights)
 
-    sums, (dtokens, dweights) = lax.scan(of_chunk, zeros, (tokens, topk_idx, topk_weights, cts[0]))
+    douts, _ = cotangents
+    with jax.named_scope("token_chunks"):
+        chunks = tokens, topk_idx, topk_weights, douts
+        sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, chunks)
+    # `summed` gets the sums, and `experts` and the expert ids no gradient.
     return sums, None, (dtokens, None, dweights)
 
 

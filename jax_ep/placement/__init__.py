@@ -1,16 +1,10 @@
 """Decides which rank holds which experts, and how many copies an expert has.
 
 A slot is the memory for one expert's weights; each of the N ranks has P / N of the P slots.
-`balance` decides by the loads of experts. `place_by_affinity` looks at successive layers, and
-assigns the experts that the same tokens choose to one rank. Both run on the host, in NumPy, and
-return a `Placement`. The arrays of a `Placement` are small, and their shapes depend only on the
-numbers of layers, experts and slots. So a layer that takes them as arguments compiles once for all
-placements. `choose_slots` runs in the traced program: it turns a token's choices of experts into
-choices of slots.
-
-`to_slots` and `to_experts` convert weights from one entry per expert to one per slot and back,
-`redistribute` moves weights from one placement to another, and `LoadTracker` averages loads over
-steps.
+`balance` decides by the loads of experts, `place_by_affinity` by what tokens choose in successive
+layers. Both run on the host, in NumPy, and return a `Placement`, small arrays whose shapes depend
+only on the numbers of layers, experts and slots: a layer that takes them as arguments compiles once
+for all placements. `choose_slots` runs in the traced program.
 """
 
 from jax_ep.placement.by_affinity import place_by_affinity as place_by_affinity

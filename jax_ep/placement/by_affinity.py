@@ -28,22 +28,17 @@ def place_by_affinity(
     """Places experts so that a token's experts of successive layers are often on one rank.
 
     The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
-    no communication. Experts are first split among hosts, then among the ranks of each host. Each
-    split clusters the first layer's experts by the experts that their tokens choose in the next
-    layers. Layer by layer, it then assigns each further expert to the cluster whose experts in the
-    layer before share the most tokens with it. All layers are then reassigned repeatedly, each
-    given its two neighbours. If an assignment exceeds the load limit, pairs of experts are swapped
-    until it does not. Small layers are finally reassigned by integer programs (MoETuner,
-    arXiv:2502.06643), which SciPy's HiGHS solves within ten seconds for all layers. A layer whose
-    program takes longer than its share of this time keeps its assignment.
+    no communication. Experts are first split among hosts, then among the ranks of each host. A
+    split clusters the first layer's experts by the choices of their tokens, then assigns the
+    experts of one layer after the other, given its neighbours. Small layers are finally assigned by
+    integer programs (MoETuner, arXiv:2502.06643), within ten seconds for all layers.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts.
         max_imbalance: the limit of a rank's load in a layer, divided by the mean load; at least 1.
-            A layer may exceed the limit if no assignment within it is found, for example because
-            one expert alone exceeds it.
+            A layer may exceed the limit if no assignment within it is found.
         num_experts: E, the number of experts of a layer; None: the largest id in the trace + 1.
 
     Returns:
@@ -74,20 +69,17 @@ def place_by_affinity(
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
     limit = max_imbalance * load.sum(axis=1)
     experts = np.tile(np.arange(num_slots), (len(trace), 1))
-    slots = []
-    for own in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
-        per_host = num_ranks // num_hosts
-        slots += _split(own, visits, together, load, per_host, limit / num_ranks)
-    expert_of_slot = np.concatenate(slots, axis=1)
+    of_ranks = []
+    ranks_per_host = num_ranks // num_hosts
+    for of_host in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
+        of_ranks += _split(of_host, visits, together, load, ranks_per_host, limit / num_ranks)
+    expert_of_slot = np.concatenate(of_ranks, axis=1)
     expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
     return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
 
 
 def _visits(choices: Array, num_experts: int) -> Any:
-    """Counts how often each token chose each expert of one layer, from choices [tokens, K].
-
-    Returns a SciPy sparse matrix [tokens, num_experts].
-    """
+    """Counts how often each token [tokens, K] chose each expert: a SciPy sparse matrix."""
     from scipy import sparse
 
     token, k = np.nonzero(choices >= 0)
@@ -98,73 +90,49 @@ def _visits(choices: Array, num_experts: int) -> Any:
 def _split(
     experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
-    """Splits the experts of all layers into parts (hosts or ranks) that tokens seldom leave.
+    """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave.
 
-    P is the number of slots: E, the number of experts, rounded up to a multiple of the number of
-    ranks. Expert ids from E to P - 1 stand for empty slots: no token chooses them.
-
-    Args:
-        experts: [layers, n], the ids of the experts to split.
-        visits: a list with, for each layer, a sparse matrix [tokens, P]: how often each token chose
-            each expert.
-        together: a list with, for each layer i but the last, an array [P, P]: entry (e, f) counts
-            how often a token chose expert e in layer i and expert f in layer i + 1.
-        load: [layers, P], how often each expert was chosen.
-        parts: the number of parts, which divides n.
-        limit: [layers], the largest load that a part may have in each layer: the load of a part is
-            the sum of its experts' loads.
-
-    Returns:
-        A list with, for each part, the ids of its experts, [layers, n / parts].
+    By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P] how
+    often a token chose expert e there and expert f in the next layer, `load` [P] how often each
+    expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] per part.
     """
     if parts == 1:
         return [experts]
+    # `together` and `load` of the given experts alone, in their order.
     near = [m[np.ix_(a, b)] for m, a, b in zip(together, experts, experts[1:], strict=False)]
     load = np.take_along_axis(load, experts, 1)
     profile = _profile(visits, experts)
     best: Array = np.zeros(experts.shape, int)
-    most = -1.0
+    most_kept = -1.0
     for seed in range(3):
         part = np.zeros(experts.shape, int)
-        first = _clusters(profile, parts, np.random.default_rng(seed))
-        part[0] = _assign(first, load[0], limit[0])
+        similarity = _clusters(profile, parts, np.random.default_rng(seed))
+        part[0] = _assign(similarity, load[0], limit[0])
         for layer in range(1, len(experts)):
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
-        kept = _sweep(part, near, load, limit, parts, _assign, 4)
-        if kept > most:
-            best, most = part, kept
+        kept = _sweep(part, near, load, limit, parts, assign=_assign, most=4)
+        if kept > most_kept:
+            best, most_kept = part, kept
     if best.shape[1] * parts <= _LARGEST_PROGRAM:
         exactly = functools.partial(_assign_exactly, seconds=10 / len(best))
-        _sweep(best, near, load, limit, parts, exactly, 1)
+        _sweep(best, near, load, limit, parts, assign=exactly, most=1)
     order = np.argsort(best, axis=1, kind="stable")
     return np.split(np.take_along_axis(experts, order, 1), parts, axis=1)
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Describes each expert of the first layer by a vector, to cluster similar experts.
-
-    `experts` [layers, n] are the ids of n experts of each layer. The vector of expert e covers the
-    first m = min(5, layers) layers. For each of these layers it has n entries: how often the tokens
-    that chose e in the first layer chose each of the layer's n experts. The entry of e itself is
-    zero. The n entries of each layer are scaled to Euclidean norm 1.
-
-    Returns:
-        The vectors, [n, m * n].
-    """
-    first = visits[0][:, experts[0]].T
-    later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
-    later[0] = later[0] * (1 - np.eye(len(experts[0])))
-    scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in later]
+    """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
+    # The vector of an expert has, for each layer, n entries of norm 1; its own entry is 0.
+    visitors = visits[0][:, experts[0]].T
+    chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
+    chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
+    scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in chosen]
     return np.concatenate(scaled, axis=1)
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Clusters the n rows of `profile` into `parts` clusters of equal size (balanced k-means).
-
-    Returns [n, parts]: the similarity (inner product) of each row to each cluster's center. `rng`
-    draws the row that is the first center.
-    """
+    """Returns the similarity of each row to each center of balanced k-means, [n, parts]."""
     centers = profile[[rng.integers(len(profile))]]
     # Each new center is the row that is least similar to the centers so far. A row's similarity to
     # them is its largest inner product with one of them.
@@ -173,43 +141,32 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
     for _ in range(10):
         alike = profile @ centers.T
-        part = _assign(alike, np.zeros(len(profile)), 0.0)
+        part = _assign(alike, load=np.zeros(len(profile)), limit=0.0)  # loads do not matter here
         centers = np.eye(parts)[part].T @ profile
         centers /= np.maximum(np.linalg.norm(centers, axis=1, keepdims=True), 1e-30)
     return profile @ centers.T
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
-    """Sums the columns of `matrix` [n, m] by part (host or rank); returns the sums, [n, parts].
-
-    `part` [m] is the part that each column belongs to. All parts have equally many columns.
-    """
+    """Sums the columns of `matrix` [n, m] by part, [n, parts]; parts have equally many columns."""
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
 
 def _sweep(
-    part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
+    part: Array,
+    near: list[Array],
+    load: Array,
+    limit: Array,
+    parts: int,
+    *,
+    assign: Any,
+    most: int,
 ) -> float:
-    """Reassigns experts to parts (hosts or ranks) in sweeps over all layers.
+    """Reassigns experts, layer by layer, while more choices share a part with the next layer's.
 
-    A pair is a token's choice in a layer and its choice in the next layer. Sweeps maximize the
-    number of pairs whose two experts are in the same part. A sweep that does not raise this number
-    is undone, and is the last.
-
-    Args:
-        part: [layers, n], the part of each expert; updated in place.
-        near: a list with, for each layer i but the last, an array [n, n]: the number of pairs of
-            each expert of layer i with each expert of layer i + 1.
-        load: [layers, n], how often each expert was chosen.
-        limit: [layers], the largest load that a part may have in each layer.
-        parts: the number of parts.
-        assign: a function like `_assign`, (gain [n, parts], load [n], limit) -> part of each
-            expert [n], which reassigns the experts of one layer.
-        most: the largest number of sweeps.
-
-    Returns:
-        The number of pairs whose two experts are in the same part.
+    Updates `part` [layers, n] by at most `most` sweeps; `near` [n, n] counts pairs of choices.
+    Returns how many of these pairs then share a part. `assign` is `_assign` or `_assign_exactly`.
     """
 
     def kept(part: Array) -> float:
@@ -233,22 +190,11 @@ def _sweep(
 
 
 def _assign(gain: Array, load: Array, limit: float) -> Array:
-    """Assigns the n experts of one layer to parts (hosts or ranks) of equally many experts.
-
-    Maximizes the sum of `gain` over the experts. If a part's load then exceeds `limit`, swaps
-    experts between parts.
-
-    Args:
-        gain: [n, parts], the gain of placing each expert in each part, such as the number of the
-            expert's tokens that choose an expert of this part in a neighboring layer.
-        load: [n], how often each expert was chosen.
-        limit: the largest load that a part may have: the sum of its experts' loads.
-
-    Returns:
-        The part of each expert, [n].
-    """
+    """Assigns experts to equally large parts so that the sum of `gain` [n, parts] is largest."""
     from scipy.optimize import linear_sum_assignment
 
+    # Each part has as many columns in the assignment problem as it has experts. Swaps follow if the
+    # load of a part exceeds `limit`.
     size = len(gain) // gain.shape[1]
     part = linear_sum_assignment(np.repeat(gain, size, axis=1), maximize=True)[1] // size
     if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):
@@ -257,12 +203,7 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
 
 
 def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Assigns the experts of one layer to parts, as `_assign` does, by solving an integer program.
-
-    The program maximizes the gain among all assignments in which no part's load exceeds `limit`. If
-    it has no solution, or is not solved to optimality within `seconds`, returns the result of
-    `_assign`. All arguments but `seconds` are those of `_assign`.
-    """
+    """Assigns as `_assign` does, by an integer program, if it is solved within `seconds`."""
     from scipy import optimize, sparse
 
     part = _assign(gain, load, limit)
@@ -281,25 +222,12 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
         ],
         options=dict(time_limit=seconds),
     )
+    # Only the status 0 means that the program was solved.
     return part if solved.status else solved.x.reshape(gain.shape).argmax(axis=1)
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Swaps pairs of experts between parts until no part's load exceeds `limit`.
-
-    Each swap moves an expert out of the part with the largest load and an expert of another part
-    into it. Of all such swaps, the one that loses the least gain per unit of load removed is made.
-    Stops early if no swap lowers the largest load.
-
-    Args:
-        part: [n], the part of each expert of one layer; updated in place.
-        gain: [n, parts], the gain of each expert in each part, as in `_assign`.
-        load: [n], how often each expert was chosen.
-        limit: the largest load that a part may have.
-
-    Returns:
-        `part`.
-    """
+    """Swaps pairs of experts between parts until no part's load exceeds `limit`; updates `part`."""
     parts = gain.shape[1]
     # The loop ends, because a swap never leads back to earlier loads: it makes the parts' loads,
     # sorted from the largest down, lexicographically smaller.
@@ -314,6 +242,7 @@ def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
         lost = gain[mine, heaviest][:, None] - gain[mine][:, part[others]]
         lost = lost + gain[others, part[others]][None] - gain[others, heaviest][None]
         lighter = totals[heaviest] - np.maximum(after, limit)
+        # The gain that is lost per unit of load that the heaviest part loses.
         price = np.where(after < totals[heaviest] * LESS, lost / np.maximum(lighter, 1e-9), np.inf)
         i, j = np.unravel_index(np.argmin(price), price.shape)
         if not np.isfinite(price[i, j]):

@@ -15,16 +15,21 @@ LESS = 1 - 1e-9
 
 
 def balance(
-    load: Any, *, num_slots: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
+    load: Any,
+    *,
+    num_slots: int,
+    num_ranks: int,
+    num_hosts: int = 1,
+    num_groups: int = 1,
+    before: Placement | None = None,
+    max_imbalance: float = 1.0,
 ) -> Placement:
     """Decides which experts get copies, and where, so that the busiest rank's load is small.
 
-    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB). EPLB gives each of
-    the P - E additional slots to the expert that then has the most load per copy. It places the
-    copies, heaviest first, on the least loaded rank with a free slot. `balance` then makes changes
-    as long as they lower the busiest rank's load: it swaps two copies between ranks, or gives an
-    expert of the busiest rank one more copy in place of a copy of another expert that has several.
-    The busiest rank's load is therefore at most that of EPLB.
+    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB), and then makes
+    changes as long as they lower the busiest rank's load: it swaps two copies between ranks, or
+    gives an expert of the busiest rank one more copy in place of a copy of another expert that has
+    several. The busiest rank's load is therefore at most that of EPLB.
 
     Args:
         load: [layers, E] numbers of at least 0: the load of each expert, in any unit.
@@ -35,9 +40,13 @@ def balance(
         num_groups: the router's number of groups, equal runs of consecutive expert ids (see
             `jax_ep.top_k_routing`). If num_hosts divides it, all experts of a group are placed on
             one host, and each host has equally many groups.
+        before: the placement to change, of the same sizes. A layer keeps its slots if the load of
+            its busiest rank is at most `max_imbalance` times the mean of its ranks. None: all
+            layers are placed anew.
+        max_imbalance: see `before`.
 
     Returns:
-        A `Placement` with all slots filled.
+        A `Placement` with all slots filled, except in layers that keep theirs.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -53,19 +62,31 @@ def balance(
             f"num_groups must divide the {num_experts} experts of load {load.shape}, but is "
             f"{num_groups}."
         )
-    if num_groups % num_hosts:
+    if num_groups % num_hosts:  # groups do not fit on hosts, so both are ignored
         num_groups = num_hosts = 1
-    slots = [_balance_layer(w, num_slots, num_ranks, num_hosts, num_groups) for w in load]
+    is_kept = np.zeros(len(load), np.bool_)
+    if before is not None:
+        if (np.shape(before.expert_of_slot)[-1], before.num_ranks) != (num_slots, num_ranks):
+            raise ValueError(
+                f"before must have num_slots={num_slots} and num_ranks={num_ranks}, but has "
+                f"{np.shape(before.expert_of_slot)[-1]} and {before.num_ranks}."
+            )
+        checks.check_number("max_imbalance", max_imbalance)
+        of_ranks = before.rank_load(load)
+        is_kept = of_ranks.max(axis=-1) <= max_imbalance * of_ranks.mean(axis=-1)
+    slots = [
+        before.expert_of_slot[i]
+        if before is not None and is_kept[i]
+        else _balance_layer(layer_load, num_slots, num_ranks, num_hosts, num_groups)
+        for i, layer_load in enumerate(load)
+    ]
     return Placement.of(np.stack(slots), num_experts=num_experts, num_ranks=num_ranks)
 
 
 def _balance_layer(
     load: Array, num_slots: int, num_ranks: int, num_hosts: int, num_groups: int
 ) -> Array:
-    """Computes the placement of one layer from the load of each of its experts, `load` [E].
-
-    The other arguments are those of `balance`. Returns the expert that each slot holds, [P].
-    """
+    """Computes the expert of each slot, [P], from the load of each expert of one layer, [E]."""
     group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
@@ -77,36 +98,28 @@ def _balance_layer(
         slots, busiest = [], 0.0
         for host in range(num_hosts):
             experts = np.flatnonzero(host_of_group[group_of_expert] == host)
-            own, own_busiest = _balance_host(
+            index_of_slot, busiest_of_host = _balance_host(
                 load[experts], num_slots // num_hosts, num_ranks // num_hosts
             )
-            slots.append(experts[own])
-            busiest = max(busiest, own_busiest)
+            slots.append(experts[index_of_slot])
+            busiest = max(busiest, busiest_of_host)
         if busiest < least:
             best, least = np.concatenate(slots), busiest
-        if num_hosts == 1:
+        if num_hosts == 1:  # both ways are the same
             break
     return best
 
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
-    """Decides how many copies each expert of a host gets, and which of its ranks holds each copy.
-
-    Args:
-        load: [n], the loads of the host's n experts.
-        num_slots: the number of slots of the host.
-        num_ranks: the number of ranks of the host.
-
-    Returns:
-        The expert that each slot holds, [num_slots], as an index into `load`; and the load of the
-        busiest rank.
-    """
+    """Returns for each slot of a host its index into `load` [n], and the busiest rank's load."""
+    # EPLB gives each further slot to the expert that then has the most load per copy.
     copies = np.ones(len(load), int)
     expert = np.arange(num_slots)
     for slot in range(len(load), num_slots):
         expert[slot] = np.argmax(load / copies)
         copies[expert[slot]] += 1
     rank = _pack((load / copies)[expert], num_ranks)
+    # Both functions change slots only as long as that lowers the load of the busiest rank.
     for _ in range(4 * num_slots):
         rank = _exchange((load / copies)[expert], rank, num_ranks)
         if not _copy_another(load, expert, copies, rank, num_ranks):
@@ -116,12 +129,7 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 
 
 def _pack(load: Array, num_packs: int) -> Array:
-    """Distributes n items over `num_packs` packs of equally many items, so that loads are even.
-
-    Items are copies of experts and packs are ranks, or items are the router's groups and packs are
-    hosts. Items are taken in order of falling load, `load` [n]; each goes into the pack with the
-    smallest load so far that has room. Returns the pack of each item, [n].
-    """
+    """Puts items [n], heaviest first, into the lightest pack with room; returns their packs."""
     pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
     for item in np.argsort(-load, kind="stable"):
@@ -133,19 +141,7 @@ def _pack(load: Array, num_packs: int) -> Array:
 
 
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
-    """Swaps items (copies or groups of experts) between packs (ranks or hosts), to even out loads.
-
-    Each swap takes an item out of the pack with the largest load. Stops when no swap of two items
-    lowers the largest load.
-
-    Args:
-        load: [n], the load of each item.
-        pack: [n], the pack of each item; updated in place.
-        num_packs: the number of packs.
-
-    Returns:
-        `pack`.
-    """
+    """Swaps items between packs as long as the heaviest pack gets lighter; updates `pack`."""
     totals = np.bincount(pack, load, num_packs)
     # The loop ends, because a swap never leads back to earlier loads: it makes the packs' loads,
     # sorted from the largest down, lexicographically smaller.
@@ -165,28 +161,17 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 
 
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
-    """Gives one slot to a copy of another expert, if that lowers the busiest rank's load.
-
-    The expert that gains a copy is one on the busiest rank; the expert that loses one has several.
-    Of all such replacements, makes the one after which the busiest rank's load is lowest.
-
-    Args:
-        load: [E], the load of each expert.
-        expert: [P], the expert of each slot; updated in place.
-        copies: [E], the number of copies of each expert; updated in place.
-        rank: [P], the rank of each slot.
-        num_ranks: the number of ranks.
-
-    Returns:
-        Whether a copy was replaced.
-    """
-    held = np.zeros((len(load), num_ranks))
+    """Gives one slot to another expert if that lowers the busiest rank's load; returns whether."""
+    # Updates the expert of each slot, `expert` [P], and the copies of each expert, `copies` [n].
+    held = np.zeros((len(load), num_ranks))  # how many copies of each expert each rank holds
     np.add.at(held, (expert, rank), 1)
     totals = (load / copies) @ held
     victims = np.flatnonzero(copies[expert] > 1)
     wanted = np.unique(expert[rank == np.argmax(totals)])
     if not len(victims):
         return False
+    # Tries each pair of an expert a that loses the copy in a slot of `victims`, and an expert b of
+    # the busiest rank that gains a copy in this slot.
     a, b = expert[victims], wanted
     # The new load per copy, of each of the experts a if it loses a copy, and of each of the experts
     # b if it gains one.
@@ -195,6 +180,8 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     of_a = held[a] * (less - load[a] / copies[a])[:, None]
     of_b = held[b] * (more - load[b] / copies[b])[:, None]
     there = np.eye(num_ranks)[rank[victims]]
+    # [victims, wanted, ranks]: the ranks' loads after each change. The first line changes the load
+    # of all present copies, and the second line replaces the copy in the slot.
     after = totals + of_a[:, None] + of_b[None]
     after += there[:, None] * (more[None] - less[:, None])[:, :, None]
     busiest = np.where(a[:, None] == b[None], np.inf, after.max(axis=2))

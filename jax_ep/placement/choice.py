@@ -31,11 +31,8 @@ def choose_slots(
     Args:
         topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as
             -1, chooses no expert.
-        expert_of_slot: [P] int32, the expert that each of the P slots holds:
-            `Placement.expert_of_slot` of one layer.
-        slots_of_expert: [E, C] int32, the up to C slots that hold each expert:
-            `Placement.slots_of_expert` of the same layer.
-        num_copies: [E] int32, the number of these slots: `Placement.num_copies` of the same layer.
+        expert_of_slot, slots_of_expert, num_copies: [P], [E, C] and [E] int32: the attributes of
+            one layer's `Placement`.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
 
     Returns:
@@ -63,18 +60,30 @@ def choose_slots(
             f"{slots_of_expert.shape}, but has shape {num_copies.shape}."
         )
     rank = lax.axis_index(axes) if axes else jnp.int32(0)
+    slots_of_expert, num_copies = (jnp.asarray(x, jnp.int32) for x in (slots_of_expert, num_copies))
+    return slots_on_rank(topk_idx, rank, slots_of_expert, num_copies, num_slots // num_ranks)
+
+
+def slots_on_rank(
+    topk_idx: jax.Array,
+    rank: jax.Array,
+    slots_of_expert: jax.Array,
+    num_copies: jax.Array,
+    slots_per_rank: int,
+) -> jax.Array:
+    """Returns the result of `choose_slots` on the rank numbered `rank`, without checks."""
+    num_experts = len(num_copies)
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
-    slots_of_expert = jnp.asarray(slots_of_expert, jnp.int32)
     # If each expert has only one slot, every choice of an expert takes this slot.
     if slots_of_expert.shape[1] == 1:
-        only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
-        return jnp.where(is_choice, only, -1)
-    _, turn = count_choices(choices, num_experts)
+        only_slot = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
+        return jnp.where(is_choice, only_slot, -1)
+    _, position = count_choices(choices, num_experts)
     choices = jnp.where(is_choice, choices, 0)
 
-    here = (slots_of_expert >= 0) & (slots_of_expert // (num_slots // num_ranks) == rank)
-    local = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)
-    turn = (turn + rank) % jnp.asarray(num_copies, jnp.int32)[choices]
-    slots = jnp.where(local[choices] >= 0, local[choices], slots_of_expert[choices, turn])
+    here = (slots_of_expert >= 0) & (slots_of_expert // slots_per_rank == rank)
+    slot_here = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)  # [E]; -1: on other ranks
+    copy = (position + rank) % num_copies[choices]
+    slots = jnp.where(slot_here[choices] >= 0, slot_here[choices], slots_of_expert[choices, copy])
     return jnp.where(is_choice, slots, -1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_ep import checks
 from jax_ep.runtime.jax_compat import register_for_export
@@ -27,8 +28,8 @@ class LoadTracker:
     Attributes:
         total: [layers, E] or [E] float32, the decayed sum of the counts of all updates.
         weight: [] float32, the decayed number of updates: the same sum for counts of 1.
-        decay: each update multiplies `total` and `weight` by this factor before it adds its counts
-            to `total` and 1 to `weight`. A decay of 1 - 1 / n averages over about n steps.
+        decay: the factor of `total` and `weight` in each update. A decay of 1 - 1 / n averages over
+            about n steps.
     """
 
     total: Any
@@ -39,24 +40,22 @@ class LoadTracker:
     def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
         """Makes a tracker without updates, for counts of shape [layers, E] or [E].
 
-        Raises:
-            ValueError: `decay` is not above 0 and below 1.
+        If a mesh is set (`jax.set_mesh`), its arrays are on all devices of the mesh.
         """
         checks.check_number("decay", decay)
         if decay >= 1:
             raise ValueError(f"decay must be above 0 and below 1, but is {decay}.")
-        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32), float(decay))
+        ambient = jax.sharding.get_abstract_mesh()
+        everywhere = None if ambient.empty or ambient.manual_axes else PartitionSpec()
+
+        def zeros() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32)
+
+        total, weight = jax.jit(zeros, out_shardings=everywhere)()
+        return cls(total, weight, float(decay))
 
     def update(self, counts: Any) -> LoadTracker:
-        """Returns a tracker that includes one more step; this tracker stays as it is.
-
-        Args:
-            counts: [layers, E] or [E], how often each expert was chosen in the step, such as
-                `MoEMetrics.expert_counts`.
-
-        Raises:
-            ValueError: the shape of `counts` is not the one given to `LoadTracker.of`.
-        """
+        """Returns a tracker that includes one more step, such as `MoEMetrics.expert_counts`."""
         counts = jnp.asarray(counts, jnp.float32)
         if counts.shape != jnp.shape(self.total):
             raise ValueError(
@@ -68,10 +67,7 @@ class LoadTracker:
 
     @property
     def load(self) -> jax.Array:
-        """How often each expert is chosen in a step, the moving average over steps.
-
-        [layers, E] or [E] float32; 0 before the first update. Pass it to `balance`.
-        """
+        """How often each expert is chosen in a step, [layers, E] or [E] float32; 0 at first."""
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 

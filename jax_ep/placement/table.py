@@ -59,13 +59,7 @@ class Placement:
 
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
-        """Makes a placement from the expert of each slot.
-
-        Args:
-            expert_of_slot: [layers, P] integers, the expert that each slot holds; -1 for an empty
-                slot.
-            num_experts: E, the number of experts of a layer.
-            num_ranks: N, the number of ranks, which divides P.
+        """Makes a placement from the expert of each slot, [layers, P] integers; -1: an empty slot.
 
         Raises:
             ValueError: num_ranks does not divide P, an id is not below num_experts, or an expert
@@ -86,6 +80,7 @@ class Placement:
         slots_of_expert = np.full((layers, num_experts, num_slots - num_experts + 1), -1, np.int32)
         for layer, slot in zip(*np.nonzero(slots >= 0), strict=True):
             expert = slots[layer, slot]
+            # If an expert has more than C copies, another one has none, and an error follows.
             if copies[layer, expert] < slots_of_expert.shape[2]:
                 slots_of_expert[layer, expert, copies[layer, expert]] = slot
             copies[layer, expert] += 1
@@ -110,14 +105,10 @@ class Placement:
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:
-        """Returns the placement of one layer, whose arrays lack the axis of layers.
-
-        Raises:
-            IndexError: there is no such layer. A traced index is not checked.
-        """
+        """Returns the placement of one layer, whose arrays lack the axis of layers."""
         if np.ndim(self.expert_of_slot) != 2:
             raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
-        # An index of a JAX array would be clamped.
+        # Without this check, an index out of bounds would be clamped if the arrays are JAX arrays.
         layers = np.shape(self.expert_of_slot)[0]
         if not is_traced(layer) and not -layers <= layer < layers:
             raise IndexError(
@@ -143,17 +134,10 @@ class Placement:
             raise ValueError(
                 f"load must have shape {shape} = {copies.shape}, but has shape {load.shape}."
             )
-        slots = np.asarray(self.expert_of_slot)
-        share = np.take_along_axis(load / copies, np.maximum(slots, 0), -1)
-        share = np.where(slots >= 0, share, 0.0)
-        return share.reshape(*load.shape[:-1], self.num_ranks, -1).sum(axis=-1)
+        return rank_load(load, self, np)
 
     def save(self, path: str | Path) -> None:
-        """Writes the placement to a .json or .npz file, which `Placement.load` reads.
-
-        Raises:
-            ValueError: the file's name ends in neither .json nor .npz.
-        """
+        """Writes the placement to a .json or .npz file, which `Placement.load` reads."""
         path = Path(path)
         sizes = {"num_experts": self.num_copies.shape[-1], "num_ranks": self.num_ranks}
         if _suffix(path) == ".json":
@@ -163,12 +147,7 @@ class Placement:
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """Reads a placement from a file that `Placement.save` wrote.
-
-        Raises:
-            ValueError: the file's name ends in neither .json nor .npz, or the file holds no
-                placement.
-        """
+        """Reads a .json or .npz file that `Placement.save` wrote; ValueError if it holds none."""
         path = Path(path)
         is_json = _suffix(path) == ".json"
         try:
@@ -199,7 +178,17 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
         raise ValueError("it is not an .npz file of arrays, or is damaged") from error
 
 
+def rank_load(load: Any, placement: Placement, xp: Any) -> Any:
+    """Computes `Placement.rank_load` by the module `xp`, NumPy or `jax.numpy`, in load's dtype."""
+    slots = xp.asarray(placement.expert_of_slot)
+    copies = xp.asarray(placement.num_copies).astype(load.dtype)
+    share = xp.take_along_axis(load / copies, xp.maximum(slots, 0), -1)
+    share = xp.where(slots >= 0, share, 0)
+    return share.reshape(*load.shape[:-1], placement.num_ranks, -1).sum(-1)
+
+
 def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
+    """Returns `load` as float64, or raises unless it has `ndim` axes and no negative number."""
     load = np.asarray(load)
     checks.check_array("load", load, ndim, jnp.number, shape, may_be_empty=False)
     load = load.astype(np.float64)
@@ -230,6 +219,7 @@ def check_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
 
 
 def _suffix(path: Path) -> str:
+    """Returns ".json" or ".npz"; raises ValueError if `path` ends in neither."""
     if path.suffix not in (".json", ".npz"):
         raise ValueError(f"path must end in .json or .npz, but is {str(path)!r}.")
     return path.suffix

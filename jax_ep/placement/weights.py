@@ -1,13 +1,9 @@
 """Converts experts' weights and optimizer state between experts and slots, and moves them.
 
-A slot holds a copy of one expert's weights. The first axis of experts' parameters is P slots in a
-layer with slots, and E experts in a layer without. `to_slots` and `to_experts` convert one form to
-the other, for checkpoints. `redistribute` moves the weights to the slots of another placement.
-
-All three functions take any pytree, such as a train state. They change only leaves of experts:
-leaves whose path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". Such
-leaves are the parameters and the optimizer's state for them. Leaves of one element stay as they
-are: optax uses them as placeholders for moments that it does not keep.
+The first axis of experts' parameters is P slots in a layer with slots, and E experts in a layer
+without. The functions take any pytree, such as a train state, and change only leaves of experts:
+leaves whose path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". Leaves
+of one element stay as they are: optax uses them as placeholders for moments that it does not keep.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from jax_ep.checks import AxisName
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
+from jax_ep.runtime.jax_compat import is_traced
 
 # The most bytes that a rank receives in one dispatch of `redistribute`, unless a row for each slot
 # is more. `redistribute` cuts the weights of each slot into rows. Each dispatch moves equally many
@@ -45,7 +42,8 @@ _ROW_BYTES = 16 * 2**10
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.
-ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
+ADAPTERS = tuple(f"{name}_lora_{part}" for name in ("wi_0", "wi_1", "wo") for part in "ab")
+ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias", *ADAPTERS)
 
 
 def to_slots(tree: Any, placement: Placement) -> Any:
@@ -60,64 +58,42 @@ def to_slots(tree: Any, placement: Placement) -> Any:
         placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
-        The tree, in which the leaves of experts are [P, ...] or [layers, P, ...].
+        The tree, in which the leaves of experts are [P, ...] or [layers, P, ...]. A leaf keeps its
+        dtype and kind of memory, and its sharding unless this would split slots unevenly: then all
+        ranks have all slots. Inside `jax.jit`, XLA chooses shardings over Auto axes.
 
     Raises:
-        ValueError: the shape of a leaf of experts begins with other sizes, or there is no leaf of
-            experts.
+        ValueError: the shape of a leaf of experts begins with other sizes, or there is none.
     """
     slots = np.asarray(placement.expert_of_slot)
-    size = "E", np.shape(placement.num_copies)[-1]
-    return _map_experts(lambda leaf: _take(leaf, slots), tree, np.shape(placement.num_copies), size)
+    lead = np.shape(placement.num_copies)
+    return _map_experts(lambda leaf: _take(leaf, slots), tree, lead, size_name="E")
 
 
 def to_experts(tree: Any, placement: Placement) -> Any:
     """Takes each expert's weights from the first slot that holds it: the inverse of `to_slots`.
 
     Args:
-        tree: a pytree; its leaves of experts (see `to_slots`) are [P, ...], or [layers, P, ...]
-            for the placement of several layers. NumPy arrays stay NumPy arrays.
+        tree: a pytree; its leaves of experts are [P, ...], or [layers, P, ...].
         placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
-        The tree, in which the leaves of experts are [E, ...] or [layers, E, ...].
+        The tree, in which the leaves of experts are [E, ...] or [layers, E, ...], else as from
+        `to_slots`.
 
     Raises:
-        ValueError: the shape of a leaf of experts begins with other sizes, or there is no leaf of
-            experts.
+        ValueError: the shape of a leaf of experts begins with other sizes, or there is none.
     """
-    first = np.asarray(placement.slots_of_expert)[..., 0]
-    size = "P", np.shape(placement.expert_of_slot)[-1]
-    return _map_experts(
-        lambda leaf: _take(leaf, first), tree, np.shape(placement.expert_of_slot), size
-    )
+    first_slots = np.asarray(placement.slots_of_expert)[..., 0]
+    lead = np.shape(placement.expert_of_slot)
+    return _map_experts(lambda leaf: _take(leaf, first_slots), tree, lead, size_name="P")
 
 
 def _take(leaf: Any, index: Array) -> Any:
-    """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros.
-
-    `index` is [n] for a leaf [E, ...] or [P, ...] of one layer, and [layers, n] for a leaf with an
-    axis of layers in front.
-    """
-    xp: Any = np if isinstance(leaf, np.ndarray) else jnp
-    axis = index.ndim - 1
-    if xp is jnp:
-        spec = list(jax.typeof(leaf).sharding.spec)
-        # JAX cannot gather along an array axis that is split over an Explicit mesh axis. The mesh
-        # is given to `reshard`, because the caller may have set no ambient mesh.
-        if axis < len(spec) and spec[axis] is not None:
-            spec[axis] = None
-            mesh = jax.typeof(leaf).sharding.mesh
-            leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
-    index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
-
-    def gather(leaf: Any) -> Any:
-        taken = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
-        if index.min() < 0:
-            taken = xp.where(xp.asarray(index) >= 0, taken, xp.zeros((), taken.dtype))
-        return taken
-
-    if xp is np or not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
+    """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros."""
+    gather = functools.partial(_gather, index=index)
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits >= 8
+    if isinstance(leaf, np.ndarray) or not is_float:
         return gather(leaf)
 
     # Gathers floats as integers, because XLA may add floats of several devices to gather them,
@@ -129,6 +105,40 @@ def _take(leaf: Any, index: Array) -> Any:
 
     gather_bits.defjvps(lambda tangent, taken, leaf: gather(tangent))
     return gather_bits(leaf)
+
+
+def _gather(leaf: Any, index: Array) -> Any:
+    """Gathers as `_take`; keeps the sharding, if it splits the new axis evenly, and the memory."""
+    axis, size = index.ndim - 1, index.shape[-1]
+    index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
+    xp: Any = np if isinstance(leaf, np.ndarray) else jnp
+
+    def taken(leaf: Any) -> Any:
+        entries = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
+        if index.min() < 0:
+            entries = xp.where(xp.asarray(index) >= 0, entries, xp.zeros((), entries.dtype))
+        return entries
+
+    if xp is np:
+        return taken(leaf)
+    sharding: Any = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return taken(leaf)
+    mesh, spec = sharding.mesh, sharding.spec
+    mesh_axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
+    unsplit = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
+    splits_evenly = size % math.prod(mesh.shape[name] for name in mesh_axes) == 0
+    new_sharding = sharding.update(spec=spec if splits_evenly else unsplit)
+    # JAX cannot gather along an array axis that is split over an Explicit mesh axis. The mesh is
+    # given to `reshard`, because the caller may have set no ambient mesh.
+    if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):
+        leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, unsplit))
+    if is_traced(leaf):
+        is_sharded = any(new_sharding.spec)
+        return jax.sharding.reshard(taken(leaf), new_sharding) if is_sharded else taken(leaf)
+    # XLA gathers from the memory of the devices, not of the host.
+    leaf = jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
+    return jax.device_put(taken(leaf), new_sharding)
 
 
 def redistribute(
@@ -146,18 +156,16 @@ def redistribute(
     Every slot of the placement `after` receives the bits of a slot that holds the same expert in
     the placement `before`. The source is on the same rank if that rank has a copy of the expert.
     Otherwise the copies of the expert share the sending evenly. Each leaf is donated, and is
-    overwritten in pieces of up to about 64 MiB per rank. So little memory is needed besides the
-    tree.
+    overwritten in pieces of up to about 64 MiB per rank.
 
     Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape and each
     C: the largest number of slots that one slot sends to, rounded up to a power of two.
 
     Args:
         tree: a pytree, such as a train state; its leaves of experts (see `to_slots`) are
-            [P, ...], or [layers, P, ...] for placements of several layers. A leaf whose slots are
-            split over `axis_name` keeps its sharding, which may split other dimensions over other
-            axes; any other leaf is first split over `axis_name` alone. Each leaf stays in its
-            kind of memory, such as "pinned_host".
+            [P, ...], or [layers, P, ...] for placements of several layers. A leaf on the devices of
+            `mesh` keeps its sharding, whatever it is; any other leaf is split over `axis_name`.
+            Each leaf stays in its kind of memory, such as "pinned_host".
         before: the placement that the tree has, of one layer or of several.
         after: the placement to move to, with the same numbers of layers, experts, slots and ranks.
         mesh: the mesh on which the weights are.
@@ -169,10 +177,11 @@ def redistribute(
         The tree with new arrays as leaves of experts; the old arrays are deleted.
 
     Raises:
-        ValueError: the placements have different sizes, or sizes that differ from those of the mesh
-            or of a leaf; a leaf has a dtype of less than 8 bits or a complex dtype; there is no
-            leaf of experts; or `axis_name` is not an axis of the mesh.
+        TypeError: `mesh` is not a `jax.sharding.Mesh` of devices.
+        ValueError: sizes of the placements, the mesh and the leaves differ; a leaf has a dtype of
+            less than 8 bits or a complex dtype; or there is no leaf of experts.
     """
+    checks.check_mesh("mesh", mesh)
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(f"axis_name {axes} must name axes of the mesh, but it has {mesh.shape}.")
@@ -191,21 +200,14 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    # The index of the slots' axis in leaves of experts: 1 after an axis of layers, else 0.
-    axis = len(shape) - 1
-    size = "P", shape[-1]
-    leaves: list[jax.Array] = []
-
-    # Called for all leaves first, so that an unsupported dtype raises before a leaf is donated.
-    def note(leaf: jax.Array) -> None:
+    leaves: list[jax.Array] = []  # of experts
+    _map_experts(leaves.append, tree, shape, size_name="P")
+    for leaf in leaves:  # before any of them is donated
         if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
                 "tree must have leaves of experts whose dtype is bool or a real dtype of 8 bits or "
                 f"more, but one of shape {np.shape(leaf)} has dtype {leaf.dtype}."
             )
-        leaves.append(leaf)
-
-    _map_experts(note, tree, shape, size)
     total = sum(leaf.nbytes for leaf in leaves)
     done, moved_leaves = 0, dict[int, jax.Array]()
 
@@ -213,34 +215,42 @@ def redistribute(
         nonlocal done
         # A tree may hold the same array at several places; it is moved once.
         if id(leaf) not in moved_leaves:
-            moved_leaves[id(leaf)] = move_one(leaf)
+            moved_leaves[id(leaf)] = _move(leaf, plan, mesh, axes, implementation)
         done += leaf.nbytes
         if progress is not None:
             progress(done, total)
         return moved_leaves[id(leaf)]
 
-    def move_one(leaf: jax.Array) -> jax.Array:
-        sharding = getattr(leaf, "sharding", None)
-        spec = _split_spec(sharding, mesh, axes, axis)
-        of_plan = NamedSharding(mesh, PartitionSpec(*spec[: axis + 1]))
-        split = jax.device_put(leaf, NamedSharding(mesh, spec))
-        if split.size == 0:
-            return split
-        moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
-        if isinstance(leaf, jax.Array):
-            # Frees a leaf that `device_put` has copied to change its sharding: only the copy was
-            # donated.
-            leaf.delete()
-        kind: str | None = getattr(sharding, "memory_kind", None)
-        if kind in (None, moved.sharding.memory_kind):
-            return moved
-        return jax.device_put(moved, NamedSharding(mesh, spec, memory_kind=kind))
+    return _map_experts(move, tree, shape, size_name="P")
 
-    return _map_experts(move, tree, shape, size)
+
+def _move(
+    leaf: Any, plan: Array, mesh: Mesh, axes: tuple[str, ...], implementation: Implementation
+) -> jax.Array:
+    """Moves a leaf to the slots of `plan`, and deletes it."""
+    axis = plan.ndim - 2  # of the slots: 1 after an axis of layers, else 0
+    given = getattr(leaf, "sharding", None)
+    is_on_mesh = given is not None and given.device_set == set(mesh.devices.flat)
+    # The sharding while rows move, in the memory of the devices; `_mover` needs a NamedSharding.
+    moving: Any = NamedSharding(mesh, PartitionSpec(*(None,) * axis, axes))
+    if is_on_mesh and isinstance(given, NamedSharding):
+        moving = NamedSharding(given.mesh, given.spec)
+    moved = jax.device_put(leaf, moving)
+    if moved.size > 0:
+        of_plan = NamedSharding(moving.mesh, PartitionSpec(*moving.spec[: axis + 1]))
+        with jax.set_mesh(moving.mesh):
+            move = _mover(moving.mesh, moving.spec, axis, implementation)
+            moved = move(moved, jax.device_put(plan, of_plan))
+        if isinstance(leaf, jax.Array):
+            # Frees a leaf that `device_put` has copied: only the copy was donated.
+            leaf.delete()
+    kind: str | None = getattr(given, "memory_kind", None)
+    final = given if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
+    return jax.device_put(moved, final)
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether a dtype is bool, or a floating or integer dtype of at least 8 bits."""
+    """Returns whether `dtype` is bool or a real dtype of 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -248,37 +258,20 @@ def _is_of_whole_bytes(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> PartitionSpec:
-    """Returns the PartitionSpec with which a leaf of experts' weights is split while it is moved.
-
-    A leaf that is already on `mesh`, with its slots split over the mesh axes `axes`, keeps the
-    PartitionSpec of its `sharding`. For any other leaf, only the slots are split, over `axes`.
-    `axis` is the index of the leaf's axis of slots.
-    """
-    if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
-        along = sharding.spec[axis]
-        same_mesh = dict(sharding.mesh.shape) == dict(mesh.shape)
-        same_devices = sharding.device_set == set(mesh.devices.flat)
-        if along is not None and checks.as_axes(along) == axes and same_mesh and same_devices:
-            return sharding.spec
-    return PartitionSpec(*(None,) * axis, axes)
-
-
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Computes to which slots of `after` each of the P slots of `before` sends its weights.
+    """Lists the slots of `after` to which each slot of `before` sends, padded with -1.
 
-    Returns [P, C] int32 for placements of one layer, and [layers, P, C] for placements of several.
-    Row s lists the slots that receive the weights of slot s, padded with -1. C is the length of the
-    longest of these lists, rounded up to a power of two.
+    [P, C] int32, or [layers, P, C]; C is rounded up to a power of two.
     """
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
     new = np.asarray(after.expert_of_slot).reshape(-1, num_slots)
-    sent: list[list[list[int]]] = []
+    sent: list[list[list[int]]] = []  # by layer and source slot, the slots that receive its weights
     for held, wanted in zip(old, new, strict=True):
         of_layer: list[list[int]] = [[] for _ in range(num_slots)]
-        unchanged_first = np.argsort(held[:num_slots] != wanted, kind="stable")
+        # Unchanged slots come first, so that the loads of copies below already count them.
+        unchanged_first = np.argsort(held != wanted, kind="stable")
         for slot in unchanged_first:
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
@@ -288,6 +281,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             else:
                 far = copies // per_rank != slot // per_rank
                 load = [len(of_layer[copy]) for copy in copies]
+                # A copy on the same rank, or else the copy that sends least.
                 source = copies[np.lexsort((load, far))[0]]
             of_layer[source].append(int(slot))
         sent.append(of_layer)
@@ -300,28 +294,13 @@ def _destinations(before: Placement, after: Placement) -> Array:
 
 @functools.cache
 def _mover(
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    spec: PartitionSpec,
-    axis: int,
-    implementation: Implementation,
+    mesh: Mesh, spec: PartitionSpec, axis: int, implementation: Implementation
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes the jitted function that moves the weights in one leaf of a pytree between slots.
-
-    The function takes two arrays, and returns the new leaf. The first array is the leaf, which is
-    donated: [P, ...] for the P slots of one layer, or [layers, P, ...]. The second is the plan, the
-    result of `_destinations`: [P, C] or [layers, P, C] int32, the up to C slots that receive the
-    weights of each slot.
-
-    Args:
-        mesh: the mesh of the leaf.
-        axes: the mesh axes that the slots are split over.
-        spec: the PartitionSpec of the leaf.
-        axis: the index of the leaf's axis of slots: 1 after an axis of layers, else 0.
-        implementation: the implementation of `jax_ep.dispatch`.
-    """
+    """Makes the jitted function (leaf, plan of `_destinations`) -> leaf, which donates the leaf."""
+    # Rows are exchanged along the mesh axes that split the slots; there may be none.
     # The plan's axes of layers and slots are split over the mesh like those of the leaf.
     of_plan = PartitionSpec(*spec[: axis + 1])
+    axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: axis + 1]
@@ -340,11 +319,7 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the number of values in a row, if the weights of one expert are cut into equal rows.
-
-    `shape` is the shape of these weights, and `itemsize` the bytes of a value. A row has the length
-    of the last axis, doubled as often as `_ROW_BYTES` and the number of values allow.
-    """
+    """Returns the values of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
@@ -354,23 +329,10 @@ def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
 def _move_rows(
     rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Sends the weights of this rank's slots, cut into rows, to their destination slots.
-
-    One `dispatch` sends the same number of rows of each slot of one layer. This number is as large
-    as `_PIECE_BYTES` of received rows allow, but at least 1. In the dispatch, slots take the place
-    of experts: each slot receives the rows of exactly one slot, in order.
-
-    Args:
-        rows: [layers, P / N, M, columns], the weights of each of the P / N slots on this rank, cut
-            into M rows.
-        plan: [layers, P / N, C] int32: for each slot, the list of its up to C destination slots,
-            padded with -1.
-        axes: the mesh axes that the slots are split over.
-        implementation: the implementation of `jax_ep.dispatch`.
-
-    Returns:
-        The received rows, in the shape of `rows`.
-    """
+    """Sends this rank's slots as rows [layers, P / N, M, columns]; returns those received."""
+    # `plan` [layers, P / N, C] is this rank's part of `_destinations`.
+    # One `dispatch` sends equally many rows of each slot of one layer, as many as `_PIECE_BYTES`
+    # allow. In it, slots take the place of experts: each receives the rows of exactly one slot.
     layers, num_slots, num_rows, columns = rows.shape
     bytes_of_row = num_slots * columns * rows.dtype.itemsize
     most = max(1, _PIECE_BYTES // bytes_of_row)
@@ -397,23 +359,11 @@ def _move_rows(
     return lax.fori_loop(0, layers * pieces, move, rows)
 
 
-def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
+def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: str) -> Any:
     """Applies a function to the leaves of a tree that hold experts' weights; keeps all others.
 
-    Args:
-        function: the function, from a leaf to a new leaf.
-        tree: a pytree, such as a train state.
-        lead: the sizes that the shape of each leaf of experts must begin with: (E,), (P,),
-            (layers, E) or (layers, P).
-        size: ("E", E) or ("P", P), which error messages quote.
-
-    Returns:
-        The tree with the new leaves.
-
-    Raises:
-        ValueError: no leaf holds experts' weights, or the shape of one begins with other sizes.
+    The shape of each such leaf must begin with `lead`; errors call its last size `size_name`.
     """
-    name, number = size
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     if paths and not any(map(_of_experts, paths)):
         raise ValueError(
@@ -433,17 +383,15 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
             return leaf
         raise ValueError(
             f"{jax.tree_util.keystr(path)} must have a shape that begins with {lead}, where the "
-            f"placement has {name}={number}, but has shape {shape}."
+            f"placement has {size_name}={lead[-1]}, but has shape {shape}."
         )
 
     return jax.tree.map_with_path(visit, tree)
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key in a leaf's path is the name of an expert's parameter.
-
-    A key may also be a tuple of names, or names joined by "/" or ".", as in flattened dictionaries.
-    """
+    """Returns whether a key in the path of a leaf names one of ROUTED_WEIGHTS."""
+    # A key may also be a tuple of names, or names joined by "/" or ".", in flattened dictionaries.
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))
     names = (name for part in parts if isinstance(part, str) for name in re.split(r"[./]", part))

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.runtime import hosts, jax_compat, symmetric_memory
+from jax_ep.runtime import cuda_driver, environment, jax_compat, symmetric_memory
+from pallas_kernels.fabric import requirements
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
 _OLDEST_CAPABILITY = 9.0
+# The compute capabilities of GPUs on which the kernels have run: those of H100 and H200.
+_RUN_ON = ("9.0",)
+_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why the kernels do not support the dtype of an array `name`, or None if they do."""
+    """Returns why the kernels do not take arrays of a dtype, which `name` names; None: they do."""
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -34,7 +39,6 @@ def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | No
 
 
 def jax_unavailable_reason() -> str | None:
-    """Returns why this version of JAX cannot run the kernels, or None if it can."""
     if jax.__version_info__ < _OLDEST_JAX:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or newer, and this is JAX {jax.__version__}"
@@ -44,16 +48,13 @@ def jax_unavailable_reason() -> str | None:
 
 @functools.cache
 def mosaic_unavailable_reason() -> str | None:
-    """Returns why this JAX cannot compile the kernels for GPUs, or None if it can.
-
-    This loads Mosaic, so callers call it only for GPUs and for programs for GPUs.
-    """
+    """Returns why this JAX cannot compile the kernels for GPUs, or None; loads Mosaic."""
     try:
-        from pallas_kernels.fabric import mosaic
+        importlib.import_module("pallas_kernels.fabric.mosaic")
     except (ImportError, AttributeError) as error:
         # The import fails if the installed Pallas lacks a name that the module `mosaic` uses.
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
-    reason = mosaic.unavailable_reason()
+    reason = requirements.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
 
 
@@ -81,6 +82,32 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
     return None
 
 
+def multicast_unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
+    """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do.
+
+    The driver describes the hardware only. Where an administrator, a container or the fabric
+    manager forbids multicast, the result may be None, too, and kernels fail when they run.
+    """
+    devices = jax.devices() if devices is None else devices
+    if any(device.platform != "gpu" for device in devices):
+        return "multicast memory is a feature of NVIDIA GPUs with NVSwitch"
+    if len(devices) < 2:
+        return "multicast memory needs several GPUs, and there is one"
+    for device in devices:
+        supported = cuda_driver.attribute(device.local_hardware_id, _MULTICAST_SUPPORTED)
+        if supported is None:
+            return f"the CUDA driver does not say whether {device} has multicast memory"
+        if not supported:
+            return f"multicast memory is missing: the driver offers none on {device}"
+    return None
+
+
+def never_run(devices: Sequence[jax.Device]) -> list[str]:
+    """Returns the compute capabilities of `devices` on which the kernels have never run."""
+    found = {str(getattr(device, "compute_capability", "unknown")) for device in devices}
+    return sorted(found.difference(_RUN_ON))
+
+
 def tracing_unavailable_reason() -> str | None:
     """Returns why the kernels cannot run in the `shard_map` being traced, or None if they may.
 
@@ -96,25 +123,8 @@ def tracing_unavailable_reason() -> str | None:
     return None
 
 
-def traced_devices_unavailable_reason() -> str | None:
-    """Returns why the kernels cannot run on the devices of the traced mesh, or None if they may.
-
-    Call this function only if the user named the kernels, as in implementation="pallas". Otherwise
-    it is too early to decide, since the traced program may still be lowered for other devices.
-    """
-    platform = jax_compat.platform_of_traced_mesh()
-    if platform is not None and platform != "gpu":
-        return f"it needs NVIDIA GPUs, and the mesh here has {platform} devices"
-    if platform == "gpu" and jax.default_backend() == "gpu":
-        return unavailable_reason()
-    return None
-
-
 def one_device_unavailable_reason(program: jax_compat.Program) -> str | None:
-    """Returns why a kernel that runs on one device cannot run in a program, or None if it can.
-
-    Such a kernel does not communicate. The program is being lowered.
-    """
+    """Returns why a kernel that does not communicate cannot run in a program, or None if it can."""
     if program.platforms != ("cuda",):
         platforms = ", ".join(program.platforms) or "an unknown platform"
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
@@ -136,12 +146,7 @@ def program_unavailable_reason(
 ) -> str | None:
     """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
-    Args:
-      program: the program that is being lowered.
-      axis_name: the mesh axes of the kernels' ranks.
-      ranks_per_host: None if the kernels communicate between all ranks along the axes. If the
-        kernels communicate only inside hosts, the number of ranks of each host; the answer is then
-        the same on all hosts.
+    `ranks_per_host` is as in `fabric.of_axis`; the answer is then the same on all hosts.
     """
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
@@ -162,16 +167,15 @@ def program_unavailable_reason(
     mesh = program.mesh
     if mesh is not None:
         sizes = [mesh.shape[name] for name in axis_name]
-        if hosts.parts_of_axes(sizes, ranks_per_host) is None:
+        if environment.parts_of_axes(sizes, ranks_per_host) is None:
             return (
                 f"it needs the ranks of each host to be a block of the mesh, and {ranks_per_host} "
                 f"consecutive ranks along axes of sizes {sizes} do not form one"
             )
-    is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
-    if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
-        default = jax.default_backend()
+    default = jax.default_backend()
+    if default != "gpu" and jax_compat.gpus():
         return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
-    if not is_here:
+    if default != "gpu" or (mesh is not None and mesh.size > jax.device_count()):
         # The program is lowered for another machine, which is assumed to be able to run kernels.
         return None
     if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
@@ -185,7 +189,15 @@ def program_unavailable_reason(
             "jax.set_mesh or a mesh of devices"
         )
     names = () if mesh is None else mesh.axis_names
-    for ranks in hosts.ranks_along(devices, names, axis_name):
+    groups = environment.ranks_along(devices, names, axis_name)
+    return _memory_unavailable_reason(groups, ranks_per_host)
+
+
+def _memory_unavailable_reason(
+    groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
+) -> str | None:
+    """Returns why ranks that communicate share no memory; `groups` are of ranks along the axes."""
+    for ranks in groups:
         for start in range(0, len(ranks), ranks_per_host or len(ranks)):
             of_host = ranks[start : start + (ranks_per_host or len(ranks))]
             if any(device.process_index == jax.process_index() for device in of_host):
@@ -193,7 +205,7 @@ def program_unavailable_reason(
                     return f"it needs GPUs that share memory, and {reason}"
     if ranks_per_host is not None:
         # All hosts must lower to the same exchange, so kernels need shared memory on each host.
-        for process in sorted({device.process_index for device in devices.flat}):
+        for process in sorted({device.process_index for ranks in groups for device in ranks}):
             if process == jax.process_index():
                 continue
             if reason := symmetric_memory.unavailable_reason_of(process):
@@ -207,33 +219,29 @@ class Target(Protocol):
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        """Returns why kernels cannot run here; None if they can, or if that is not known yet.
-
-        The arguments are those of `program_unavailable_reason`.
-        """
+        """Returns why kernels cannot run here; None if they can, or if that is not known yet."""
         ...
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        """Returns how many hosts the ranks along some mesh axes span, or why there are not several.
+        """Returns how many hosts, 2 or more, the ranks span, or why they cannot exchange rows.
 
-        Returns:
-          The number of hosts, 2 or more; or a reason (str) why the ranks cannot exchange rows
-          between hosts, such as that all are on one host; or None while the program is being
-          traced, when the hosts are not known yet.
+        None while the program is being traced, when the hosts are not known yet.
         """
         ...
 
 
 class _Traced:
-    """A program that is being traced, as a `Target` that may run kernels.
-
-    It is asked only about kernels that the user named, as in implementation="pallas".
-    """
+    """A program that is being traced, which is asked only about kernels that the user named."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        return traced_devices_unavailable_reason() or tracing_unavailable_reason()
+        platform = jax_compat.platform_of_traced_mesh()
+        if platform is not None and platform != "gpu":
+            return f"it needs NVIDIA GPUs, and the mesh here has {platform} devices"
+        # With another default backend, the program is for GPUs of another machine.
+        is_here = platform == "gpu" and jax.default_backend() == "gpu"
+        return (unavailable_reason() if is_here else None) or tracing_unavailable_reason()
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         reason = jax_compat.primitives_unavailable_reason()
@@ -245,7 +253,7 @@ TRACED: Target = _Traced()
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A `Target` for a program that is being lowered: says whether the program can run kernels."""
+    """A program that is being lowered."""
 
     program: jax_compat.Program
 
@@ -257,7 +265,7 @@ class Lowered:
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         if not axis_name:
             return "there is no mesh, and so only one rank"
-        found = hosts.num_hosts(self.program, axis_name)
+        found = environment.num_hosts(self.program, axis_name)
         if found == 1:
             return f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
         return found
@@ -265,7 +273,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A list of devices, as a `Target` that may run kernels; device i runs rank i."""
+    """A list of devices; device i runs rank i."""
 
     devices: Sequence[jax.Device]
 
@@ -278,7 +286,7 @@ class Machine:
         return symmetric_memory.unavailable_reason(here)
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        found = hosts.num_hosts_of(hosts.hosts_of(self.devices))
+        found = environment.num_hosts_of(environment.hosts_of(self.devices))
         if found == 1:
             return f"{len(self.devices)} ranks are on one host"
         return found

@@ -18,6 +18,7 @@ from typing import Any
 
 @functools.cache
 def _libcuda() -> ctypes.CDLL | None:
+    # The driver's library, initialized; None if there is none, or no GPU that it can use.
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             library = ctypes.CDLL(name)
@@ -46,15 +47,7 @@ def kernel_module_version() -> str | None:
 
 
 def attribute(ordinal: int, number: int) -> int | None:
-    """Returns an attribute of a GPU.
-
-    Args:
-      ordinal: the GPU's `jax.Device.local_hardware_id`.
-      number: the attribute's number in the driver's enum CUdevice_attribute.
-
-    Returns:
-      The attribute's value; None where the driver does not answer.
-    """
+    """Returns an attribute of a GPU by its number in the driver's enum CUdevice_attribute."""
     library, value = _libcuda(), ctypes.c_int()
     if library is None or (handle := _handle(library, ordinal)) is None:
         return None
@@ -64,15 +57,7 @@ def attribute(ordinal: int, number: int) -> int | None:
 
 
 def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
-    """Returns whether GPU i can address the memory of GPU j, for every pair of GPUs.
-
-    Args:
-      ordinals: the `jax.Device.local_hardware_id` of each GPU.
-
-    Returns:
-      A square matrix [i][j] in the order of `ordinals`, whose diagonal is true; None where the
-      driver does not answer.
-    """
+    """Returns whether GPU i can address the memory of GPU j, [i][j], for GPUs by ordinal."""
     return _peer_access(tuple(ordinals))
 
 
@@ -88,7 +73,7 @@ def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | No
     for i, one in enumerate(handles):
         row = []
         for j, other in enumerate(handles):
-            can = ctypes.c_int(1)
+            can = ctypes.c_int(1)  # The driver is not asked about a GPU and itself.
             if i != j and library.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) != 0:
                 return None
             row.append(bool(can.value))
@@ -101,14 +86,10 @@ class Error(RuntimeError):
 
 
 class _Location(ctypes.Structure):
-    """The driver's struct CUmemLocation, which names a GPU by its type and ordinal."""
-
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Properties(ctypes.Structure):
-    """The driver's struct CUmemAllocationProp: the properties of a memory allocation."""
-
     _fields_ = (
         ("type", ctypes.c_int),
         ("requested_handle_types", ctypes.c_int),
@@ -119,8 +100,6 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """The driver's struct CUmemAccessDesc: which access a GPU has to mapped memory."""
-
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
@@ -154,17 +133,10 @@ def uuid(ordinal: int) -> str:
 
 
 def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[int, int]:
-    """Allocates physical memory of a GPU, and returns a handle of it.
+    """Allocates physical memory of a GPU; returns a handle of it and its size in bytes.
 
-    The memory is freed once its handle is released and it is mapped nowhere.
-
-    Args:
-      ordinal: the GPU's ordinal.
-      num_bytes: the least size in bytes.
-      exportable: whether `export_fd` will be able to export the memory to other processes.
-
-    Returns:
-      The handle, and the size in bytes: `num_bytes` rounded up to the driver's granularity.
+    The size is rounded up to the driver's granularity. The memory is freed once its handle is
+    released and it is mapped nowhere. Only `exportable` memory can be passed to `export_fd`.
     """
     handle_type = _FILE_DESCRIPTOR if exportable else 0
     properties = _Properties(_PINNED, handle_type, _Location(_ON_DEVICE, ordinal))
@@ -200,10 +172,7 @@ def export_fd(handle: int) -> int:
 
 
 def import_fd(fd: int) -> int:
-    """Imports memory that another process exported, and returns a handle of it.
-
-    `fd` is the other process's file descriptor, received over a socket; the caller closes it.
-    """
+    """Returns a handle of memory that another process exported; the caller closes `fd`."""
     handle = _u64()
     _call(
         "cuMemImportFromShareableHandle",
@@ -229,10 +198,7 @@ def is_exportable(handle: int) -> bool:
 
 
 def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
-    """Reserves a range of virtual addresses and returns its start.
-
-    The range starts at `address` if those addresses are free, and else where the driver chooses.
-    """
+    """Reserves a range of virtual addresses, at `address` if they are free; returns its start."""
     start = _u64()
     sizes = _size(num_bytes), _size(alignment)
     _call("cuMemAddressReserve", ctypes.byref(start), *sizes, _u64(address), _u64(0))
@@ -240,7 +206,6 @@ def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
 
 
 def free_addresses(address: int, num_bytes: int) -> None:
-    """Frees a range of virtual addresses that `reserve` reserved; nothing may be mapped there."""
     _call("cuMemAddressFree", _u64(address), _size(num_bytes))
 
 
@@ -250,7 +215,6 @@ def map_at(address: int, num_bytes: int, handle: int) -> None:
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Unmaps memory that `map_at` mapped at an address."""
     _call("cuMemUnmap", _u64(address), _size(num_bytes))
 
 
@@ -271,7 +235,7 @@ def has_access(address: int, ordinal: int) -> bool:
 
 
 def address_range(ordinal: int, address: int) -> tuple[int, int]:
-    """Returns the start address and the bytes of the GPU allocation that contains an address."""
+    """Returns the start and the bytes of the allocation on a GPU in which an address lies."""
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
@@ -297,7 +261,6 @@ def write(ordinal: int, address: int, data: bytes) -> None:
 
 
 def read(ordinal: int, address: int, num_bytes: int) -> bytes:
-    """Copies bytes from memory that the GPU `ordinal` can address, and returns them."""
     data = ctypes.create_string_buffer(num_bytes)
     with _stream(ordinal) as stream:
         _call("cuMemcpyDtoHAsync_v2", data, _u64(address), _size(num_bytes), stream)
@@ -319,10 +282,7 @@ def _context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """Opens a CUDA stream on a GPU, whose work does not wait for the work of other streams.
-
-    On exit, waits until all work of the stream is done, and closes the stream.
-    """
+    """Opens a CUDA stream that waits for no other; on exit, waits until its work is done."""
     stream = ctypes.c_void_p()
     with _context(ordinal):
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
@@ -340,6 +300,7 @@ def _device(ordinal: int) -> ctypes.c_int:
 
 
 def _call(name: str, *args: Any) -> None:
+    """Calls a function of the driver; raises `Error` unless it succeeds."""
     library = _libcuda()
     if library is None:
         raise Error("there is no driver")
@@ -351,6 +312,7 @@ def _call(name: str, *args: Any) -> None:
 
 
 def _handle(library: ctypes.CDLL, ordinal: int | None) -> ctypes.c_int | None:
+    """Returns the driver's handle of a GPU; None without an ordinal, or if there is no such GPU."""
     handle = ctypes.c_int()
     if ordinal is None or library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
         return None

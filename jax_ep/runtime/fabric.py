@@ -6,50 +6,43 @@ use the low-latency protocol.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 from jax import lax
 
-from jax_ep.runtime import hosts, jax_compat, settings, symmetric_memory
+from jax_ep.runtime import environment, jax_compat, symmetric_memory
 from pallas_kernels.fabric import memory_map
-from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.sentinel_words import TileMemory
 from pallas_kernels.fabric.symmetric import Gpus
+
+if TYPE_CHECKING:
+    from pallas_kernels.fabric.low_latency import Channels
 
 
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
-    A `Gpus` tells a kernel where the symmetric memory of its peers is.
-
-    Args:
-      axis_name: the mesh axes of the ranks.
-      like: an operand of the kernel. The result's `mesh_index`, the index of this device in the
-        mesh, is cast to vary over the same mesh axes.
-      ranks_per_host: None if all ranks along the axes communicate with each other. If ranks
-        communicate only inside hosts, the number of ranks of a host; these ranks are consecutive
-        and form a block of the mesh.
+    Its `mesh_index` varies over the same mesh axes as `like`, an operand of the kernel.
+    `ranks_per_host` is the number of ranks of a host if ranks communicate only inside hosts.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # By how much the mesh index grows along each axis.
     strides, stride = {}, 1
     for name, size in reversed(mesh.shape.items()):
         strides[name] = stride
         stride *= size
-    parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
+    parts = environment.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
     # `parts` is None if the ranks of a host form no block of the mesh. `runtime.availability` has
     # refused kernels in that case.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     index, _ = jax_compat.match_varying((jax_compat.mesh_index(), like), axis_name)
     base, gpus = _where(mesh.size)
-    return Gpus(axes, gpus, index, base, timeout_s=settings.timeout_seconds())
+    return Gpus(axes, gpus, mesh_index=index, base=base, timeout_s=environment.timeout_seconds())
 
 
 def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the address of GPU 0's heap, and for each device of the mesh the number of its heap.
-
-    A heap is the symmetric memory of one GPU of the host. `num_devices` is the number of devices in
-    the mesh. The result lists the devices in the row-major order of the mesh.
-    """
+    """Returns the address of GPU 0's heap, and the number of each mesh device's heap."""
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain
@@ -67,13 +60,15 @@ def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
 
 
 def channels_of(fabric: Gpus) -> Channels:
-    """Returns the `Channels` of the low-latency protocol between the ranks of `fabric`."""
+    """Returns the ranks of `fabric` for a kernel that uses the low-latency protocol."""
+    from pallas_kernels.fabric.low_latency import Channels, TileMemory
+
     memory = TileMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 
 def num_gpus(fabric: Gpus) -> int:
-    """Returns how many GPUs of the host have a heap of symmetric memory."""
+    """Returns how many GPUs have a heap; if lowering for another machine, the size of the mesh."""
     num_devices = len(fabric.gpus)
     domain = domain_of(num_devices)
     assert not isinstance(domain, str), domain
@@ -81,11 +76,8 @@ def num_gpus(fabric: Gpus) -> int:
 
 
 def domain_of(num_devices: int) -> symmetric_memory.Domain | str | None:
-    """Returns the GPUs of this host that share symmetric memory, or a string that says why none do.
-
-    Returns None if the program is lowered for another machine. This is assumed if GPUs are not
-    JAX's default backend, or if JAX has fewer than `num_devices` devices, the size of the mesh.
-    """
+    """Returns this host's `symmetric_memory.domain()`; None if lowering for another machine."""
+    # `num_devices` is the size of the mesh.
     if jax.default_backend() != "gpu" or num_devices > jax.device_count():
         return None
     return symmetric_memory.domain()

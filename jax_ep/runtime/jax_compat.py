@@ -1,9 +1,9 @@
 """Wraps every private or unstable part of JAX that jax_ep uses.
 
-The package can be imported where JAX lacks one of these names; each function's docstring says what
-it does in that case. Where JAX lacks a name that primitives need, `define_primitive` returns a
-stand-in that computes inline, `primitives_unavailable_reason` tells which name is missing, and
-kernels, which need primitives, are refused with this reason.
+The package can be imported where JAX lacks one of these names. Where JAX lacks a name that
+primitives need, `define_primitive` returns a stand-in that computes inline,
+`primitives_unavailable_reason` tells which name is missing, and kernels, which need primitives, are
+refused with this reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowerin
 
 
 def primitives_unavailable_reason() -> str | None:
-    """Returns why the library cannot define primitives in this JAX version, or None if it can."""
+    """Returns which names that primitives need JAX lacks, or None if it has all."""
     missing = [path for path, found in _REQUIRED.items() if found is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
@@ -63,7 +63,6 @@ _OPTIONAL = {
     "jax.interpreters.partial_eval.dce_rules": "unused results of primitives are computed",
     "jax._src.dispatch.prim_requires_devices_during_lowering": "kernels are refused",
     "jax._src.config._check_vma": "kernels that write to operands need check_vma=False",
-    "jax.extend.core.jaxpr_as_fun": "a layer runs its functions, not their traces",
     "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
     "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter": "no multimem",
@@ -104,14 +103,13 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
     """Casts operands to vary over `axis_name` and over each mesh axis that any operand varies over.
 
     A collective's result differs from rank to rank, so its operands must be typed as varying (vma).
-    The transpose of this cast sums the gradient of a replicated operand over the ranks. Where JAX
-    lacks varying-axes types, the operands are returned unchanged.
+    The transpose of this cast sums the gradient of a replicated operand over the ranks.
     """
     if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
-        return list(operands)
+        return list(operands)  # This JAX has no vma.
     varying = [varying_axes(operand) for operand in operands]
     axes = frozenset(axis_name).union(*varying)
-    return [to_varying(operand, axes - own) for operand, own in zip(operands, varying, strict=True)]
+    return [to_varying(x, axes - already) for x, already in zip(operands, varying, strict=True)]
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -133,13 +131,9 @@ def result_type(
     *,
     varying: frozenset[str] | None = None,
 ) -> Any:
-    """Returns the type of a primitive's result, for its `abstract_eval`.
+    """Returns the type of a primitive's result, which has the sharding of `operand`.
 
-    Args:
-      operand: the type of an operand; the result has its sharding and other properties.
-      shape: the result's shape.
-      dtype: the result's dtype; None: the operand's.
-      varying: the mesh axes that the result varies over; None: the operand's.
+    `dtype` and the axes `varying` (vma) are the operand's where they are None.
     """
     changes: dict[str, Any] = {}
     if varying is not None and hasattr(operand, "mat"):
@@ -156,10 +150,9 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Calls a function with the mesh's Explicit axes made Auto.
+    """Calls a function with the mesh's Explicit axes made Auto, and replicates its results.
 
-    Inside `shard_map`, the only Explicit axes are those that the `shard_map` leaves out. The
-    results of the function are replicated over them. Without Explicit axes, this is a plain call.
+    Inside `shard_map`, the only Explicit axes are those that the `shard_map` leaves out.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -183,7 +176,6 @@ class Program:
 
     @property
     def operand_types(self) -> Sequence[Any]:
-        """The types of the operands of the primitive that is being lowered."""
         return self._context.avals_in
 
     @property
@@ -216,9 +208,8 @@ class Program:
     def mesh_devices(self) -> np.ndarray | None:
         """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        For an abstract mesh, these are the devices of the mesh that `jax.set_mesh` set, if that
-        mesh has the same axes and this JAX gives access to it. Without a mesh, these are all
-        devices of the program.
+        For an abstract mesh, they are those of an equal mesh of `jax.set_mesh`. Without a mesh,
+        they are all devices of the program.
         """
         mesh = self.mesh
         if mesh is None:
@@ -237,11 +228,10 @@ class Program:
     def lower(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
         """Lowers a traceable function in place of the primitive; returns the results' IR values.
 
-        The function returns a sequence of arrays. While it is traced, `current_program` returns
-        this program. The function is traced as in a `shard_map` with check_vma=False: no operand
-        varies over mesh axes (vma). A kernel that writes to the memory of its operands takes them
-        as references, and Pallas refuses references to arrays that vary.
+        While the function is traced, `current_program` returns this program.
         """
+        # The function is traced as with check_vma=False. A kernel that writes to its operands takes
+        # references, and Pallas refuses references to arrays that vary over mesh axes.
         context, unchecked = self._context, contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
@@ -307,17 +297,16 @@ def define_primitive(
         program is a `Program`.
       inline: maps (operands, params) to the results; the function that the stand-in calls.
       batch: the rule for `jax.vmap`; maps (operands, batch axes, params) to the results and their
-        batch axes. None: an operand with a batch axis is refused.
+        batch axes.
       transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
-        the operands' cotangents. None: the primitive cannot be transposed.
+        the operands' cotangents.
       multiple_results: whether `bind` returns a list of results.
       platforms: the platforms that get a lowering of their own; None in it means every other
         platform. A program for several platforms branches over these lowerings, and XLA allows no
         collective in a branch.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result
         whether it is used, and params, to (reduced params, indices of the kept results, indices of
-        the kept operands or None for all). Without a rule, or in a JAX that has no such rules, all
-        results are computed if one is used.
+        the kept operands or None for all).
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -354,26 +343,20 @@ def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 # The cache is bounded, since params may hold a new function in each call.
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    """Returns a jitted function that binds the primitive.
-
-    Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN again, op by op. Here
-    the only op is the primitive, which would be jitted again, without end. The function is
-    therefore marked as JAX marks functions of its own primitives, which JAX does not run again.
-    """
+    """Returns a jitted function that binds the primitive."""
 
     def function(*operands: Any) -> Any:
         return primitive.bind(*operands, **params)
 
+    # Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN again, op by op, which
+    # here would not end. JAX does not do so with functions of its own primitives, marked as this.
     function.__qualname__ = str(primitive)
     function._apply_primitive = True  # type: ignore[attr-defined]
     return jax.jit(function)
 
 
 def _type_of_linear(operand: Any) -> Any:
-    """Returns the type of an operand that JAX passed to a transpose rule.
-
-    The operand is an array or, if it has no value there, JAX's placeholder with the array's type.
-    """
+    """Returns the type of a transpose rule's operand: an array, or JAX's placeholder for one."""
     kind = getattr(operand, "aval", None)
     return jax.typeof(operand) if kind is None else kind
 
@@ -386,26 +369,25 @@ def _without_unused_results(
 ) -> tuple[list[bool], Any]:
     """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`.
 
-    Args:
-      unused: the rule.
-      used: for each result of the equation, whether it is used.
-      live_and_equation: (equation,); from jax 0.12 on (live operands, equation).
-
-    Returns:
-      For each operand of the equation, whether it is still used; and the new equation, or None if
-      no result is used.
+    Returns whether each operand is still used; and the new equation, or None.
     """
+    # From jax 0.12 on, the live operands come before the equation.
     equation = live_and_equation[-1]
     if not any(used):
         return [False] * len(equation.invars), None
-    params, left, taken = unused(used, equation.params)
-    taken = range(len(equation.invars)) if taken is None else taken
-    operands, results = [equation.invars[i] for i in taken], [equation.outvars[i] for i in left]
-    smaller = equation.replace(params=params, invars=operands, outvars=results)
-    return [i in taken for i in range(len(equation.invars))], smaller
+    params, kept_results, kept_operands = unused(used, equation.params)
+    if kept_operands is None:
+        kept_operands = range(len(equation.invars))
+    smaller = equation.replace(
+        params=params,
+        invars=[equation.invars[i] for i in kept_operands],
+        outvars=[equation.outvars[i] for i in kept_results],
+    )
+    return [i in kept_operands for i in range(len(equation.invars))], smaller
 
 
 def _lacks(path: str) -> Callable[..., NoReturn]:
+    # Returns a function that raises NotImplementedError.
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"JAX {jax.__version__} lacks {path}")
 
@@ -413,7 +395,8 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_mesh_index(program: Program) -> list[Any]:
-    # XLA launches a kernel to store the result of `lax.axis_index`, but none for partition_id.
+    # The partition_id of a device is its index in the mesh. XLA launches a kernel to store the
+    # result of `lax.axis_index`, but none for partition_id.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -434,10 +417,7 @@ _mesh_index_p = define_primitive(
 
 
 def mesh_index() -> jax.Array:
-    """Returns this device's index in its mesh, in row-major order, as [1] int32.
-
-    Lowering raises ImportError where JAX lacks the dialect `stablehlo`.
-    """
+    """Returns this device's index in its mesh, in row-major order, as [1] int32."""
     return _mesh_index_p.bind()
 
 
@@ -459,10 +439,7 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Returns why JAX may run a program on other devices than it was lowered for; else None.
-
-    Programs with kernels must not run on other devices, since they hold addresses of GPU memory.
-    """
+    """Returns why JAX may run a program on other devices than it was lowered for; else None."""
     if _requires_devices is None:
         return (
             "this JAX may run what is lowered for some GPUs on others: it lacks "
@@ -474,8 +451,7 @@ def devices_unavailable_reason() -> str | None:
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     """Returns x, and makes JAX lower the program separately for each set of GPUs of this machine.
 
-    Programs with kernels need this, since they hold addresses of their GPUs' memory. Where JAX
-    cannot do it, `devices_unavailable_reason` says why. Without GPUs, this only returns x.
+    Programs with kernels need this, since they hold addresses of their GPUs' memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
@@ -483,21 +459,7 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     return x
 
 
-_jaxpr_as_fun = _find("jax.extend.core.jaxpr_as_fun")
-
-
-def function_of_jaxpr(jaxpr: Any) -> Callable[..., Sequence[Any]] | None:
-    """Returns a function that evaluates a closed jaxpr; None where JAX lacks `jaxpr_as_fun`."""
-    return None if _jaxpr_as_fun is None else _jaxpr_as_fun(jaxpr)
-
-
-def type_of_atom(atom: Any) -> Any:
-    """Returns the type of a variable or a literal of a jaxpr."""
-    return atom.aval
-
-
 def is_traced(x: Any) -> bool:
-    """Returns whether an array is a tracer, which has no value yet."""
     return isinstance(x, jax.core.Tracer)
 
 
@@ -516,11 +478,8 @@ def register_for_export(
 ) -> None:
     """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
 
-    Args:
-      kind: the class.
-      to_names: converts a dataclass's static fields to strings, numbers, None, and tuples of them;
-        the default is for fields that are such values.
-      of_names: converts the result of `to_names` back to the static fields.
+    `to_names` converts a dataclass's static fields to strings, numbers, None, and tuples of them;
+    `of_names` converts them back.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     try:
@@ -573,10 +532,7 @@ def platform_of_traced_mesh() -> str | None:
 
 
 def distributed_client() -> Any:
-    """Returns the client of the key-value service of `jax.distributed`.
-
-    Returns None before `jax.distributed.initialize`, and if this JAX stores the client elsewhere.
-    """
+    """Returns the client of `jax.distributed`'s key-value service; None before `initialize`."""
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
 
 
@@ -592,10 +548,7 @@ def looks_for_nans() -> bool:
 
 
 def address_of(array: jax.Array) -> int:
-    """Returns the memory address of an array's shard on its first device of this process.
-
-    Raises NotImplementedError where JAX does not give addresses.
-    """
+    """Returns the memory address of an array's shard on its first device of this process."""
     of_device = array.addressable_shards[0].data
     get_address = getattr(of_device, "unsafe_buffer_pointer", None)
     if get_address is None:

@@ -56,16 +56,12 @@ def store() -> Store | None:
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
-    """Tells all processes the `reason` why this one's GPUs share no memory; None: they share it."""
+    """Publishes the `reason` why this process's GPUs share no memory; None: they share it."""
     store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
 
 
 def reported(store: Store, process: int, timeout_s: float) -> str | None:
-    """Returns what `process` published by `report`: why its GPUs share no memory; None if they do.
-
-    Waits until that process has called `report`. Raises RuntimeError if that takes longer than
-    `timeout_s` seconds.
-    """
+    """Waits for what `process` published by `report`; RuntimeError after `timeout_s` seconds."""
     key = _OUTCOME_KEY.format(process=process)
     try:
         text = store.blocking_key_value_get(key, _milliseconds(timeout_s))
@@ -119,12 +115,9 @@ class Alone:
 class Meeting:
     """Lets one process exchange messages with the other processes of its host.
 
-    Call `introduce`, `exchange` and `agree` once each, in this order.
-
-    Args:
-      store: the key-value service by which the processes find each other.
-      process: the number of this process.
-      timeout_s: seconds from now within which `exchange` must end; `agree` may take as many more.
+    Call `introduce`, `exchange` and `agree` once each, in this order. They raise `Refused` if a
+    message has a key "failure", or if a process ended or took too long. `exchange` must end within
+    `timeout_s` seconds from now; `agree` may take as many more.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -134,6 +127,8 @@ class Meeting:
         self._listener = self._cleanup.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         )
+        # Of the other processes: the paths of their sockets, why some cannot be met, and the
+        # connections by which this process sends and receives.
         self._paths: dict[int, str] = {}
         self._gone: dict[int, Refused] = {}
         self._to: dict[int, socket.socket] = {}
@@ -146,11 +141,9 @@ class Meeting:
         self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        """Publishes this process's card, a dict that describes the process to the other processes.
+        """Publishes this process's card, a dict that describes it; returns all `processes`' cards.
 
-        Waits until each of `processes` has published its card. Returns the cards of these processes
-        and of this process, by process number. Each returned card has the path of its process's
-        socket, too.
+        Each returned card has the path of its process's socket, too.
         """
         card = card | {"socket": self._listen()}
         try:
@@ -174,23 +167,10 @@ class Meeting:
     def exchange(
         self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
     ) -> dict[int, tuple[Message, list[int]]]:
-        """Sends a message to each other process, and receives the message of each other process.
+        """Sends a message to each other process of `cards`, and receives theirs.
 
-        A message is a dict and a list of file descriptors.
-
-        Args:
-          cards: by process number, the cards of the processes that take part, this one included.
-            They are the processes on this host; `introduce` returned their cards.
-          message: the dict to send to each other process. A key "failure" with a reason says that
-            this process cannot go on; then this method raises `Refused` in all processes.
-          descriptors: file descriptors to send, which the caller closes.
-
-        Returns:
-          For each other process, by number, the dict and the descriptors that it sent. The caller
-          closes the descriptors.
-
-        Raises:
-          Refused: a process sent a failure, ended, or took too long.
+        A message is a dict and a list of file descriptors, which the caller closes on both sides. A
+        key "failure" with a reason says that this process cannot go on.
         """
         others = sorted(set(cards) - {self._process})
         self._paths = {process: cards[process]["socket"] for process in others}
@@ -204,15 +184,11 @@ class Meeting:
                 self._tell({"failure": str(reason)})
                 raise
             raise_failure({self._process: message} | {p: m for p, (m, _) in messages.items()})
-            received.pop_all()
+            received.pop_all()  # The caller closes the descriptors.
         return messages
 
     def agree(self, message: Message) -> dict[int, Message]:
-        """Sends the dict `message` to the other processes that took part in `exchange`.
-
-        Returns the dicts that all processes sent, by process number, this process included. Raises
-        `Refused` if a dict has a key "failure", or if a process ended or took too long.
-        """
+        """Sends `message` to the processes of `exchange`; returns the messages of all processes."""
         messages = {self._process: message}
         # Another process may have begun just before this process's deadline. Its own deadline is
         # then up to `timeout_s` later, so this process waits for another `timeout_s`.
@@ -244,6 +220,7 @@ class Meeting:
         return path
 
     def _left(self) -> float:
+        # With a timeout of 0, a socket would raise BlockingIOError instead of TimeoutError.
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _ended(self, process: int) -> Refused:
@@ -258,10 +235,7 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to the socket of each other process.
-
-        Stores in `_gone` the error of each process that cannot be reached, such as one that ended.
-        """
+        """Connects to each other process; stores the errors of unreachable ones in `_gone`."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -287,12 +261,9 @@ class Meeting:
                 self._to[process] = connection
 
     def _accept(self, others: Sequence[int]) -> None:
-        """Waits until each of the other processes has connected; raises `Refused` if one has ended.
-
-        A process that fails still connects, and sends the reason, before it closes its own socket.
-        This process therefore accepts all waiting connections before it counts a process as ended,
-        so that it does not miss the reason.
-        """
+        """Waits until each other process has connected; raises `Refused` if one has ended."""
+        # A process that fails still connects, and sends the reason, before it closes its socket.
+        # So all waiting connections are accepted before a process counts as ended.
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             for process, connection in self._to.items():
@@ -327,6 +298,7 @@ class Meeting:
             connection.close()
 
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        # Sends to every process that `_connect` has reached.
         data = json.dumps(message).encode()
         for connection in self._to.values():
             # Fails silently if the other process has ended: `_receive` raises a clearer error.
@@ -336,10 +308,7 @@ class Meeting:
                 connection.sendall(data)
 
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
-        """Receives the next message of a process, and the file descriptors sent with it.
-
-        When `received` exits, it closes the descriptors.
-        """
+        """Receives a process's next message; `received` closes its file descriptors on exit."""
         connection = self._from[process]
         connection.settimeout(self._left())
         try:
@@ -364,10 +333,12 @@ class Meeting:
 def peer_uid(connection: socket.socket) -> int:
     """Returns the user id of the process at the other end of a UNIX socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", data)[1])
+    _pid, uid, _gid = struct.unpack("3i", data)
+    return int(uid)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Receives `count` bytes; raises ConnectionResetError if the other end closes before."""
     data = b""
     while len(data) < count:
         if not (part := connection.recv(count - len(data))):
@@ -377,20 +348,14 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def raise_failure(messages: Mapping[int, Message]) -> None:
-    """Raises `Refused` if a message has a key "failure", whose value is the reason.
-
-    If several messages have one, the reason is that of the lowest process number.
-    """
+    """Raises `Refused` with the "failure" of the lowest process number that has one."""
     for _, message in sorted(messages.items()):
         if failure := message.get("failure"):
             raise Refused(failure)
 
 
 def _remove(path: str) -> None:
-    """Deletes the socket file at `path`, and its folder, which a process left when it ended.
-
-    Does nothing if `path` is no socket, or if its folder is not named like one of this library.
-    """
+    """Deletes the socket that an ended process left at `path`, and its folder, if they are ours."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

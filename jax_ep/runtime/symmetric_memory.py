@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_ep import version
-from jax_ep.runtime import cuda_driver, jax_compat, processes, settings
+from jax_ep.runtime import cuda_driver, environment, jax_compat, processes
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import memory_map
 
@@ -40,43 +40,25 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU whose memory the GPUs of its host share.
+    """A GPU whose memory the GPUs of its host share."""
 
-    Attributes:
-      number: the number of the GPU, and of its heap, on the host.
-      device_id: its `jax.Device.id`.
-      process: the `jax.process_index()` of its process.
-      bus_id: its PCI address, as "0000:1b:00.0".
-      pool_start: the address, in its own process, of the memory pool from which XLA allocates
-        arrays.
-      pool_bytes: the bytes of this pool; 0 if the driver's virtual-memory API did not allocate it.
-    """
-
-    number: int
-    device_id: int
-    process: int
-    bus_id: str
-    pool_start: int
-    pool_bytes: int
+    number: int  # of the GPU, and of its heap, on the host
+    device_id: int  # `jax.Device.id`
+    process: int  # `jax.process_index()`
+    bus_id: str  # its PCI address, as "0000:1b:00.0"
+    pool_start: int  # the address, in its own process, of XLA's memory pool
+    pool_bytes: int  # 0 if the driver's virtual-memory API did not allocate the pool
 
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The GPUs of this host that share memory; all processes of the host number them equally.
+    """The GPUs of this host that share memory; all processes of the host number them equally."""
 
-    Attributes:
-      base: the virtual address of GPU 0's heap; `memory_map.BASE` if there are several processes.
-      stride: bytes from the start of one GPU's heap to the start of the next GPU's.
-      heap_bytes: bytes of each GPU's heap, the header included.
-      gpus: the GPUs, by number.
-      no_access: a triple (one, other, reason) for each pair of GPUs, by number, where GPU `one`
-        cannot address the memory of GPU `other`.
-    """
-
-    base: int
-    stride: int
-    heap_bytes: int
-    gpus: tuple[Gpu, ...]
+    base: int  # the address of GPU 0's heap; `memory_map.BASE` with several processes
+    stride: int  # bytes from the start of one GPU's heap to the next
+    heap_bytes: int  # of each GPU, header included
+    gpus: tuple[Gpu, ...]  # by number
+    # (one, other, reason): GPU `one` cannot address GPU `other`, by number
     no_access: tuple[tuple[int, int, str], ...] = ()
 
     @property
@@ -92,17 +74,15 @@ class Domain:
 def domain() -> Domain | str:
     """Returns the GPUs of this host that share memory, or a string that says why there are none.
 
-    The first call sets up symmetric memory; later calls return the same result. If the host has
-    several processes, the first call waits until each of them calls this function, for at most
-    JAX_EP_TIMEOUT_SECONDS, and all get the same answer. A process calls this function when it
-    lowers a program that needs symmetric memory.
+    The first call sets up symmetric memory. If the host has several processes, it waits until each
+    of them calls this function, for at most JAX_EP_TIMEOUT_SECONDS, and all get the same answer.
     """
     with _lock:
         return _domain()
 
 
 def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
-    """Returns why these GPUs cannot address each other's memory, or None if they can."""
+    """Returns why GPUs share no memory with each other, or None; waits as `domain` does."""
     devices, found = list(devices), domain()
     if isinstance(found, str):
         return found
@@ -124,16 +104,16 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 def unavailable_reason_of(process: int) -> str | None:
     """Returns why the GPUs of another host's process share no memory there, or None if they do.
 
-    Waits until that process has called `domain`. Raises RuntimeError if that takes longer than
-    JAX_EP_TIMEOUT_SECONDS. Both processes must know the answer, to lower to the same exchange.
+    Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS. Both processes
+    must know the answer, to lower to the same exchange.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
-    return processes.reported(store, process, settings.timeout_seconds())
+    return processes.reported(store, process, environment.timeout_seconds())
 
 
 def describe() -> list[str]:
-    """Describes symmetric memory in lines of plain text, for `python -m jax_ep info`."""
+    """Returns lines of text on this host's symmetric memory; waits as `domain` does."""
     found = domain()
     if isinstance(found, str):
         return [f"none: {found}"]
@@ -156,39 +136,25 @@ def describe() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A process that takes part in setting up symmetric memory.
+    """A process that takes part in setting up symmetric memory."""
 
-    Attributes:
-      process: its `jax.process_index()`.
-      devices: its GPUs, `jax.Device` objects.
-      others: the other processes that may be on this host.
-      store: the key-value service by which processes find each other; None: there is none.
-      timeout_s: seconds within which the whole set-up must end.
-      array_address: a function that makes an array on a device and returns the array's address.
-      jax_version: its version of JAX; all processes must have the same.
-      jax_ep_version: its version of this library; all processes must have the same.
-    """
-
-    process: int
-    devices: Sequence[Any]
-    others: Sequence[int] = ()
-    store: processes.Store | None = None
-    timeout_s: float = 100.0
+    process: int  # `jax.process_index()`
+    devices: Sequence[Any]  # its GPUs, `jax.Device` objects
+    others: Sequence[int] = ()  # the other processes that may be on this host
+    store: processes.Store | None = None  # by which processes find each other
+    timeout_s: float = 100.0  # for the whole set-up
+    # makes an array on a device and returns its address
     array_address: Callable[[Any], int] = lambda device: 0
-    jax_version: str = jax.__version__
-    jax_ep_version: str = ""
+    jax_version: str = jax.__version__  # must be equal in all processes
+    jax_ep_version: str = ""  # must be equal in all processes
 
 
 @functools.cache
 def _domain() -> Domain | str:
-    """Sets up symmetric memory on this host, once; later calls return the same result.
-
-    Publishes to the processes of all hosts that the set-up succeeded, or why the GPUs of this
-    process do not share memory. Returns the `Domain` of the GPUs of this host that share memory,
-    or a string that says why none do.
-    """
+    """Sets up symmetric memory once, and publishes the outcome to the processes of all hosts."""
     found = _set_up_here()
     if (store := processes.store()) is not None:
+        # Other hosts must know if any two GPUs here cannot access each other's memory.
         reason = (
             found if isinstance(found, str) else next((why for *_, why in found.no_access), None)
         )
@@ -203,10 +169,7 @@ def _domain() -> Domain | str:
 
 
 def _set_up_here() -> Domain | str:
-    """Sets up symmetric memory for the GPUs of this process, with the other processes of its host.
-
-    Returns the `Domain` of this host, or a string that says why its GPUs share no memory.
-    """
+    """Sets up symmetric memory for the GPUs of this process, or returns a reason."""
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
             "symmetric memory needs the kernels of a program to run one at a time, and XLA_FLAGS "
@@ -226,7 +189,7 @@ def _set_up_here() -> Domain | str:
             devices=devices,
             others=sorted(others),
             store=processes.store(),
-            timeout_s=settings.timeout_seconds(),
+            timeout_s=environment.timeout_seconds(),
             array_address=_array_address,
             jax_ep_version=version.__version__,
         )
@@ -236,8 +199,7 @@ def _set_up_here() -> Domain | str:
 def set_up(me: Participant) -> Domain | str:
     """Sets up symmetric memory together with the other processes of this host.
 
-    Returns the `Domain`, which describes the GPUs that share memory, or a string that says why none
-    do. All processes get an equal result. If the result is a string, no memory stays mapped.
+    All processes get an equal `Domain`, or an equal reason; then no memory stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -266,11 +228,7 @@ def set_up(me: Participant) -> Domain | str:
 
 
 def _card(me: Participant) -> Message:
-    """Returns this process's card, a dict that the other processes need to share memory with it.
-
-    The card has the versions of the software, the ids of the host and of the user, and a list of
-    the process's GPUs. If the driver cannot name a GPU, a key "failure" holds the reason.
-    """
+    """Returns what other processes need to share memory with this one, or a key "failure"."""
     card: Message = {
         "memory_map": memory_map.VERSION,
         "jax_ep": me.jax_ep_version,
@@ -290,28 +248,23 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Selects, from the cards of all processes, those of the processes on the host of `process`.
-
-    A card, the result of `_card`, describes a process. `cards` and the result map the number of
-    each process to its card. Raises `Refused` if the cards show that these processes cannot
-    share memory, for example because their versions of JAX differ.
-    """
+    """Selects the `_card`s of the host of `process`; raises `Refused` if they cannot share."""
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
-    first, *others = members
-    for name, what in (
+    first_process, *others = members
+    for key, text in (
         ("memory_map", "memory map {} of symmetric memory"),
         ("jax_ep", "jax_ep {}"),
         ("jax", "jax {}"),
         ("uid", "user {}"),
     ):
         for other in others:
-            if (one := members[first][name]) != (two := members[other][name]):
-                one, two = what.format(one), what.format(two)
-                raise Refused(f"process {first} has {one}, and process {other} {two}")
+            if (one := members[first_process][key]) != (two := members[other][key]):
+                one, two = text.format(one), text.format(two)
+                raise Refused(f"process {first_process} has {one}, and process {other} {two}")
     processes.raise_failure(members)
-    owner: dict[str, int] = {}
+    owner: dict[str, int] = {}  # of each GPU, the process
     for p, card in members.items():
         for gpu in card["gpus"]:
             if (before := owner.setdefault(gpu["uuid"], p)) != p:
@@ -328,37 +281,35 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
 
 
 class _Sharing:
-    """Sets up symmetric memory on behalf of one process, by `offer`, `accept` and then `domain`.
-
-    Attributes:
-      places: a pair for each GPU of the host, in the order of the GPUs' numbers. The pair is the
-        GPU's process, and a dict of its device id, ordinal, PCI address and UUID (see `_card`).
-      local: maps the number of each GPU of this process to the driver's ordinal.
-    """
+    """Sets up symmetric memory on behalf of one process, by `offer`, `accept` and then `domain`."""
 
     def __init__(
         self, me: Participant, cards: Mapping[int, Message], undo: contextlib.ExitStack
     ) -> None:
+        # `cards` are the `_card`s by process. If the set-up fails, the callbacks that are added to
+        # `undo` free all memory.
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
+        # By number: each GPU's process, and its entry in that process's `_card`.
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
         # If there are several processes, all GPUs are numbered in the order of their PCI
         # addresses. If there is one, they keep the driver's order.
         if not self._alone:
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
+        # Maps the number of each GPU of this process to the driver's ordinal.
         self.local = {
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
         }
         self._base = memory_map.BASE
         self._heap_bytes = memory_map.heap_bytes(len(self.places))
+        # (a GPU of this process, another GPU): why the first cannot access the second's memory.
         self._no_access: dict[tuple[int, int], str] = {}
+        # By number: how far a peer's pool is mapped from where its own process has it.
         self._deltas: dict[int, int] = {}
 
     def offer(self) -> tuple[Message, list[int]]:
         """Allocates the heaps of this process's GPUs, and finds XLA's memory pools on them.
 
-        Returns a message that describes the heaps and pools, and the file descriptors through which
-        other processes can map them. If a step fails, the message has a key "failure" instead, and
-        there are no descriptors.
+        Returns a message that describes them, or a key "failure", and file descriptors to map them.
         """
         descriptors: list[int] = []
         offers = []
@@ -366,7 +317,7 @@ class _Sharing:
             self._reserve()
             for device in self._me.devices:
                 ordinal = device.local_hardware_id
-                g = next(g for g, own in self.local.items() if own == ordinal)
+                g = next(number for number, of_gpu in self.local.items() if of_gpu == ordinal)
                 heap_length = self._take_heap(g, ordinal, descriptors)
                 pool = self._find_pool(g, device, descriptors)
                 shared = memory_map.ANY_ADDRESS if self._alone else pool
@@ -379,16 +330,15 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps the heaps and memory pools of the other processes; returns the outcome as a message.
+        """Maps the other processes' heaps and pools, from their `offer`s; returns the outcome.
 
-        `messages` are the other processes' results of `offer`, by process. If a step fails, the
-        returned message has a key "failure" with the reason. Otherwise its key "no_access" lists
-        (one, other, reason) for each GPU `one` that cannot address the memory of GPU `other`.
+        It has a key "failure", or "no_access": (one, other, reason) for GPUs that cannot address.
         """
         try:
             for process, (message, descriptors) in messages.items():
                 for i, offer in enumerate(message["offers"]):
                     try:
+                        # Each GPU has two descriptors, of its heap and of its pool.
                         self._map_peer(*offer, *descriptors[2 * i : 2 * i + 2])
                     except cuda_driver.Error as error:
                         raise Refused(
@@ -411,28 +361,30 @@ class _Sharing:
         messages: Mapping[int, tuple[Message, list[int]]],
         outcomes: Mapping[int, Message],
     ) -> Domain:
-        """Makes the `Domain` from the messages of all processes, so that all make an equal one.
-
-        Args:
-          message: this process's result of `offer`.
-          messages: the other processes' results of `offer`.
-          outcomes: all processes' results of `accept`.
-        """
-        every = [message, *(theirs for theirs, _ in messages.values())]
-        pools = {g: pool for theirs in every for g, _, *pool in theirs["offers"]}
+        """Makes the same `Domain` in all processes, from their results of `offer` and `accept`."""
+        every = [message, *(other for other, _ in messages.values())]
+        pools = {g: pool for offered in every for g, _heap, *pool in offered["offers"]}
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
         return Domain(
             base=self._base,
             stride=memory_map.STRIDE,
             heap_bytes=self._heap_bytes,
             gpus=tuple(
-                Gpu(g, gpu["device"], process, gpu["bus"], *pools[g])
+                Gpu(
+                    number=g,
+                    device_id=gpu["device"],
+                    process=process,
+                    bus_id=gpu["bus"],
+                    pool_start=pools[g][0],
+                    pool_bytes=pools[g][1],
+                )
                 for g, (process, gpu) in enumerate(self.places)
             ),
             no_access=tuple((one, other, why) for one, other, why in sorted(pairs)),
         )
 
     def _reserve(self) -> None:
+        """Reserves all heaps' addresses, from BASE on if several processes map them, or refuses."""
         num_bytes = len(self.places) * memory_map.STRIDE
         self._base = cuda_driver.reserve(
             num_bytes, alignment=memory_map.STRIDE, address=memory_map.BASE
@@ -445,19 +397,8 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Allocates and maps the heap of a GPU of this process, and writes its initial contents.
-
-        If there are other processes, appends to `descriptors` a file descriptor through which they
-        can map the heap.
-
-        Args:
-          g: the GPU's number on the host.
-          ordinal: the driver's number of the GPU.
-          descriptors: the list of file descriptors.
-
-        Returns:
-          The mapped bytes of the heap, a multiple of the driver's granularity.
-        """
+        """Allocates, maps and fills the heap of GPU g; returns the mapped bytes."""
+        # Other processes map the heap by the file descriptor that is appended.
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
             self._map(g, self._heap(g), length, handle)
@@ -470,19 +411,14 @@ class _Sharing:
         return length
 
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
-        """Returns the start address and the bytes of XLA's memory pool on GPU g of this process.
-
-        Gives all GPUs of this process access to the pool. If there are other processes, appends to
-        `descriptors` a file descriptor through which they can map the pool.
-
-        Only a pool that the driver's virtual-memory API allocated can be shared between processes.
-        For another pool, raises `Refused` if there are several processes. If there is one process,
-        returns (0, 0), since XLA lets its GPUs address each other's memory anyway.
-        """
+        """Lets GPUs of this process access XLA's memory pool on GPU g; returns (address, bytes)."""
+        # Other processes map the pool by the file descriptor that is appended.
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
             handle = cuda_driver.retain(address)
         except cuda_driver.Error as error:
+            # Only pools of the virtual-memory API can be shared between processes. In one process,
+            # XLA lets its GPUs address each other's memory anyway.
             if self._alone:
                 return 0, 0
             raise Refused(
@@ -492,10 +428,12 @@ class _Sharing:
             ) from error
         try:
             start, num_bytes = cuda_driver.address_range(ordinal, address)
-            lacking = {
-                one for one, own in self.local.items() if not cuda_driver.has_access(address, own)
+            without_access = {
+                number
+                for number, of_gpu in self.local.items()
+                if not cuda_driver.has_access(address, of_gpu)
             }
-            self._allow(g, start, num_bytes, lacking)
+            self._allow(g, start, num_bytes, without_access)
             if self._alone:
                 return start, num_bytes
             limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -515,16 +453,7 @@ class _Sharing:
     def _map_peer(
         self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
     ) -> None:
-        """Maps the heap and the pool of GPU g of another process, and checks the heap's header.
-
-        Args:
-          g: the GPU's number.
-          heap_length: bytes of the GPU's heap, as mapped.
-          start: the address of the GPU's memory pool in the other process.
-          num_bytes: bytes of the pool.
-          heap_fd: a file descriptor from which the heap is imported.
-          pool_fd: a file descriptor from which the pool is imported.
-        """
+        """Maps the heap and the pool of GPU g of another process, and checks the heap's header."""
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
         for fd, address, length in (
@@ -538,6 +467,7 @@ class _Sharing:
                 cuda_driver.release(handle)
         self._deltas[g] = (pool - start) % 2**64
         header = struct.pack("<3Q", memory_map.MAGIC_VALUE, start, num_bytes)
+        # One GPU that has access to the heap checks it.
         for one, ordinal in self.local.items():
             if (one, g) not in self._no_access:
                 if cuda_driver.read(ordinal, self._heap(g), len(header)) != header:
@@ -550,25 +480,18 @@ class _Sharing:
         return self._base + g * memory_map.STRIDE
 
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
-        """Maps memory of GPU g at an address, and gives this process's GPUs access to it.
-
-        `handle` is the driver's handle of the memory. GPUs that get no access are in `_no_access`.
-        """
+        """Maps memory of GPU g at an address, and gives this process's GPUs access to it."""
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
         self._allow(g, address, num_bytes, self.local)
 
     def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
-        """Gives the GPUs `numbers` of this process access to mapped memory of GPU g.
-
-        If the driver denies GPU i access, stores the driver's reason as `_no_access[i, g]`. If i is
-        g, raises the driver's error instead.
-        """
+        """Gives the GPUs `numbers` access to memory of GPU g, or stores why not in `_no_access`."""
         for one in numbers:
             try:
                 cuda_driver.allow_access(address, num_bytes, [self.local[one]])
             except cuda_driver.Error as error:
-                if one == g:
+                if one == g:  # Without its own memory, a GPU cannot take part.
                     raise
                 self._no_access.setdefault((one, g), str(error))
 
@@ -578,12 +501,9 @@ class _Sharing:
 
 
 def _array_address(device: jax.Device) -> int:
-    """Returns the address of a new array on a device, which lies in XLA's memory pool there.
+    """Returns the address of a new array on a device, which lies in XLA's memory pool there."""
 
-    Raises `Refused` where JAX does not give addresses. Another thread makes the array, since this
-    thread may be tracing, and an array made while tracing has no address.
-    """
-
+    # Another thread makes the array, since one made while this thread traces has no address.
     def make() -> int:
         array = jax.device_put(np.zeros(1, np.int32), device)
         return jax_compat.address_of(array)

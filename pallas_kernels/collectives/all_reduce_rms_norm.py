@@ -1,18 +1,11 @@
 """All-reduce, residual add and RMSNorm in one pass over the data.
 
-Block b of every rank handles the same rows of [T, H]. Each of its warpgroups handles some tiles of
-every row.
+Block b of every rank handles the same rows of [T, H]; each of its warpgroups has some tiles of
+every row:
 
-  one_shot  a block reads its rows of all ranks, sums them in registers, and normalizes the sums;
-  two_shot  on each rank, block b sums one N-th of the tiles of its rows, and writes the sums to the
-            `normalized` output of all N ranks; once the sums of all ranks have arrived, each rank
-            normalizes the rows in place.
-
-Here x is the input, and the results are the normalized rows and the new residual:
-
-    one_shot   x of all ranks -- link --> sums in registers --> + residual --> RMSNorm --> results
-    two_shot   x of all ranks -- link --> sums of a share --> link --> normalized of all ranks
-               normalized --> sums in registers --> + residual --> RMSNorm --> results
+  one_shot   x of all ranks -- link --> sums in registers --> + residual --> RMSNorm --> results
+  two_shot   x of all ranks -- link --> sums of every N-th tile --> link --> normalized of all ranks
+             normalized --> sums in registers --> + residual --> RMSNorm --> results
 
 Every rank adds its own residual and normalizes all rows itself, so residuals may differ between
 ranks. The fusion of these operations comes from TokenWeave (Gond et al., 2025), which also splits
@@ -39,8 +32,8 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
 from pallas_kernels.fabric.low_latency import Endpoint
 
-# The kind of signal by which a block says that it has made its last access to other ranks' memory:
-# it has written its sums to all ranks (two_shot), or has read all ranks' inputs (one_shot).
+# The kind of signal that a block sends after its last access to other ranks' memory: it has written
+# its sums to all ranks (two_shot), or has read all ranks' inputs (one_shot).
 _SUMMED = 0
 
 
@@ -57,26 +50,19 @@ def all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
 
-    If one device simulates all N ranks (`fabric.stacked`), arrays have a leading axis of N.
-
     Args:
       x: [T, H] floating; a row is a whole number of 16-byte vectors, and at least one tile.
       residual: [T, H] floating.
       scale: [H] floating, the RMSNorm weight that multiplies each normalized row.
       eps: a constant added to the mean square.
-      hidden: how many of the H columns are data. The other columns are zeros, and the mean is taken
-        over `hidden` columns.
-      two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks; else
-        every rank sums all data itself.
-      fabric: how ranks reach each other.
-      plan: the number of blocks, and of warpgroups per block, which share each row.
-        `plan.num_vectors` is ignored.
+      hidden: how many of the H columns are data. The others are zeros, and not counted by the mean.
+      two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks.
+      plan: `plan.num_vectors` is ignored.
 
     Returns:
       normalized: [T, H] of x's dtype, the normalized new residual times `scale`.
-      new_residual: [T, H] of residual's dtype, the sum over ranks plus the residual. The sum is
-        rounded to x's dtype before the residual is added, and the new residual is rounded before it
-        is normalized.
+      new_residual: [T, H] of residual's dtype, the sum over ranks, rounded to x's dtype, plus the
+        residual; rounded before it is normalized.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
@@ -88,6 +74,7 @@ def all_reduce_rms_norm(
         num_warpgroups=plan.num_warpgroups,
         out_type=body.out_type,
         scratch_types=dict(scratch=body.scratch()),
+        # Peers read x, and with two shots write to `normalized`, which follows the 3 operands.
         shared=(0, 3) if two_shot else (0,),
     )(x, residual, scale)
     return normalized, new_residual
@@ -105,20 +92,14 @@ def low_latency_all_reduce_rms_norm(
     channels: low_latency.Channels,
     plan: TilePlan,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
+    """Does what `all_reduce_rms_norm` does, with the same bits, over the low-latency protocol.
 
-    Takes the arguments of `all_reduce_rms_norm` except `fabric`, and returns results with the same
-    bits. With `two_shot`, block b of every rank handles the same N rows, where N is the number of
-    ranks. Each rank sums one of them.
-
-    Args:
-      mesh_index: [1] int32, the index of this GPU in the mesh in row-major order.
-      x, residual, scale, eps, hidden, two_shot, plan: as for `all_reduce_rms_norm`.
-      channels: the protocol's memory, by which ranks reach each other.
+    With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them.
+    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh.
 
     Raises:
-      ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the plan has too many
-        warpgroups for the protocol; or a warpgroup sends too many tiles.
+      ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the protocol has no room
+        for its warpgroups or tiles.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -144,18 +125,11 @@ def low_latency_all_reduce_rms_norm(
 
 
 class _Refs(NamedTuple):
-    """The operands and results of the kernel, in global memory."""
-
-    # [T, H], the input. Peers read it; with the low-latency protocol, this rank sends it to them.
     x: Any
-    # [T, H], the residual.
     residual: Any
-    # [H], the RMSNorm weight.
     scale: Any
-    # [T, H], the normalized rows, a result. In a two-shot kernel without the low-latency protocol,
-    # peers first write the sums of rows here. This rank then normalizes the sums in place.
+    # In a two-shot kernel with signals, peers first write the sums of rows here.
     normalized: Any
-    # [T, H], the sum over ranks plus the residual, a result.
     new_residual: Any
 
 
@@ -165,50 +139,33 @@ class _Scratch(NamedTuple):
     # [2, warps] float32: each warp's part of the sum of squares of a row. Consecutive rows use the
     # two halves in turn: when a row's sums are written, those of the row before may still be read.
     squares: Any
-    # A barrier at which the block's warpgroups wait for each other.
+    # A barrier of the block's warpgroups.
     together: Any
 
 
 class _Row(NamedTuple):
     """A row to normalize: the tiles of it that this warpgroup handles, in registers."""
 
-    # The index of the row in [T, H].
     index: Any
-    # The tiles of the row's sum over ranks, in x's dtype.
+    # Over ranks, in x's dtype.
     sums: Sequence[jax.Array]
-    # The tiles of the row's residual.
     residual: Sequence[jax.Array]
-    # The RMSNorm weight, in the columns of this warpgroup's tiles.
     scale: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernels of `all_reduce_rms_norm` and `low_latency_all_reduce_rms_norm`.
-
-    Calling an instance runs the kernel's body without the low-latency protocol. With the protocol,
-    the bodies are the methods `one_shot_low_latency` and `two_shot_low_latency`.
-
-    Attributes:
-      num_rows: T, the number of rows.
-      padded: H, the number of columns of a row, including padding.
-      dtype: the dtype of x and of the normalized rows.
-      residual_dtype: the dtype of the residual.
-      hidden: the number of columns that are data.
-      eps: a constant added to the mean square.
-      two_shot: whether each of the N ranks sums one N-th of the data and sends the sums to all
-        ranks; else every rank sums all data itself.
-      fabric: how ranks reach each other; with the low-latency protocol, the protocol's `Channels`.
-      plan: the number of blocks, and of warpgroups per block, which share each row.
-    """
+    """The kernels' bodies: the instance with signals, two methods over the low-latency protocol."""
 
     num_rows: int
+    # H, with padding.
     padded: int
     dtype: Any
     residual_dtype: Any
     hidden: int
     eps: float
     two_shot: bool
+    # `Channels` with the low-latency protocol.
     fabric: Any
     plan: TilePlan
 
@@ -225,7 +182,6 @@ class _Body:
         return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.dtype, self.residual_dtype)]
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the kernel's shared memory."""
         sums = self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP
         return _Scratch(
             squares=plgpu.SMEM((2, sums), jnp.float32),
@@ -242,10 +198,7 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether each block has exactly one row.
-
-        The block then loads the row's residual before it waits for peers, which hides the load.
-        """
+        """Whether every block has exactly one row."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -254,7 +207,6 @@ class _Body:
 
     @property
     def tiles_of_warpgroup(self) -> int:
-        """The number of tiles of each row that a warpgroup handles."""
         return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
 
     @property
@@ -268,6 +220,7 @@ class _Body:
         num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
 
         def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
+            """Sums row number `row` over ranks, and calls `_norm` for it."""
             sums = self._row_of_sums(refs, row)
             if signal:
                 fabric.delay_point(1)
@@ -279,6 +232,7 @@ class _Body:
         fabric.delay_point(0)
         fabric.connect()
         scale = self._load(here.scale)
+        # The residual of the only row is loaded before the waits for peers, which hides the load.
         residual = self._load(here.residual, first) if self._one_row else None
         if self.two_shot:
             self._sum_share(refs, first, num_rows)
@@ -288,8 +242,9 @@ class _Body:
             self._wait()
             fabric.delay_point(2)
         if self._one_row:
+            # With one shot, `_norm` signals once all warpgroups have read the row of all ranks.
             signal = None if self.two_shot else lambda: self._signal(release=False)
-            norm(first, residual, 0, signal)
+            norm(first, residual, half=0, signal=signal)
         else:
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
@@ -300,13 +255,8 @@ class _Body:
             self._wait()
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """Runs the body of the one-shot kernel over the low-latency protocol, in one warpgroup.
-
-        Every block handles `rows_per_block` rows. If there are too few rows for the last blocks,
-        they compute the last row of x again, so that all blocks send and receive equally many
-        tiles. `endpoint` is the warpgroup's connection to its peers, and `arrays` are the kernel's
-        operands and results.
-        """
+        """Runs the body of the one-shot kernel over the low-latency protocol."""
+        # Blocks past the last row compute it again: all blocks send and receive equally many tiles.
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.rows_per_block
         rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
@@ -316,72 +266,61 @@ class _Body:
         scale = self._load(refs.scale)
         endpoint.delay_point(1)
         for i, row in enumerate(rows):
-            old, mine = self._load(refs.residual, row), self._load(refs.x, row)
-            sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(mine)]
-            self._norm(_Row(row, sums, old, scale), refs, i % 2, scratch)
+            residual, row_of_x = self._load(refs.residual, row), self._load(refs.x, row)
+            sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(row_of_x)]
+            self._norm(_Row(row, sums, residual, scale), refs, i % 2, scratch)
 
     def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
-        """Runs the body of the two-shot kernel over the low-latency protocol, in one warpgroup.
-
-        A block handles N rows, where N is the number of ranks. For the block's row number r, all
-        ranks send their inputs to rank r. Rank r sums them and sends the sum to all ranks. A block
-        with rows past the last row of x computes the last row again instead. `endpoint` is the
-        warpgroup's connection to its peers, and `arrays` are the kernel's operands and results.
-        """
+        """Runs the body of the two-shot kernel over the low-latency protocol."""
+        # A block handles N rows; rank r sums row number r, and sends the sum to all ranks. Rows
+        # past the last one are the last one again.
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
         first = lax.axis_index("block") * self.fabric.num_ranks
         ranks = [endpoint.rank, *endpoint.peers]
-        mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
-        parts = [self._load(refs.x, row) for row in others]
+        row_here, *rows_of_peers = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
+        parts = [self._load(refs.x, row) for row in rows_of_peers]
         for j in range(count):
             endpoint.send(j, [part[j] for part in parts])
-        scale, old = self._load(refs.scale), self._load(refs.residual, mine)
-        part = self._load(refs.x, mine)
+        scale, residual = self._load(refs.scale), self._load(refs.residual, row_here)
+        part_here = self._load(refs.x, row_here)
         endpoint.delay_point(1)
-        sums = [endpoint.sum(j, tile) for j, tile in enumerate(part)]
+        sums = [endpoint.sum(j, tile) for j, tile in enumerate(part_here)]
         for j, tile in enumerate(sums):
-            endpoint.send(count + j, [tile] * len(others))
-        self._norm(_Row(mine, sums, old, scale), refs, 0, scratch)
+            endpoint.send(count + j, [tile] * len(rows_of_peers))
+        self._norm(_Row(row_here, sums, residual, scale), refs, 0, scratch)
         arrived = [endpoint.receive(count + j, (self.tile,), self.dtype) for j in range(count)]
-        for i, row in enumerate(others):
-            sums, old = [of_peers[i] for of_peers in arrived], self._load(refs.residual, row)
-            self._norm(_Row(row, sums, old, scale), refs, (i + 1) % 2, scratch)
+        for i, row in enumerate(rows_of_peers):
+            sums = [tiles_of_peers[i] for tiles_of_peers in arrived]
+            residual = self._load(refs.residual, row)
+            self._norm(_Row(row, sums, residual, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of ref[row], a row in global memory, or of a 1D `ref`."""
+        """Loads this warpgroup's tiles of ref[row], or of a 1D `ref`, into registers."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
         ]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
-        """Sums this rank's share of the block's rows over ranks, and writes the sums to all ranks.
-
-        The share is every N-th tile of the rows, where N is the number of ranks. The block has
-        `num_rows` rows, from row `first` on. The sums go to `refs.normalized` of every rank, where
-        each rank later normalizes the rows in place.
-        """
+        """Sums every N-th tile of the block's rows; stores it to `normalized` of all ranks."""
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
-        share = fabric.num_ranks * self.plan.num_warpgroups
+        # This warpgroup sums the tiles start, start + stride and so on, counted over all rows.
+        stride = fabric.num_ranks * self.plan.num_warpgroups
         start = rank + fabric.num_ranks * warpgroup
 
         def sum_tile(i: jax.Array, _: None) -> None:
-            index = start + i * share
+            index = start + i * stride
             row = first + lax.div(index, per_row)
             where = (row, self._slice(lax.rem(index, per_row)))
             total = tiles.sum_of_ranks(fabric, refs.x, *where)
             tiles.put(fabric, refs.normalized, where, total.astype(self.dtype))
 
-        count = lax.div(num_rows * per_row - start + (share - 1), jnp.int32(share))
+        count = lax.div(num_rows * per_row - start + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
 
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
-        """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype.
-
-        A one-shot kernel reads the inputs of all ranks and sums them. A two-shot kernel loads the
-        sums from this rank's `refs.normalized`, to which all ranks have already written them.
-        """
+        """Returns this warpgroup's tiles of row `row` of the sum over ranks, in x's dtype."""
         if not self.two_shot:
             return [
                 tiles.sum_of_ranks(self.fabric, refs.x, row, where).astype(self.dtype)
@@ -397,37 +336,28 @@ class _Body:
         scratch: _Scratch,
         signal: Callable[[], None] | None = None,
     ) -> None:
-        """Adds the residual to a row of sums, normalizes the result, and stores both.
-
-        Args:
-          row: the sums, the residual and the RMSNorm weight in this warpgroup's tiles of the row.
-          refs: this rank's arrays. The sum of row and residual goes to `new_residual`, and the
-            normalized row to `normalized`.
-          half: which half of `scratch.squares` to use, 0 or 1. Consecutive rows must alternate.
-          scratch: the kernel's shared memory.
-          signal: called when all warpgroups of the block have their sums of the row in registers.
-            It may tell the peers that the block has read their inputs. None to call nothing.
-        """
+        """Adds the residual to a row of sums, normalizes the result, and stores both."""
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
-            (total.astype(jnp.float32) + old.astype(jnp.float32)).astype(self.residual_dtype)
-            for total, old in zip(row.sums, row.residual, strict=True)
+            (total.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)
+            for total, residual in zip(row.sums, row.residual, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
             vectors.store(fabric, [refs.new_residual.at[row.index, where]], total, vector)
 
         values = [total.astype(jnp.float32) for total in totals]
-        squares_of_tiles = [self._own(i, value * value) for i, value in enumerate(values)]
+        squares_of_tiles = [
+            self._without_overlap(i, value * value) for i, value in enumerate(values)
+        ]
         square = functools.reduce(jnp.add, squares_of_tiles)
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         squares = scratch.squares.at[half]
         vectors.partial_sums(fabric, square, squares.at[parts], vector)
         self._meet(scratch)
+        # All warpgroups have the row's sums, so this block has read all it needs of peers' inputs.
         if signal:
             signal()
-        # On a GPU, `_meet` synchronizes all threads of the block. The tests' simulator runs a
-        # warpgroup as one thread, and needs this barrier to know that the warpgroup's threads have
-        # met, too.
+        # For the tests' simulator. On a GPU, `_meet` synchronizes all threads of the block.
         fabric.barrier()
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -438,49 +368,40 @@ class _Body:
             tiles.store(fabric, refs.normalized.at[row.index, where], normal.astype(self.dtype))
 
     def _my_tiles(self) -> list[Any]:
-        """Returns the tiles of a row that this warpgroup handles, as slices of the columns.
-
-        All tiles have the same length, so the last tile of a row is moved back until it ends with
-        the row, and may overlap the tile before. Every warpgroup has `tiles_of_warpgroup` tiles. If
-        the row has too few, several warpgroups have its last tile, and store equal values to it.
-        """
+        """Returns the tiles of a row that this warpgroup handles, as slices of the columns."""
+        # The last tile of a row is moved back until it ends with the row, and may overlap the tile
+        # before. Warpgroups past the last tile have it, too, and store equal values to it.
         return [self._slice(index) for index in self._my_indices()]
 
     def _my_indices(self) -> list[jax.Array]:
+        """Returns the index in the row of each tile of this warpgroup; may exceed the last tile."""
         return [
             lax.axis_index("warpgroup") + i * self.plan.num_warpgroups
             for i in range(self.tiles_of_warpgroup)
         ]
 
     def _slice(self, index: jax.Array) -> Any:
+        """Returns the columns of tile number `index`, or of the last tile."""
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
-    def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Zeroes those elements of a tile that an earlier tile of the row contains, too.
-
-        A sum over the tiles of all warpgroups then counts each column of the row once. `value` has
-        the squares of the row's elements in this warpgroup's i-th tile.
-        """
+    def _without_overlap(self, i: int, value: jax.Array) -> jax.Array:
+        """Returns `value`, with zeros where an earlier tile contains elements of the i-th tile."""
         index = self._my_indices()[i]
-        exact = self.tiles_per_row * self.tile == self.padded
-        if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
+        # No tile was moved back if tiles fill the row and no warpgroup's i-th tile is past it.
+        fills_row = self.tiles_per_row * self.tile == self.padded
+        if fills_row and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
             return value
-        counted = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
+        moved_by = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
         position = fb.iota(self.fabric, self.tile, self.vector)
-        return jnp.where(position >= counted, value, jnp.zeros_like(value))
+        return jnp.where(position >= moved_by, value, jnp.zeros_like(value))
 
     def _meet(self, scratch: _Scratch) -> None:
-        """Waits until all warpgroups of the block have called this method."""
+        """Waits until all warpgroups of the block have called this function."""
         plgpu.barrier_arrive(scratch.together)
         plgpu.barrier_wait(scratch.together)
 
     def _signal(self, *, release: bool) -> None:
-        """Signals to peers that this block has made its last access to their memory.
-
-        That is after it has written its sums, in a two-shot kernel, or has read all ranks' inputs,
-        in a one-shot kernel. The block's warpgroups must have waited for each other before.
-        `release` is whether a peer that sees the signal also sees what the block wrote before.
-        """
+        """Signals to peers that this block has made its last access to their memory."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def signal() -> None:

@@ -2,31 +2,27 @@
 
 Block b of every rank handles the same range of tokens, with three or four warpgroups:
 
-  sender     receives how often each rank's tokens choose each expert, which block 0 of every rank
-             counts and sends. From these counts and those of earlier blocks' tokens, which every
-             block counts, it computes the rows of each token. It writes the token to the first of
-             its rows at every rank that gets it, with a list of all its rows at that rank;
-  receiver   counts choices together with the sender. It then waits for each step (a few tokens of
-             every rank). If several experts of this rank get a token, it copies the token from its
-             first row to its other rows;
-  filler     writes zeros to the rows of this rank's receive buffer that get no token;
-  quantizer  quantizes the rows that the sender sends, if the wire format is quantized.
+- sender: receives how often each rank's tokens choose each expert, which block 0 of every rank
+  counts and sends. From these counts and those of earlier blocks' tokens, which every block counts,
+  it computes the rows of each token. It writes the token to the first of its rows at every rank
+  that gets it, with a list of all its rows at that rank.
+- receiver: counts choices together with the sender. It then waits for each step (the tokens that
+  each rank sends between two signals), and copies a token that has several rows on this rank from
+  its first row to the others.
+- filler: writes zeros to the rows of this rank's receive buffer that get no token.
+- quantizer: quantizes the rows that the sender sends, if the wire format is quantized.
 
-In the diagram, rank s sends its token t to rank d, where `tokens` is the receive buffer and `rows`
-is the list of the rows of each token:
+Rank s sends its token t to rank d, whose receive buffer is `tokens`:
 
-    rank s, sender                     rank d                                     rank d, receiver
-    x[t] --> ring -------- link -----> tokens[first row of t] --> ring ---------> tokens[other rows]
-    rows of t at d ------- link -----> rows[s, t]             --> which rows ---^
-    signal: a step is there ---------> block b
+  rank s, sender                     rank d                                     rank d, receiver
+  x[t] --> ring -------- link -----> tokens[first row of t] --> ring ---------> tokens[other rows]
+  rows of t at d ------- link -----> rows[s, t]             --> which rows ---^
+  signal: a step is there ---------> block b
 
-So a row crosses the link once per (token, rank) and is copied to further rows in local memory,
-without a staging buffer. A rank's kernel ends only after the last signal of every peer. Before this
-signal, the peer has written all rows for this rank, and has read what it needs of this rank's
-inputs. So the inputs may be freed when the kernel ends.
-
-`dispatch` computes the receive-buffer row of each top-k choice. `dispatch_like` sends other data of
-the same tokens to the rows that an earlier call computed.
+A row crosses the link once per (token, rank), without a staging buffer. A rank's kernel ends only
+after the last signal of every peer. Before this signal, the peer has written all rows for this
+rank, and has read what it needs of this rank's inputs. So the inputs may be freed when the kernel
+ends.
 """
 
 from __future__ import annotations
@@ -43,11 +39,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import short_rows
 from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
 from pallas_kernels.exchange.plan import Plan, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
-from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -58,7 +52,7 @@ _COUNTERS = 2
 _COUNTED_AT_ONCE = 4096
 
 
-def dispatch(
+def expert_dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
     *,
@@ -74,32 +68,27 @@ def dispatch(
     """Computes the receive-buffer row of each top-k choice and sends the tokens, in one kernel.
 
     T is the number of this rank's tokens, H the hidden size, K the number of choices of a token, N
-    the number of ranks, and L the number of experts of a rank. If all ranks are simulated on one
-    device (`fabric.stacked`), every array has a leading axis of N.
+    the number of ranks, E the number of experts and L that of a rank. Arrays of stacked ranks have
+    a leading axis of N.
 
     Args:
       x: [T, H], the rows of this rank's tokens; H · itemsize is a multiple of 128 bytes.
       topk_idx: [T, K] int32, the experts that each token chooses.
-      num_experts: E, the number of experts on all ranks together.
-      fabric: how ranks reach each other.
-      plan: the number of blocks, the number of tokens that a block sends between two signals (a
-        step), and the number of rows in its rings in shared memory.
       capacity: R, the number of rows of each rank's receive buffer.
       expert_alignment: the rows of each expert start at a multiple of this number.
       fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
-        most q rows, where q is the largest number with which the kept rows fit; the result `rows`
-        is R for a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
+        most q rows, where q is the largest number with which the kept rows fit, and `rows` is R for
+        a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
       zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
       wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
-      A tuple of seven:
       tokens: the receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
       rows: [N, T, K] int32, the row of this rank's receive buffer for each choice of each source
         rank's tokens, and -1 where the choice is of another rank's expert;
       counts: [N, E] int32, how often the tokens of each source rank choose each expert;
-      group_sizes: [L] int32, the number of rows of each local expert, with padding;
-      expert_counts: [L] int32, the number of rows of each local expert, without padding;
+      group_sizes, expert_counts: [L] int32 each, the rows of each local expert with and without
+        padding;
       num_dropped: [1] int32, how many of this rank's rows did not fit;
       rows_needed: [1] int32, the capacity with which all rows of this rank would fit.
     """
@@ -117,10 +106,10 @@ def dispatch(
             row.parts,
             fair=fair,
             zero_unused=zero_unused,
-            count_arrivals=1,
+            count_arrivals=1,  # that of `receive_counts`
         ),
     )
-    words, width, num_parts = kernel.sender.window, kernel.experts.count_width, len(row.parts)
+    window, width, num_parts = kernel.sender.window, kernel.experts.count_width, len(row.parts)
     results = fb.kernel(
         fabric,
         kernel,
@@ -129,14 +118,14 @@ def dispatch(
         num_warpgroups=kernel.num_warpgroups,
         out_type=[
             *(jax.ShapeDtypeStruct((capacity, columns), t) for columns, t in row.parts),
-            jax.ShapeDtypeStruct((num_ranks, words.total), jnp.int32),
-            jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),
+            jax.ShapeDtypeStruct((num_ranks, window.total), jnp.int32),  # rows
+            jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),  # counts
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
         # Peers write to the receive buffer and to the result `rows`, which follow the 2 operands.
         shared=tuple(range(2, 2 + num_parts + 1)),
-    )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
+    )(x, window.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
     parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
     return tuple(parts), rows, all_counts[..., :num_experts], *groups
@@ -156,27 +145,14 @@ def dispatch_like(
     wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
-
-    If one device simulates all ranks (`fabric.stacked`), every array has a leading axis of N.
+    """Sends x to the receive-buffer rows that `expert_dispatch` computed for the same tokens.
 
     Args:
       x: [T, H], a row for each of this rank's tokens; H · itemsize is a multiple of 128 bytes.
-      rows: [N, T, K] int32, the result of `dispatch`: the row of this rank's receive buffer for
-        each choice of each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how often each source rank's tokens choose
-        each expert.
-      fabric: how ranks reach each other.
-      plan: the number of blocks, the number of tokens that a block sends between two signals (a
-        step), and the number of rows in its rings in shared memory.
-      capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
-      fair: how rows that do not fit are dropped, as given to `dispatch`.
-      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-      wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
-      into: None, or an existing receive buffer into which this call writes the rows of its tokens.
-        All other rows keep their values. If the tokens of one dispatch are divided among several
-        calls, it is the result of the previous call, and `counts` is that of the whole dispatch.
+      rows, counts: results of `expert_dispatch`, whose other arguments are the same.
+      into: None, or an existing receive buffer, whose other rows keep their values. If the tokens
+        of one dispatch are divided among several calls, it is the result of the previous call, and
+        `counts` is that of the whole dispatch.
 
     Returns:
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
@@ -217,52 +193,38 @@ def dispatch_like(
     )
     if into is None:
         return tuple(call(*operands))
-    return fb.update_in_place(into, lambda refs: call(*operands, *refs))[0]
+    updated, _ = fb.update_in_place(into, lambda refs: call(*operands, *refs))
+    return updated
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernels of `dispatch` and `dispatch_like`.
-
-    The receiver warpgroup has a ring of C stages. A stage holds a received row while it is copied
-    to the other rows that the token has on this rank.
-    """
-
     sender: SenderScratch
     experts: ExpertScratch
-    # [N, window] int32: the receive-buffer row for each top-k choice of each source rank's tokens
-    # in one step (the tokens that are sent between two signals).
+    # [N, window] int32: the receive-buffer row for each choice of each source rank's tokens in one
+    # step.
     step_rows: Any
     # [tokens of a step · N, K] int32: for each of the step's tokens that has several rows on this
     # rank, the row number of each of its K choices; NOWHERE for a choice without a row here.
     step_copies: Any
-    # The C stages of the receiver's ring: an array [C, columns] of values.
+    # [C, columns]: the receiver's ring, from which values are copied to a token's other rows.
     copies: Any
-    # [C] barriers: `copy_full[s]` completes when a row has arrived in stage s of `copies`.
+    # [C] barriers: a row has arrived in a stage of `copies`.
     copy_full: Any
-    # A barrier that completes when the sender warpgroup has found where each expert's rows are.
+    # A barrier: the sender has found where each expert's rows are.
     groups_known: Any
+    # The following are None in `dispatch_like`.
     # [count_width + WARPGROUP] int32: for each expert of all ranks, the next free row in the
-    # receive buffer of the expert's rank. None in `dispatch_like`.
+    # receive buffer of the expert's rank.
     next_rows: Any = None
-    # A barrier that completes when choices have been counted. None in `dispatch_like`.
+    # A barrier: choices have been counted.
     counted: Any = None
-    # A barrier that completes when the receiver has called `fabric.connect`, after which the sender
-    # may write to peers. None in `dispatch_like`, where the sender calls it.
+    # A barrier: the receiver has called `fabric.connect`, so the sender may write to peers.
     connected: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The base class of the kernels of `dispatch` and `dispatch_like`.
-
-    It defines what both share: the types of the shared memory, and the code of the receiver
-    warpgroup (`receive`). A token arrives in one receive-buffer row of this rank, and the receiver
-    copies it to its other rows here.
-
-    Attributes:
-      sender: sends this rank's tokens to all ranks.
-      experts: finds where each expert's rows are, and zeroes unused rows.
-    """
+    """What both kernels share: the types of shared memory, and the receiver."""
 
     sender: Sender
     experts: ExpertRows
@@ -280,47 +242,29 @@ class _Kernel:
         return 2 + self.sender.num_warpgroups
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the kernel's shared memory."""
-        ranks, copies = self.fabric.num_ranks, self.sender.plan.num_copy_stages
-        step_rows, (columns, dtype) = self.sender.step_tokens * ranks, self.sender.row.parts[0]
+        ranks, num_stages = self.fabric.num_ranks, self.sender.plan.num_copy_stages
+        tokens_of_step = self.sender.step_tokens * ranks
+        columns, dtype = self.sender.row.parts[0]
         return _Scratch(
             sender=self.sender.scratch(),
             experts=self.experts.scratch(),
             step_rows=plgpu.SMEM((ranks, self.sender.step_window.width), jnp.int32),
-            step_copies=plgpu.SMEM((step_rows, self.top_k), jnp.int32),
-            copies=plgpu.SMEM((copies, columns), dtype),
-            copy_full=plgpu.Barrier(num_barriers=(copies,)),
+            step_copies=plgpu.SMEM((tokens_of_step, self.top_k), jnp.int32),
+            copies=plgpu.SMEM((num_stages, columns), dtype),
+            copy_full=plgpu.Barrier(num_barriers=(num_stages,)),
             groups_known=plgpu.Barrier(),
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether the receive buffer has a row with the index `row`; a scalar bool.
-
-        `row` is a scalar int32. It is R or more if its choice was dropped, and NOWHERE (-1) if the
-        choice is of another rank's expert.
-        """
+        """Returns whether `row`, int32 [], is in the receive buffer, not dropped or NOWHERE."""
         return (row >= 0) & (row < self.experts.capacity)
 
     def receive(self, rows: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
-        """Waits for the tokens of peers, and copies each from its first row here to its other rows.
-
-        A token has several rows on this rank if it chooses several of the rank's experts.
-
-        Args:
-          rows: [N, T·K] int32 in global memory, the row on this rank for each choice of each source
-            rank's tokens. In `dispatch`, peers write it together with the tokens.
-          tokens: the receive buffer: an array of values and, if rows are quantized, an array of
-            scales.
-          scratch: the kernel's shared memory.
-        """
+        """Waits for the tokens of peers, and copies each from its first row to its other rows."""
         first_token, num_tokens = self.sender.range()
 
+        # `begun` counts the rows that earlier steps put into the ring, whose stages follow from it.
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Waits for a step of tokens, and copies those that have several rows on this rank.
-
-            A step is the tokens that each rank sends between two signals. `begun` is the number of
-            tokens that earlier steps copied. Returns `begun` plus the number that this step copied.
-            """
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
@@ -346,47 +290,32 @@ class _Kernel:
         rows: Any,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Lists the tokens of a step that have several rows on this rank.
-
-        Writes the list to scratch.step_copies[:count, :K]: for each listed token, the
-        receive-buffer row number of each of its K choices, or NOWHERE for a choice without a row
-        here. This rank's own tokens are left out, since the sender writes them to all their rows.
-
-        Args:
-          step: the number of the step, from 0. A step is the tokens sent between two signals:
-            `sender.step_tokens` consecutive tokens of every source rank.
-          first_token: the first token of this block, the same for every source rank.
-          num_tokens: the number of tokens of this block from every source rank.
-          rows: [N, T·K] int32 in global memory, the row on this rank for each choice.
-          scratch: the kernel's shared memory.
-
-        Returns:
-          count: the number of listed tokens, a scalar int32.
-        """
+        """Lists a step's tokens that have several rows here in `step_copies`; returns the count."""
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
         step_token = first_token + step * step_tokens
+        # Without this rank's own tokens, which the sender writes to all their rows.
         others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
         if not others:
             return jnp.int32(0)
         sources = [(source, fabric.mine(rows), source) for source in others]
         window = self.sender.step_window
-        start = open_window(fabric, window, step_token * top_k, (scratch.step_rows, sources))
+        start = window.start(step_token * top_k)
+        fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_rows, sources))
 
         def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
             for source in others:
-                places, held = [], jnp.int32(0)
+                places, num_places = [], jnp.int32(0)
                 for choice in range(top_k):
                     row = scratch.step_rows[source, (step_token + i) * top_k - start + choice]
                     kept = self.kept(row)
                     places.append(jnp.where(kept, row, fb.NOWHERE))
-                    held = held + kept.astype(jnp.int32)
+                    num_places = num_places + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    # Every token is written to entry `count` of the list. `count` is then raised
-                    # only if the token has several rows here; else the next token overwrites the
-                    # entry.
+                    # If the token has one row here, `count` stays, and the next token overwrites
+                    # the entry.
                     scratch.step_copies[count, choice] = place
-                count = count + (held > 1).astype(jnp.int32)
+                count = count + (num_places > 1).astype(jnp.int32)
             return count
 
         tokens_of_step = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
@@ -397,12 +326,7 @@ class _Kernel:
     def _copy_listed(
         self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: _Scratch
     ) -> None:
-        """Copies each token listed in `scratch.step_copies` from its first row to its other rows.
-
-        `count` is the number of listed tokens. `begun` is the number of tokens copied in earlier
-        steps, so the first listed token uses stage `begun` modulo C of the receiver's C stages.
-        `tokens` is the receive buffer: an array of values and, if quantized, an array of scales.
-        """
+        """Copies each listed token to its other rows; `begun` were copied in earlier steps."""
         num_copies = self.sender.plan.num_copy_stages
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
 
@@ -418,49 +342,43 @@ class _Kernel:
                 self._begin_copy(i + num_copies, begun, values, scratch)
 
         lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
-        for ref in scales:
-            short_rows.copy_listed(self.fabric, ref, scratch.step_copies, count)
+        if scales:
+            from pallas_kernels.exchange.quantized_rows import copy_listed
+
+            copy_listed(self.fabric, scales[0], scratch.step_copies, count)
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _begin_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: _Scratch) -> None:
-        """Starts to copy the first row of the i-th token of `scratch.step_copies` into the ring.
-
-        The ring of the receiver warpgroup has C stages. The token uses stage (begun + i) modulo C,
-        since `begun` tokens were copied in earlier steps. `values` is the receive buffer's array of
-        values.
-        """
-        first = jnp.int32(fb.NOWHERE)
+        """Starts to copy the i-th listed token's first row into stage begun + i of the ring."""
+        first_row = jnp.int32(fb.NOWHERE)
         for choice in reversed(range(self.top_k)):
             place = scratch.step_copies[i, choice]
-            first = jnp.where(place >= 0, place, first)
+            first_row = jnp.where(place >= 0, place, first_row)
         stage = lax.rem(begun + i, jnp.int32(self.sender.plan.num_copy_stages))
         plgpu.copy_gmem_to_smem(
-            values.at[first],
+            values.at[first_row],
             scratch.copies.at[stage],
             scratch.copy_full.at[stage],
             oob_mode=fb.IN_BOUNDS,
         )
 
     def _finish_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: _Scratch) -> None:
-        """Waits until a token's first row is in the ring, and writes it to the token's other rows.
-
-        The token is the i-th listed in `scratch.step_copies`. `begun` tokens were copied in earlier
-        steps. `values` is the receive buffer's array of values.
-        """
+        """Waits until a listed token's first row is in the ring; copies it to its other rows."""
         stage = lax.rem(begun + i, jnp.int32(self.sender.plan.num_copy_stages))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
-        copied_from = scratch.step_copies[i, 0] >= 0
+        # The first choice that has a row is the source; only later choices are destinations.
+        has_source = scratch.step_copies[i, 0] >= 0
         for choice in range(1, self.top_k):
             place = scratch.step_copies[i, choice]
-            further = copied_from & (place >= 0)
-            fb.put_if(self.fabric, further, scratch.copies.at[stage], values.at[place])
-            copied_from = copied_from | (place >= 0)
+            is_further = has_source & (place >= 0)
+            fb.put_if(self.fabric, is_further, scratch.copies.at[stage], values.at[place])
+            has_source = has_source | (place >= 0)
         plgpu.commit_smem_to_gmem_group()
 
 
 class _DispatchLike(_Kernel):
-    """The kernel of `dispatch_like`, which sends tokens to rows that are known beforehand."""
+    """The kernel of `dispatch_like`."""
 
     def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         x, rows, counts, *tokens = refs
@@ -493,15 +411,15 @@ class _DispatchLike(_Kernel):
 
 
 class _Dispatch(_Kernel):
-    """The kernel of `dispatch`, which computes the row of each choice and sends the tokens."""
+    """The kernel of `expert_dispatch`."""
 
     def scratch(self) -> _Scratch:
         # `take_rows` looks up a row for every choice. For a choice whose id names no expert it uses
         # the extra entry at `count_width`, and the result is ignored.
         next_rows = plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32)
         counted = plgpu.Barrier(num_arrivals=_COUNTERS)
-        own = dict(next_rows=next_rows, counted=counted, connected=plgpu.Barrier())
-        return super().scratch()._replace(**own)
+        common = super().scratch()
+        return common._replace(next_rows=next_rows, counted=counted, connected=plgpu.Barrier())
 
     def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         x, choices, *results = refs
@@ -550,16 +468,9 @@ class _Dispatch(_Kernel):
             pl.when(warpgroup == 3)(lambda: self.sender.quantize(x, scratch.sender))
 
     def _count(self, choices: Any, warpgroup: jax.Array, scratch: _Scratch) -> None:
-        """Counts a part of the choices by expert, to this warpgroup's half of `experts.scan`.
-
-        The sender and the receiver of block 0 together count the choices of all tokens of this
-        rank, and those of any other block the choices of the tokens of blocks with lower indices.
-
-        Args:
-          choices: [T·K] int32 with padding in global memory, the expert of each choice.
-          warpgroup: the index of this warpgroup, 0 or 1.
-          scratch: the kernel's shared memory.
-        """
+        """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
+        # The sender and the receiver of block 0 together count the choices of all tokens of this
+        # rank, those of another block the choices of the tokens of blocks with lower indices.
         fabric, num_choices = self.fabric, self.sender.window.total
         (first_token, _), num_tokens = self.sender.range(), self.sender.num_tokens
         width = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
@@ -570,30 +481,29 @@ class _Dispatch(_Kernel):
         fabric.barrier()
 
         def count(turn: jax.Array, _: None) -> None:
+            # The last slice is moved back until it fits, and skips choices of the slice before.
             i = turn * _COUNTERS + warpgroup
             start = jnp.minimum(i * width, num_choices - width)
             entries = start + fb.iota(fabric, width)
             experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
-            new = (entries >= i * width) & (entries < end)
-            experts = jnp.where(new, experts, fb.NOWHERE)
+            counts = (entries >= i * width) & (entries < end)
+            experts = jnp.where(counts, experts, fb.NOWHERE)
             fb.count(fabric, bins, experts, self.experts.num_experts)
 
-        turns = lax.div(end + (width - 1), jnp.int32(width))
-        own = lax.div(turns - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
-        lax.fori_loop(0, own, count, None)
+        num_slices = lax.div(end + (width - 1), jnp.int32(width))
+        turns = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
+        lax.fori_loop(0, turns, count, None)
         fabric.barrier()
         plgpu.barrier_arrive(scratch.counted)
 
     def _counts_of(self, warpgroup: Any, scratch: _Scratch) -> Any:
-        """Returns a reference to the counts of a warpgroup, [count_width] int32, in `scan`.
-
-        `scan` has another use only later, in `ExpertRows.find_groups`.
-        """
+        """Returns the half of `experts.scan`, [count_width] int32, in which a warpgroup counts."""
+        # `ExpertRows.find_groups` uses `scan` only later.
         width = self.experts.count_width
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 
     def _add_counts(self, scratch: _Scratch) -> None:
-        """Writes the sums of the warpgroups' counts to `scratch.next_rows`."""
+        """Adds up the counts of the sender and the receiver, and stores them in `next_rows`."""
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
@@ -602,38 +512,28 @@ class _Dispatch(_Kernel):
         self.fabric.barrier()
 
     def _send_counts(self, scratch: _Scratch) -> None:
-        """Sends the counts of this rank's choices to all ranks, itself included, from block 0.
-
-        A GPU starts block 0 first. Afterwards clears `scratch.next_rows` in block 0, because no
-        tokens precede those of block 0.
-        """
+        """Sends the counts of this rank's choices to all ranks, itself included, from block 0."""
         fabric, width = self.fabric, self.experts.count_width
 
+        # Block 0 sends, since a GPU starts it first.
         @pl.when(lax.axis_index("block") == 0)
         def send() -> None:
             fabric.send_values(scratch.next_rows.at[pl.ds(0, width)], 0)
             fabric.barrier()
+            # No tokens precede those of block 0.
             fb.clear(scratch.next_rows, width)
             fabric.barrier()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """Implements the methods of `sender.Routes` that read a token's rows from a list.
-
-    The list is for one rank. It has K words: for each of the token's choices, the row in that
-    rank's receive buffer, or NOWHERE if the choice is of another rank's expert.
-    """
+    """`sender.Routes` whose list for a rank has the row there of each of the token's K choices."""
 
     kernel: _Kernel
     scratch: _Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the row of a rank's receive buffer to which the sender writes a token.
-
-        `words` is the token's list for the rank: the row there of each of its K choices. The result
-        is the first of these rows in the buffer, or NOWHERE if there is none. `i` is not used.
-        """
+        """Returns the first row of `words` that is kept, or NOWHERE."""
         del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
@@ -641,72 +541,44 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns the rows that a token has on this rank besides the one that `row` returns.
-
-        `words` is the token's list for this rank: the row of each of its K choices. The result has
-        K - 1 scalar int32, for the second to the last choice. It has NOWHERE for a choice that has
-        no row in the buffer, or whose row is the one that `row` returns.
-        """
+        """Returns for each choice but the first the row in `words`; NOWHERE for that of `row`."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)
             places.append(jnp.where(kept & found, row, fb.NOWHERE))
             found = found | kept
+        # No row precedes that of the first choice, so it is never a further one.
         return places[1:]
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownRoutes(_Routes):
-    """Implements `sender.Routes` with the rows that an earlier dispatch computed.
+    """`sender.Routes` with the rows of an earlier dispatch, which are in every rank's memory."""
 
-    Each rank has stored only the rows of its own receive buffer. So the sender reads from the
-    memory of every rank which rows its tokens have there.
-    """
-
-    # [N, T·K] int32 in global memory: the row of this rank's receive buffer for each choice of each
-    # source rank's tokens.
+    # [N, T·K] int32 in global memory, the result of `expert_dispatch`.
     rows: Any
 
     def sources(self) -> list[Any]:
-        """Returns a reference into the global memory of each of the N ranks, [T·K] int32.
-
-        Reference r has the row of each choice of this rank's tokens in rank r's receive buffer.
-        """
         fabric = self.kernel.fabric
         return [fabric.peer(self.rows, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Reads a token's list for each of `ranks` from shared memory.
-
-        A list has the rows of the token's K choices in the rank's receive buffer. `entry` is the
-        column of `SenderScratch.words`, the loaded routing data, where the token's choices begin.
-        """
         entries = [entry + choice for choice in range(self.kernel.top_k)]
-        return [[self.scratch.sender.words[rank, e] for e in entries] for rank in ranks]
+        return [[self.scratch.sender.words[rank, at] for at in entries] for rank in ranks]
 
 
 @dataclasses.dataclass(frozen=True)
 class _NewRoutes(_Routes):
-    """Implements `sender.Routes` for `dispatch`: assigns a receive-buffer row to each choice.
-
-    Rows are assigned token by token, in the order in which the sender asks for them.
-    """
+    """`sender.Routes` of `expert_dispatch`: assigns rows in the order of calls of `lists`."""
 
     # [T·K] int32 in global memory, the experts that this rank's tokens choose.
     choices: Any
 
     def sources(self) -> list[Any]:
-        """Returns a list of one array: [T·K] int32, the experts that this rank's tokens choose."""
         return [self.kernel.fabric.mine(self.choices)]
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
-        """Computes a token's list for each of `ranks`.
-
-        A list has the rows of the token's K choices in the receive buffer of the rank, with NOWHERE
-        for choices of other ranks' experts. `entry` is the column of `SenderScratch.words`, the
-        loaded routing data, where the token's choices begin. Advances `scratch.next_rows`, the next
-        free row of each expert, so this method must be called once for each token, in order.
-        """
+        """Computes a token's lists and advances `next_rows`; called once for each token."""
         of_experts, scratch = self.kernel.experts, self.scratch
         experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
         valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]

@@ -3,18 +3,17 @@
 The owner of a token is the rank that dispatched it. Block b of every rank handles the same tokens
 of every owner, with five warpgroups:
 
-  scout        finds the rows of each (token, owner) in y, the expert outputs, and copies them into
-               a ring in shared memory;
-  summers (4)  each handle some tiles of every row. They multiply the tiles of a token's rows by
-               their weights, sum them in float32, round the sum once, and send it to the owner.
-               Then they receive the sums of this rank's own tokens, and add them in rank order.
+- scout: finds the rows of each (token, owner) in y, the expert outputs, and copies them into a ring
+  in shared memory.
+- summers (4): each handle some tiles of every row. They multiply the tiles of a token's rows by
+  their weights, sum them in float32, round the sum once, and send it to the owner. Then they
+  receive the sums of this rank's own tokens, and add them in rank order.
 
-    rank d                                        rank s, owner of token t
-    y[rows of (t, s)] --> ring --> sum == link => tile buffers --> sum in rank order --> out[t]
-    weights of t <---------------------- link --- topk_weights[t]
+  rank d                                        rank s, owner of token t
+  y[rows of (t, s)] --> ring --> sum == link => tile buffers --> sum in rank order --> out[t]
+  weights of t <---------------------- link --- topk_weights[t]
 
-The routing weights of a token are in the owner's memory. Block 0 of every rank sends its rank's
-weights to all ranks.
+Block 0 of every rank sends its rank's routing weights to all ranks.
 """
 
 from __future__ import annotations
@@ -48,29 +47,9 @@ def combine(
     plan: LowLatencyPlan,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Sums the weighted expert outputs of each token, and returns them to the token's rank.
+    """Does what `combine.combine` does without a `wire` format, with the same bits.
 
-    T is the number of this rank's tokens, H the hidden size, K the number of choices of a token,
-    and N the number of ranks. If all ranks are simulated on one device (`fabric.stacked`), every
-    array has a leading axis of N.
-
-    Args:
-      y: [R, H], the expert outputs in the R rows of the receive buffer.
-      topk_weights: [T, K] float32, or None for a sum without weights.
-      topk_idx: [T, K] int32, the experts that this rank's tokens choose.
-      rows: [N, T, K] int32, a result of the dispatch. For each choice of every source rank's
-        tokens, it has the row of y with the expert output. With `by_rank`, it has the index of the
-        expert among this rank's experts instead. Both are negative if the expert is another rank's.
-      fabric: how ranks reach each other.
-      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
-      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
-        for which `plan.fits()` is true.
-      by_rank: whether y is rank-major: it then has one row for each token of each rank, in which
-        the token's expert outputs are summed already. The row of token t of rank r is r · T + t.
-
-    Returns:
-      The sum for each of this rank's tokens, [T, H] of y's dtype. It has the same bits as the
-      result of `combine.combine` for sums that are sent unquantized.
+    `plan` is one for the sizes of this call, for which `plan.fits()` is true.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")
@@ -91,22 +70,14 @@ def combine(
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernel."""
-
     gather: GatherScratch
-    # [pairs, K] float32: the routing weights of each token of the block; a pair is a token and its
-    # owner, the rank that dispatched it. None if rows are summed without weights.
+    # [pairs, K] float32: the routing weights of each (token, owner) of the block, or None.
     weights: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`.
-
-    Attributes:
-      weighted: whether rows are multiplied by routing weights.
-      gather: copies the expert outputs of the block's tokens, rows of y, to shared memory.
-    """
+    """The kernel of `combine`."""
 
     weighted: bool
     gather: Gather
@@ -120,9 +91,8 @@ class _Combine:
         return self.gather.rows
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the kernel's shared memory."""
         weights = plgpu.SMEM((self.gather.num_pairs, self.gather.top_k), jnp.float32)
-        return _Scratch(self.gather.scratch(), weights if self.weighted else None)
+        return _Scratch(gather=self.gather.scratch(), weights=weights if self.weighted else None)
 
     def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         y, topk_idx, rows, *rest = refs
@@ -142,11 +112,7 @@ class _Combine:
             hello(self.fabric.wait, "combine")
 
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
-        """Runs a summer warpgroup: sends sums to the tokens' ranks, then adds the sums it receives.
-
-        The warpgroup handles its own tiles of every row. `topk_idx` [T·K], `weights` [T·K] (or
-        None) and `out` [T, H] are the kernel's operands and result, in global memory.
-        """
+        """Runs a summer: sends sums to the tokens' ranks, then adds the sums it receives."""
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.delay_point(0)
         endpoint = of_rows.open()
@@ -160,7 +126,8 @@ class _Combine:
             self.gather.read_weights(scratch.weights, scratch.gather)
         plgpu.barrier_wait(scratch.gather.listed)
         fabric.barrier()
-        used, num_turns, mine = jnp.int32(0), self.gather.num_turns(scratch.gather), []
+        used, num_turns = jnp.int32(0), self.gather.num_turns(scratch.gather)
+        sums_of_own_tokens = []
         for pair, i, _, _, _ in self.gather.pairs():
             count = scratch.gather.num_rows[pair]
             add = functools.partial(
@@ -170,14 +137,15 @@ class _Combine:
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
             sums = [total.astype(of_rows.plan.dtype) for total in sums]
+            # A token's owners are the peers in the order of `endpoint.peers`, then this rank.
             peer = pair % fabric.num_ranks
             if peer < len(endpoint.peers):
                 of_rows.send(endpoint, peer, i, sums, count >= 0, exact=False)
             else:
-                mine.append(sums)
+                sums_of_own_tokens.append(sums)
         fabric.delay_point(1)
         for i, (token, exists) in enumerate(of_rows.tokens()):
-            self._receive(endpoint, i, token, exists, ranks[i], mine[i], out)
+            self._receive(endpoint, i, token, exists, ranks[i], sums_of_own_tokens[i], out)
         fabric.delay_point(2)
         endpoint.close()
 
@@ -191,27 +159,12 @@ class _Combine:
         num_turns: jax.Array,
         scratch: _Scratch,
     ) -> list[jax.Array]:
-        """Adds the r-th row of a (token, owner) pair, times its weight, to this warpgroup's sums.
-
-        The owner of a token is the rank that dispatched it.
-
-        Args:
-          r: the index of the row in the pair's list of rows of y, the expert outputs.
-          sums: the sum so far for each tile that the warpgroup handles, in float32.
-          pair: the index of the pair in the block.
-          begun: the number of rows of y of all earlier pairs. The rows of all pairs pass through
-            the ring one after the other, so this row is number `begun` + r.
-          num_turns: the number of rows of y that pass through the block's ring.
-          scratch: the kernel's shared memory.
-
-        Returns:
-          The new sums.
-        """
+        """Adds row r of a pair, number begun + r in the ring, times its weight, to `sums`."""
         of_rows, ring = self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
         plgpu.barrier_wait(ring.full.at[stage])
         added = []
-        for (where, _own), total in zip(of_rows.tiles(), sums, strict=True):
+        for (where, _), total in zip(of_rows.tiles(), sums, strict=True):
             row = fb.load(self.fabric, ring.rows.at[stage, where], of_rows.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
@@ -228,26 +181,18 @@ class _Combine:
         token: jax.Array,
         exists: jax.Array,
         ranks: Sequence[jax.Array],
-        mine: Sequence[jax.Array],
+        own_sums: Sequence[jax.Array],
         out: Any,
     ) -> None:
-        """Waits for the sums of this rank's token, adds them in rank order, and stores the result.
-
-        Args:
-          endpoint: this warpgroup's connection to its peers by the low-latency protocol.
-          i: the token's index in the block.
-          token: the token's index in this rank, a row of `out`.
-          exists: whether the rank has such a token; else nothing is received or stored.
-          ranks: for each of the token's K choices, the rank of the chosen expert.
-          mine: this warpgroup's tiles of the sum that this rank itself computed for the token.
-          out: [T, H] in global memory, the result.
-        """
+        """Waits for peers' sums of this rank's token, adds them to `own_sums`, stores the total."""
         fabric, of_rows = self.fabric, self.rows
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
         received = of_rows.receive(endpoint, i, comes, exact=False)
-        for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
-            parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
+        for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
+            # Puts the sums, which begin with this rank's, into rank order.
+            parts = [own_sum, *arrived]
+            parts = vectors.rotate(fabric, parts, endpoint.rank, of_rows.plan.vector)
             # The total starts from 0.0, so that a total of zero is never -0.0.
             total = of_rows.zeros()
             for part, was_sent in zip(parts, sent, strict=True):

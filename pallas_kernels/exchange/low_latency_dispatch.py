@@ -1,21 +1,18 @@
 """Dispatch into the expert-major layout over the low-latency protocol, for few tokens.
 
-A choice is the id of an expert that a token chooses. Block 0 of every rank sends the choices of
-its rank's tokens to all ranks. A rank sends its tokens at once, before it knows the choices of
-other ranks. Block b of every rank handles the same range of tokens of every rank. It reads the
-choices of all ranks, and computes the rows that these tokens get in this rank's receive buffer. A
-block has five warpgroups:
+Block 0 of every rank sends the experts that its rank's tokens choose to all ranks. A rank sends its
+tokens at once, before it knows the choices of other ranks. Block b of every rank handles the same
+range of tokens of every rank: from the choices of all ranks it computes the rows that these tokens
+get in this rank's receive buffer. A block has five warpgroups:
 
-  movers (4)  each handle some tiles of every row: send and receive tiles, count choices by expert,
-              and store a tile from registers to all rows that its token has on this rank;
-  planner     finds from the counts where each expert's group of rows starts and ends in the receive
-              buffer, and writes zeros to rows that get no token.
+- movers (4): each handle some tiles of every row: send and receive tiles, count choices by expert,
+  and store a tile from registers to all rows that its token has on this rank.
+- planner: finds from the counts where each expert's group of rows starts and ends in the receive
+  buffer, and writes zeros to rows that get no token.
 
-In the diagram, rank s sends its token t to rank d, whose receive buffer is `tokens`:
-
-    rank s, movers                           rank d, movers
-    choices of all tokens -- values, link -> choices --> counts --> planner: groups --> rows of t
-    x[t] == tiles, link ===================> tile buffers --> registers --> tokens[rows of t]
+  rank s, movers                           rank d, movers
+  choices of all tokens -- values, link -> choices --> counts --> planner: groups --> rows of t
+  x[t] == tiles, link ===================> tile buffers --> registers --> tokens[rows of t]
 
 So a row crosses the link once per (token, rank), and no received row is read back from memory.
 """
@@ -23,6 +20,7 @@ So a row crosses the link once per (token, rank), and no received row is read ba
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +41,7 @@ from pallas_kernels.fabric.low_latency import Channels
 _COUNTED_AT_ONCE = 1024
 
 
-def dispatch(
+def low_latency_dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
     *,
@@ -55,27 +53,9 @@ def dispatch(
     fair: bool = False,
     zero_unused: bool = True,
 ) -> tuple[Any, ...]:
-    """Computes the receive-buffer row of each top-k choice and sends the tokens, in one kernel.
+    """Does what `expert_dispatch` does for rows sent unquantized, bit for bit.
 
-    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N, the number of ranks.
-
-    Args:
-      x: [T, H], the rows of this rank's T tokens.
-      topk_idx: [T, K] int32, the experts that each token chooses.
-      fabric: how ranks reach each other.
-      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
-      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
-        for which `plan.fits()` is true.
-      capacity: R, the number of rows of each rank's receive buffer.
-      expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
-        most q rows, where q is the largest number with which the kept rows fit; the result `rows`
-        is R for a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
-      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-
-    Returns:
-      The same seven results as `dispatch.dispatch` for rows sent unquantized, bit for bit.
+    `plan` is one for the sizes of this call, for which `plan.fits()` is true.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -87,7 +67,7 @@ def dispatch(
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
     tokens, rows, counts, *groups = kernel.call(
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
-        [
+        more_results=[
             jax.ShapeDtypeStruct((num_ranks, num_tokens * top_k), jnp.int32),
             jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
@@ -112,31 +92,9 @@ def dispatch_like(
     fair: bool = False,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Sends x to the receive-buffer rows that an earlier `dispatch` computed for the same tokens.
+    """Does what `dispatch.dispatch_like` does without `wire` and `into`; returns ([R, H],).
 
-    If all ranks are simulated on one device (`fabric.stacked`), every array has a leading axis of
-    N, the number of ranks.
-
-    Args:
-      x: [T, H], a row for each of this rank's T tokens.
-      topk_idx: [T, K] int32, the experts that each token chooses, as given to `dispatch`.
-      rows: [N, T, K] int32, the result of `dispatch`: the row of this rank's receive buffer for
-        each choice of each source rank's tokens.
-      counts: [N, E] int32, the result of `dispatch`: how often each source rank's tokens choose
-        each expert.
-      fabric: how ranks reach each other.
-      channels: the symmetric memory through which the warpgroups of ranks send tiles to each other.
-      plan: how rows are distributed over blocks and warpgroups; a plan for the sizes of this call,
-        for which `plan.fits()` is true.
-      capacity: R, the number of rows of each rank's receive buffer, as given to `dispatch`.
-      expert_alignment: each expert's rows start at a multiple of this number, as in `dispatch`.
-      fair: how a rank dropped rows if more than R would have arrived, as given to `dispatch`. If
-        true, each of its experts kept at most a common number of rows. If false, it dropped the
-        rows that would have been at row R or beyond.
-      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
-
-    Returns:
-      A tuple whose only element is the receive buffer, [R, H].
+    `topk_idx` and the other arguments are those of `low_latency_dispatch`.
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
@@ -151,39 +109,26 @@ def dispatch_like(
             rows.reshape(*lead, num_ranks, num_tokens * top_k),
             pad_last(counts, kernel.experts.count_width - num_experts),
         ],
-        [],
+        more_results=[],
         name="ep_dispatch_like_ll",
     )
     return tuple(tokens)
 
 
 class _Refs(NamedTuple):
-    """The operands and results of the kernel, in global memory."""
-
-    # [T, H], the rows to send.
     x: Any
-    # [T·K] int32, the experts that this rank's tokens choose.
+    # [T·K]
     topk_idx: Any
-    # [N, T·K] int32: entry [s, t·K + k] is the row, in this rank's receive buffer, for choice k of
-    # rank s's token t; NOWHERE if the choice is of another rank's expert. `dispatch` writes the
-    # array, and `dispatch_like` reads it.
+    # [N, T·K] and [N, count_width], which `dispatch_like` reads, and else the kernel writes.
     rows: Any
-    # [N, count_width] int32: how often the tokens of each source rank choose each expert.
-    # `dispatch` writes the array, and `dispatch_like` reads it.
     counts: Any
-    # [R, H], the receive buffer.
     tokens: Any
-    # In `dispatch`, the four results that `ExpertRows.describe` writes: each expert's number of
-    # rows with and without padding, and how many rows were dropped and needed. Empty in
-    # `dispatch_like`.
+    # The four results that `ExpertRows.describe` writes; none in `dispatch_like`.
     groups: Sequence[Any] = ()
 
 
 class _Scratch(NamedTuple):
-    """The shared memory of the kernels of `dispatch` and `dispatch_like`.
-
-    In `dispatch_like`, all fields but `experts` are None, since the rows of tokens are known.
-    """
+    """The shared memory; in `dispatch_like`, all fields but `experts` are None."""
 
     experts: ExpertScratch
     # [N, T·K] int32 with padding: for each source rank, the experts that its tokens choose.
@@ -196,22 +141,15 @@ class _Scratch(NamedTuple):
     # [N, tokens of a block, K] int32: the row of this rank's receive buffer for each choice of the
     # block's tokens of each source rank.
     token_rows: Any = None
-    # A barrier that completes when the planner warpgroup has found where each expert's rows are.
+    # A barrier: the planner has found where each expert's rows are.
     groups_known: Any = None
-    # A barrier at which the mover warpgroups, which send and receive tiles, wait for each other.
+    # A barrier of the movers.
     together: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatch:
-    """The kernel of `dispatch` and `dispatch_like`.
-
-    Attributes:
-      rows: sends and receives rows between ranks, tile by tile.
-      experts: finds where each expert's rows are in the receive buffer, and zeroes unused rows.
-      routes_known: whether an earlier dispatch has computed the row of each choice, as in
-        `dispatch_like`.
-    """
+    """The kernel of `low_latency_dispatch` and, where `routes_known`, of `dispatch_like`."""
 
     rows: Rows
     experts: ExpertRows
@@ -219,11 +157,7 @@ class _Dispatch:
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
-        """Makes the kernel from arguments of `dispatch` or `dispatch_like`.
-
-        `alignment` is their `expert_alignment`, and `options` are `fair` and `zero_unused`.
-        `routes_known` is the attribute of this class.
-        """
+        """Returns the kernel; `options` are further fields of `ExpertRows`."""
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)],
@@ -241,12 +175,12 @@ class _Dispatch:
 
     @property
     def num_choices(self) -> int:
-        """The number of top-k choices of the tokens of one rank, T·K."""
         return self.rows.plan.num_tokens * self.top_k
 
     def call(
-        self, operands: Sequence[jax.Array], more_results: Sequence[Any], *, name: str
+        self, operands: Sequence[jax.Array], *, more_results: Sequence[Any], name: str
     ) -> list[jax.Array]:
+        """Runs the kernel; returns [R, H] tokens, and arrays of the types `more_results`."""
         plan = self.rows.plan
         tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
@@ -260,13 +194,12 @@ class _Dispatch:
         )(*operands)
 
     def scratch(self) -> _Scratch:
-        """Returns the types of the kernel's shared memory."""
         plan, ranks = self.rows.plan, self.fabric.num_ranks
         width = self.experts.count_width
         if self.routes_known:
-            return _Scratch(self.experts.scratch())
+            return _Scratch(experts=self.experts.scratch())
         return _Scratch(
-            self.experts.scratch(),
+            experts=self.experts.scratch(),
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, WARPGROUP)), jnp.int32),
             # `take_rows` looks up a row for every choice. For a choice of another rank's expert it
             # uses the extra element at `width`, and the result is ignored.
@@ -295,11 +228,7 @@ class _Dispatch:
             self._plan(refs, scratch)
 
     def _plan(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs the planner warpgroup: finds where each expert's rows are, and zeroes unused rows.
-
-        In `dispatch`, it also writes results of the kernel: how often each rank chose each expert,
-        and the number of rows of each of this rank's experts.
-        """
+        """Runs the planner: finds where each expert's rows are, and zeroes unused rows."""
         fabric, of_experts = self.fabric, self.experts
         if self.routes_known:
             hello(fabric.signal, release=False)
@@ -317,42 +246,43 @@ class _Dispatch:
             hello(fabric.wait, "dispatch")
 
     def _move(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Runs a mover warpgroup: sends tiles of this rank's tokens, and stores tiles it receives.
-
-        The warpgroup handles its own tiles of every row of the block's tokens. It stores a tile to
-        all rows that the tile's token has in this rank's receive buffer.
-        """
+        """Runs a mover: sends tiles of this rank's tokens, and stores tiles it receives."""
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
         if not self.routes_known:
             self._send_choices(refs.topk_idx)
-        sent = of_rows.send_tokens(endpoint, refs.x, refs.topk_idx, exact=True)
+        sent = of_rows.send_tokens(endpoint, refs.x, refs.topk_idx)
         fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(refs, scratch)
-        here = [endpoint.rank, *endpoint.peers]
+        sources = [endpoint.rank, *endpoint.peers]
         for i, (token, exists) in enumerate(of_rows.tokens()):
-            places = [
-                [self._row_of(source, i, token, k, refs, scratch) for k in range(self.top_k)]
-                for source in here
-            ]
-            places = [[jnp.where(exists, p, fb.NOWHERE) for p in row] for row in places]
+
+            def places_of(j: int, i: int = i, token: Any = token, exists: Any = exists):
+                """Returns the row here of each choice of the block's i-th token of sources[j]."""
+                places = [
+                    self._row_of(sources[j], i, token, k, refs, scratch) for k in range(self.top_k)
+                ]
+                return [jnp.where(exists, place, fb.NOWHERE) for place in places]
+
+            if self.routes_known:
+                places_of = functools.cache(places_of)
+            # Otherwise the places are read from shared memory wherever they are needed, since
+            # registers cannot hold those of all ranks.
             for j, tile in enumerate(sent[i]):
-                self._store(refs.tokens, j, tile, places[0])
-            comes = [fb.any_row(row) for row in places[1:]]
+                self._store(refs.tokens, j, tile, places_of(0))
+            comes = [fb.any_row(places_of(source)) for source in range(1, len(sources))]
             for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
-                for tile, row in zip(arrived, places[1:], strict=True):
-                    self._store(refs.tokens, j, tile, row)
+                for source, tile in enumerate(arrived, start=1):
+                    self._store(refs.tokens, j, tile, places_of(source))
         fabric.delay_point(2)
         endpoint.close()
 
     def _send_choices(self, topk_idx: Any) -> None:
-        """Sends to all ranks the ids of the experts that this rank's tokens choose.
-
-        The ids are `topk_idx`, [T·K] int32 in global memory. Only block 0 sends, and each of its
-        mover warpgroups sends a slice of the array.
-        """
+        """Sends the experts that this rank's tokens choose to all ranks, from block 0."""
+        # Two expert ids are sent as one 32-bit value. The last warpgroup's part is moved back until
+        # it ends with the choices, and may overlap.
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
         first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
@@ -362,12 +292,7 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
-        """Stores this warpgroup's i-th tile of a token to all rows of the token on this rank.
-
-        `tokens` is the receive buffer, [R, H]. `places` has the row of each of the token's K
-        choices. Choices without a row in the buffer are skipped: those of other ranks' experts,
-        whose row is NOWHERE, and dropped ones, whose row is R or more.
-        """
+        """Stores this warpgroup's i-th tile of a token to all rows of the token on this rank."""
         for place in places:
             kept = (place >= 0) & (place < self.experts.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
@@ -381,30 +306,24 @@ class _Dispatch:
         refs: _Refs,
         scratch: _Scratch,
     ) -> jax.Array:
-        """Returns the row of this rank's receive buffer for one choice of a token, a scalar int32.
-
-        `source` is the token's rank, `token` its index in that rank, and `i` its index in the
-        block. `choice` is from 0 to K - 1. The row is NOWHERE for another rank's expert.
-        """
+        """Returns the row here of a choice of token i of the block of `source`, or NOWHERE."""
         if self.routes_known:
             return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
         return scratch.token_rows[source, i, choice]
 
-    # The remaining methods compute the row of each choice for `dispatch`. Each mover warpgroup
-    # handles the tokens of some of the source ranks.
+    # The remaining methods compute the row of each choice, unless it is known. Each mover handles
+    # the tokens of some of the source ranks.
 
     def _find_rows(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Computes the rows that the block's tokens of all ranks get in this rank's receive buffer.
-
-        Writes them to `scratch.token_rows` and to the result `refs.rows`.
-        """
+        """Writes the rows here of the block's tokens to `token_rows` and `refs.rows`."""
         plan = self.rows.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
+            """Calls `function(source)` for this mover's source ranks."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.rows.warpgroup
-                whole = first + plan.warpgroups <= self.fabric.num_ranks
-                pl.when(whole or source < self.fabric.num_ranks)(
+                all_have_one = first + plan.warpgroups <= self.fabric.num_ranks
+                pl.when(all_have_one or source < self.fabric.num_ranks)(
                     lambda source=source: function(source)
                 )
 
@@ -415,12 +334,8 @@ class _Dispatch:
         meet(self.fabric, scratch.together)
 
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
-        """Receives the choices of rank `source`, and counts how many are of each expert.
-
-        Writes the counts of all its tokens' choices to scratch.experts.all_counts[source]. Writes
-        the counts for only the tokens that blocks with lower indices handle to
-        scratch.next_rows_from[source].
-        """
+        """Receives the choices of rank `source`, and counts how many are of each expert."""
+        # `all_counts` counts all choices, `next_rows` those of blocks with lower indices.
         fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices
         all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from
@@ -443,15 +358,13 @@ class _Dispatch:
         fabric.barrier()
 
     def _rows_from(self, source: jax.Array, rows: Any, scratch: _Scratch) -> None:
-        """Computes the rows that the block's tokens of rank `source` get in the receive buffer.
-
-        Writes them to scratch.token_rows[source] and to the result `rows` [N, T·K].
-        """
+        """Writes the rows of `source`'s tokens of this block to `token_rows` and `rows`."""
         fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
         row = fb.load(fabric, scratch.next_rows_from.at[source, entries], 1)
         row = row + fb.load(fabric, scratch.group_starts, 1)
+        # The rows of a group are sorted by source rank, then by token.
         for lower in range(fabric.num_ranks - 1):
             counted = fb.load(fabric, scratch.experts.all_counts.at[lower], 1)
             row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
@@ -460,16 +373,18 @@ class _Dispatch:
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.rows.tokens()):
             experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
-            mine = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
-            experts = [jnp.where(m, e, width) for e, m in zip(experts, mine, strict=True)]
+            is_local = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
+            experts = [jnp.where(ok, e, width) for e, ok in zip(experts, is_local, strict=True)]
             found = of_experts.take_rows(
                 experts,
                 scratch.next_rows_from,
                 scratch.experts,
-                of=(source,),
+                leading=(source,),
                 last=i + 1 == self.rows.plan.tokens_per_block,
             )
-            places = [jnp.where(m, p, fb.NOWHERE) for m, p in zip(mine, found, strict=True)]
+            places = [
+                jnp.where(ok, place, fb.NOWHERE) for ok, place in zip(is_local, found, strict=True)
+            ]
             for choice, place in enumerate(places):
                 scratch.token_rows[source, i, choice] = place
 

@@ -1,7 +1,6 @@
-"""Quantizes rows to float8 and dequantizes them within a kernel, by a whole warpgroup.
+"""Quantizes rows to float8 and dequantizes them within a kernel, with the bits of `formats.Float8`.
 
-A row has a float32 scale for every 128 values. The results have the same bits as those of
-`pallas_kernels.formats.Float8`, which encodes rows outside kernels.
+A row has a float32 scale for every 128 values. A whole warpgroup calls the functions.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import float8, mosaic, vectors
-from pallas_kernels.fabric.hardware import WARP, WARPGROUP
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-# Maps each supported format to the name of its float8 type in PTX.
 _PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: float8.PTX_TYPES[jnp.dtype(FLOAT8_ROWS.dtype)]}
 # Each thread of a warp holds this many of the 128 values of a block, which share a scale.
 _VALUES = BLOCK // WARP
@@ -28,12 +28,10 @@ _AT_ONCE = 7
 
 
 def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
-    """Quantizes one row from shared memory to shared memory, by a whole warpgroup.
+    """Quantizes a row [H] in shared memory to values [H] and scales [H / 128] in shared memory.
 
-    `source` is the row, [H] of a floating dtype of up to 4 bytes. Writes `values` [H] and `scales`
-    [H / 128] in the format `wire`. H is a multiple of `ROW_MULTIPLE`. A warp quantizes whole blocks
-    of 128 values, of which each thread holds 4. The caller needs a barrier before it reads `values`
-    and `scales`, or writes to `source`.
+    H is a multiple of `ROW_MULTIPLE`. The caller needs a barrier before it reads the results, or
+    writes to `source`.
     """
     if fabric.interpret:
         values[...], scales[...] = wire.encode(source[...])
@@ -45,11 +43,12 @@ def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, s
         pointers = [mosaic.pointer(ref) for ref in (source_ref, values_ref, scales_ref)]
         thread = mosaic.warpgroup_thread()
         warp, lane = (op(thread, mosaic.i32(WARP)) for op in (arith.divui, arith.remui))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mosaic.i32(0))
+        is_first = mosaic.equal(lane, 0)
         warps = WARPGROUP // WARP
         num_blocks = source.shape[0] // BLOCK // warps
 
         def load(i: int) -> tuple[Value, Value, Value]:
+            """Loads this thread's values of its warp's i-th block: (block, column, values)."""
             block = arith.addi(warp, mosaic.i32(i * warps))
             column = arith.addi(
                 arith.muli(block, mosaic.i32(BLOCK)), arith.muli(lane, mosaic.i32(_VALUES))
@@ -79,11 +78,8 @@ def put_row(
     """Quantizes a float32 row in a warpgroup's registers, and stores it in any rank's memory.
 
     Args:
-      fabric: how ranks reach each other.
-      wire: the format to quantize to.
       row: [H or more] float32, in the register layout of `vectors.load_each`.
-      parts: two references in global memory, to which the values [H] and the scales [H / 128] are
-        stored. H is a multiple of `ROW_MULTIPLE`.
+      parts: values [H] and scales [H / 128] in global memory; H is a multiple of `ROW_MULTIPLE`.
       elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
     """
     values, scales = parts
@@ -99,18 +95,19 @@ def put_row(
         block, lane_of_block = (
             op(mosaic.warpgroup_thread(), mosaic.i32(threads)) for op in (arith.divui, arith.remui)
         )
-        is_first = mosaic.equal(lane_of_block, mosaic.i32(0))
+        is_first = mosaic.equal(lane_of_block, 0)
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
             words, scale = _quantize_vector(wire, register, elements, threads)
             packed = vector.from_elements(mosaic.vector_type(len(words), i32), words)
+            # Registers past the end of the row are padding.
             inside = mosaic.below(
                 mosaic.warpgroup_thread(), mosaic.i32(hidden // elements - i * WARPGROUP)
             )
             with mosaic.when(inside):
                 llvm.store(packed, place, alignment=elements)
             with mosaic.when(arith.andi(inside, is_first)):
-                at = arith.addi(block, mosaic.i32(i * WARPGROUP // threads))
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), at, f32))
+                index = arith.addi(block, mosaic.i32(i * WARPGROUP // threads))
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), index, f32))
 
     layouts = [mosaic.strided(row.shape, elements), mosaic.REFERENCE, mosaic.REFERENCE]
     mosaic.inline(emit, [row, values, scales], layouts)
@@ -119,11 +116,8 @@ def put_row(
 def _quantize_vector(
     wire: RowFormat, register: Value, elements: int, threads: int
 ) -> tuple[list[Value], Value]:
-    """Quantizes the vector of float32 values that a thread holds in a register.
-
-    `elements` is the vector's length. A block of 128 values, which share a scale, is spread over
-    `threads` neighbouring threads. Returns the float8 values, 4 to an int32, and the scale.
-    """
+    """Quantizes a thread's float32 vector; returns its float8 values, 4 to an int32, and scale."""
+    # `threads` neighbouring threads share a block of 128 values, and exchange their maxima.
     wide, finite, largest = _largest(
         llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
     )
@@ -136,11 +130,7 @@ def _quantize_vector(
 
 
 def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes a block of 128 values, of which each of a warp's 32 threads holds 4.
-
-    `elements` is the vector of this thread's 4 values, of type `element_type`. Returns the thread's
-    4 float8 values, packed in an int32, and the block's float32 scale.
-    """
+    """Quantizes 4 values of each thread of a warp; returns them in an int32, and their scale."""
     f32 = mosaic.float_type()
 
     def widened() -> Iterator[Value]:
@@ -156,11 +146,7 @@ def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tupl
 
 
 def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
-    """Finds the largest finite magnitude among a thread's float32 values, to compute a scale.
-
-    Returns three things: the values as a list; for each value, whether it is finite; and the bits
-    of the largest finite magnitude, an int32.
-    """
+    """Returns the values, whether each is finite, and the bits of their largest magnitude."""
     wide, finite, largest = [], [], mosaic.i32(0)
     for value in values:
         is_finite, size = float8.magnitude(value)
@@ -173,11 +159,7 @@ def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
 def _scaled(
     wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
 ) -> tuple[Value, list[Value]]:
-    """Returns the scale of a block of 128 values, and this thread's values divided by the scale.
-
-    `values` are the block's values that this thread holds, and `finite` says for each of them
-    whether it is finite. `largest` has the bits of the largest finite magnitude in the block.
-    """
+    """Returns the scale of a block of 128 values, and this thread's values divided by it."""
     assert isinstance(wire, Float8)
     scale = float8.scale(wire, largest)
     inverse = float8.branchless_reciprocal(scale)
@@ -191,12 +173,10 @@ def add_rows(
     sent: Sequence[jax.Array],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Dequantizes rows in this rank's global memory, and sums them in the order given.
+    """Dequantizes rows in this rank's global memory, and sums those that were sent, in order.
 
-    `parts` is (values, scales): a reference to the values [H] of each row, and one to the scales
-    [H / 128] of each row, in the format `wire`. H is a multiple of `ROW_MULTIPLE`. Row i is added
-    if the scalar bool sent[i] is true, and ignored otherwise. Returns the sum, [H] of `dtype` in
-    registers. It is computed in float32, and rounded once. It starts from 0.0, so that rows of -0.0
+    `parts` is (values [H] of each row, scales [H / 128] of each row). Returns [H] of `dtype` in
+    registers, computed in float32 and rounded once. The sum starts from 0.0, so that rows of -0.0
     add up to 0.0.
     """
     values, scales = parts
@@ -211,20 +191,19 @@ def add_rows(
     num_rows = len(values)
 
     def emit(*args: Any) -> Any:
-        taken = [
-            arith.cmpi(arith.CmpIPredicate.ne, mosaic.scalar(flag), mosaic.i32(0))
-            for flag in args[:num_rows]
-        ]
+        # For each row a flag, then for each row its values, then its scales.
+        taken = [mosaic.unequal(mosaic.scalar(flag), 0) for flag in args[:num_rows]]
         rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (WARPGROUP * elements)
         thread = mosaic.warpgroup_thread()
         first = arith.muli(thread, mosaic.i32(elements))
 
         def load(i: int) -> list[tuple[list[Value], Value]]:
+            """Loads this thread's i-th vector of each row, and the vector's scale."""
             column = arith.addi(first, mosaic.i32(i * WARPGROUP * elements))
             return [
-                _load_quantized(row, of_row, column, elements, ok)
-                for row, of_row, ok in zip(rows, of_blocks, taken, strict=True)
+                _load_quantized(row, scales_of_row, column, elements, was_sent)
+                for row, scales_of_row, was_sent in zip(rows, of_blocks, taken, strict=True)
             ]
 
         totals, ahead = [], load(0)
@@ -241,22 +220,14 @@ def add_rows(
 
 
 def elements_of_sum(hidden: int) -> int:
-    """Returns how many neighbouring values of the result of `add_rows` each thread holds.
-
-    The caller needs the number to store the result. `hidden` is the result's length.
-    """
+    """Returns how many neighbouring values of `add_rows`' result [hidden] each thread holds."""
     return next(size for size in (16, 8, 4) if hidden % (WARPGROUP * size) == 0)
 
 
 def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
-    """Loads `elements` neighbouring float8 values of a row, and the scale of their block.
-
-    This thread's values begin at column `column`. `values` and `scales` are the row in global
-    memory. Returns the values, packed 4 to an int32, and the float32 scale. All are 0 if `taken` is
-    false, so that the row adds nothing to a sum.
-    """
+    """Loads a thread's float8 values, 4 to an int32, and their scale; zeros unless `taken`."""
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
     pointer = llvm.PointerType.get(vectors.GLOBAL_MEMORY)
@@ -276,11 +247,7 @@ def _load_quantized(
 def _add_vectors(
     wire: RowFormat, loaded: Sequence[tuple[list[Value], Value]], elements: int
 ) -> Value:
-    """Dequantizes a thread's values of several rows, and adds up the rows in order, in float32.
-
-    `loaded` has for each row this thread's `elements` float8 values, packed 4 to an int32, and
-    their scale. The sum of each column starts from 0.0.
-    """
+    """Dequantizes a thread's values of several rows, and adds up the rows in order, in float32."""
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:
@@ -290,6 +257,137 @@ def _add_vectors(
 
 
 def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
-    """Rounds a thread's vector of float32 to a floating `dtype` of 32 bits or fewer."""
-    kind = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
-    return register if register.type == kind else arith.truncf(kind, register)
+    """Returns a float32 vector rounded to `dtype`."""
+    rounded = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
+    return register if register.type == rounded else arith.truncf(rounded, register)
+
+
+# -------------------------------------------------------------------------------- rows of scales
+
+# A bulk copy takes the hardware about as long for a row of 64 bytes as for one of 2 KB. So the
+# threads of a warpgroup store rows of scales, 16 bytes each.
+
+
+def store_each(fabric: fb.Fabric, source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
+    """Stores row `source` [n] from shared memory to `rows` of `ref` [R, n] in global memory.
+
+    NOWHERE among `rows` is skipped. n is a multiple of 4, of a 32-bit dtype. The caller needs a
+    barrier before it writes to `source` again.
+    """
+    if fabric.interpret:
+        for row in rows:
+
+            @pl.when(row >= 0)
+            def store(row=row) -> None:
+                ref[row] = source[...]
+
+        return
+    num_vectors = _vectors_of(ref)
+
+    def emit(source_ref: Value, out: Value, *places: Any) -> None:
+        from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
+        # Each thread stores one vector at a time: vector `part` of the row at places[number].
+        for first in range(0, len(rows) * num_vectors, WARPGROUP):
+            unit = arith.addi(mosaic.warpgroup_thread(), mosaic.i32(first))
+            number, part = _divided(unit, num_vectors)
+            row = mosaic.i32(fb.NOWHERE)
+            for i, place in enumerate(places):
+                row = arith.select(mosaic.equal(number, i), mosaic.scalar(place), row)
+            with mosaic.when(_is_row(row)):
+                _store_vector(
+                    to_rows, _position(row, num_vectors, part), _load_vector(from_row, part)
+                )
+
+    layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR] * len(rows)
+    mosaic.inline(emit, [source, ref, *rows], layouts)
+
+
+def copy_listed(fabric: fb.Fabric, ref: Any, lists: Any, count: jax.Array) -> None:
+    """Copies the first row of each of `count` lists to the other rows of the list.
+
+    `ref` is [R, n] of a 32-bit dtype in this rank's global memory; n is a multiple of 4. `lists` is
+    [most, K] int32 in shared memory, rows of `ref` or NOWHERE.
+    """
+    top_k = lists.shape[1]
+    if fabric.interpret:
+
+        def copy(i: jax.Array, _: None) -> None:
+            first = jnp.int32(fb.NOWHERE)
+            for choice in range(top_k):
+                row = lists[i, choice]
+
+                @pl.when((first >= 0) & (row >= 0))
+                def copy_row(first=first, row=row) -> None:
+                    ref[row] = ref[first]
+
+                first = jnp.where(first >= 0, first, row)
+
+        lax.fori_loop(0, count, copy, None)
+        return
+    num_vectors = _vectors_of(ref)
+
+    def emit(array: Value, lists_ref: Value, number: Any) -> None:
+        rows, words, i32 = mosaic.pointer(array), mosaic.pointer(lists_ref), mosaic.integer_type(32)
+        total = arith.muli(mosaic.scalar(number), mosaic.i32(num_vectors))
+        # Each thread copies one vector at a time: vector `part` of the rows of list `entry`.
+        with mosaic.loop(mosaic.warpgroup_thread(), total, WARPGROUP) as unit:
+            entry, part = _divided(unit, num_vectors)
+            start = arith.muli(entry, mosaic.i32(top_k))
+            listed = [
+                llvm.load(
+                    i32, mosaic.element_pointer(words, arith.addi(start, mosaic.i32(choice)), i32)
+                )
+                for choice in range(top_k)
+            ]
+            # The first row of the list, and for each further choice whether a row precedes it.
+            first, preceded = listed[0], []
+            for row in listed[1:]:
+                preceded.append(_is_row(first))
+                first = arith.select(preceded[-1], first, row)
+            with mosaic.when(_is_row(first)):
+                value = _load_vector(rows, _position(first, num_vectors, part))
+                for row, has_source in zip(listed[1:], preceded, strict=True):
+                    with mosaic.when(arith.andi(has_source, _is_row(row))):
+                        _store_vector(rows, _position(row, num_vectors, part), value)
+
+    layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR]
+    mosaic.inline(emit, [ref, lists, count], layouts)
+
+
+def _vectors_of(ref: Any) -> int:
+    """Returns the number of vectors of 16 bytes in a row of `ref`, [R, n] of a 32-bit dtype."""
+    num_vectors, rest = divmod(ref.shape[1] * jnp.dtype(ref.dtype).itemsize, VECTOR_BYTES)
+    if rest:
+        raise ValueError(
+            f"a row must have a multiple of {VECTOR_BYTES} bytes, but ref is {ref.dtype} of shape "
+            f"{ref.shape}."
+        )
+    return num_vectors
+
+
+def _divided(unit: Value, num_vectors: int) -> tuple[Value, Value]:
+    """Returns the number of the row that has vector `unit`, and the vector's index in the row."""
+    return tuple(op(unit, mosaic.i32(num_vectors)) for op in (arith.divui, arith.remui))
+
+
+def _is_row(row: Value) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.sge, row, mosaic.i32(0))
+
+
+def _position(row: Value, num_vectors: int, part: Value) -> Value:
+    """Returns the index, among the vectors of all rows, of vector `part` of row `row`."""
+    return arith.addi(arith.muli(row, mosaic.i32(num_vectors)), part)
+
+
+def _vector_type() -> Any:
+    return mosaic.vector_type(VECTOR_BYTES // 4, mosaic.integer_type(32))
+
+
+def _load_vector(base: Value, position: Value) -> Value:
+    place = mosaic.element_pointer(base, position, _vector_type())
+    return llvm.load(_vector_type(), place, alignment=VECTOR_BYTES)
+
+
+def _store_vector(base: Value, position: Value, value: Value) -> None:
+    place = mosaic.element_pointer(base, position, _vector_type())
+    llvm.store(value, place, alignment=VECTOR_BYTES)

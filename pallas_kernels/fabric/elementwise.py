@@ -1,9 +1,8 @@
 """Elementwise float32 functions within a kernel, with the arithmetic of XLA's own GPU kernels.
 
 XLA rounds every operation (it never contracts a product and a sum to an FMA), divides by
-`div.full`, inverts by `rcp.approx`, and has its own `exp` and `tanh`. Pallas' lowerings of these
-operations give results that differ in the last bits. This module emits a function's jaxpr as the
-PTX that XLA emits for it. So a function in a kernel's epilogue gives the same bits as XLA.
+`div.full`, inverts by `rcp.approx`, and has its own `exp` and `tanh`. Pallas' lowerings differ in
+the last bits. So this module emits a function's jaxpr as the PTX that XLA emits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.mosaic import Value
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 
 Function = Callable[..., Any]
 
@@ -31,16 +30,10 @@ class NotSupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """An elementwise function of float32 arrays, to be called within a kernel.
+    """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    Attributes:
-      function: a JAX function of `arity` float32 arrays of one shape. It returns an array, or a
-        tuple if there are several results.
-      arity: number of the function's arguments.
-      results: number of its results.
-
-    Raises:
-      NotSupported: the function has an operation that this module cannot emit.
+    It returns an array, or a tuple if there are several results. Raises NotSupported if this module
+    cannot emit one of its operations.
     """
 
     function: Function
@@ -52,6 +45,7 @@ class Elementwise:
 
     @functools.cached_property
     def _jaxpr(self) -> Any:
+        # The closed jaxpr of the function on float32 scalars.
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         try:
             closed = jax.make_jaxpr(self.function)(*[scalar] * self.arity)
@@ -64,14 +58,8 @@ class Elementwise:
             raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
         return closed
 
-    def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
-        """Applies the function to float32 arrays of one shape, within a kernel.
-
-        The arrays are in registers, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators.
-        `interpreted` is whether Pallas' GPU interpreter runs the kernel.
-        """
-        if interpreted:
-            return self.function(*arrays)
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        """Applies the function to float32 arrays in registers, of one shape and layout WGMMA."""
         jaxpr = self._jaxpr.jaxpr
         layout = plgpu.Layout.WGMMA
 
@@ -88,14 +76,15 @@ class Elementwise:
     def emit_all(self, *values: Value, approximate: bool) -> list[Value]:
         """Does what `emit` does; returns all results of the function.
 
-        If `approximate`, exp and the logistic function take fewer instructions, and do not have
-        XLA's bits. The relative error of exp(x) is then about 2^-22 + |x| * 2^-24.
+        If `approximate`, exp and logistic take fewer instructions; exp(x) has a relative error of
+        about 2^-22 + |x| * 2^-24.
         """
         return _emit(self._jaxpr.jaxpr, values, _APPROXIMATE if approximate else _EMIT)
 
 
 def _instruction(name: str, operands: int) -> Callable[..., Value]:
-    text = ", ".join(f"${i}" for i in range(operands + 1))
+    """Returns a function that emits the PTX instruction `name` of that many float32 operands."""
+    text = ", ".join([f"${i}" for i in range(operands + 1)])
 
     def emit(*values: Value, **_: Any) -> Value:
         return _ptx(f"{name} {text};", *values)
@@ -105,7 +94,13 @@ def _instruction(name: str, operands: int) -> Callable[..., Value]:
 
 def _ptx(text: str, *values: Value) -> Value:
     constraints = ",".join(["=f", *["f"] * len(values)])
-    return mosaic.asm(text, constraints, *values, returns=mosaic.float_type())
+    return llvm.inline_asm(
+        mosaic.float_type(), list(values), text, constraints, has_side_effects=True
+    )
+
+
+def _constant(value: float) -> Value:
+    return arith.constant(mosaic.float_type(), value)
 
 
 _add = _instruction("add.rn.f32", 2)
@@ -123,11 +118,8 @@ _quotient = _instruction("div.full.f32", 2)
 
 
 def _exp(x: Value) -> Value:
-    """Emits e^x, by the same instructions as the function expf of NVIDIA's libdevice.
-
-    They split x / ln 2 into an integer j, clamped to the range of float32 exponents, and a rest f,
-    and compute 2^j * 2^f.
-    """
+    """Emits e^x, by the same instructions as the function expf of NVIDIA's libdevice."""
+    # x / ln 2 is split into an integer j, clamped to float32's exponents, and a rest f.
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"
@@ -149,18 +141,16 @@ def _exp(x: Value) -> Value:
 
 
 def _logistic(x: Value) -> Value:
-    return _reciprocal(_add(_exp(_neg(x)), mosaic.f32(1.0)))
+    return _reciprocal(_add(_exp(_neg(x)), _constant(1.0)))
 
 
 def _tanh(x: Value) -> Value:
-    """Emits tanh(x), by the same operations as XLA.
+    """Emits tanh(x), by the same operations as XLA."""
 
-    If x is tiny, the result is x. Else x is clamped to the range in which tanh does not round to 1
-    or -1, and the result is an odd polynomial of x divided by an even one.
-    """
-
+    # A tiny x is the result. Else x is clamped to where tanh does not round to 1 or -1, and the
+    # result is an odd polynomial of x divided by an even one.
     def constant(bits: int) -> Value:
-        return mosaic.f32(float(np.uint32(bits).view(np.float32)))
+        return _constant(float(np.uint32(bits).view(np.float32)))
 
     def polynomial(square: Value, first: int, *rest: int) -> Value:
         total = constant(first)
@@ -192,21 +182,23 @@ def _tanh(x: Value) -> Value:
 
 
 def _power(x: Value, *, y: int) -> Value:
+    # `_check` refuses a y that is not 2 or 3.
     square = _mul(x, x)
     return square if y == 2 else _mul(square, x)
 
 
 def _select(condition: Value, if_false: Value, if_true: Value, **_: Any) -> Value:
+    # `condition` is 1 or 0, as float32.
     text = "{ .reg .pred p; setp.ne.f32 p, $1, 0f00000000; selp.f32 $0, $3, $2, p; }"
     return _ptx(text, condition, if_false, if_true)
 
 
 def _same(x: Value, **_: Any) -> Value:
+    # Emits nothing, for primitives that change no float32 scalar.
     return x
 
 
-# Maps the name of a JAX primitive to a function that emits the primitive. The function takes the
-# operands of an equation of a jaxpr, and the equation's parameters as keyword arguments.
+# Emits a JAX primitive, given the operands of an equation and its parameters by keyword.
 _EMIT: dict[str, Callable[..., Value]] = {
     "add": _add,
     "add_any": _add,
@@ -220,7 +212,7 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "exp": lambda x, **_: _exp(x),
     "logistic": lambda x, **_: _logistic(x),
     "tanh": lambda x, **_: _tanh(x),
-    "one_minus_square": lambda x, **_: _sub(mosaic.f32(1.0), _mul(x, x)),
+    "one_minus_square": lambda x, **_: _sub(_constant(1.0), _mul(x, x)),
     "square": lambda x, **_: _mul(x, x),
     "integer_pow": _power,
     **_compare,
@@ -235,22 +227,19 @@ _EMIT: dict[str, Callable[..., Value]] = {
 
 
 def _fast_exp(x: Value, **_: Any) -> Value:
-    return _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(1 / math.log(2))))
+    return _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, _constant(1 / math.log(2))))
 
 
 def _fast_logistic(x: Value, **_: Any) -> Value:
-    power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(-1 / math.log(2))))
-    return _ptx("rcp.approx.ftz.f32 $0, $1;", _add(power, mosaic.f32(1.0)))
+    power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, _constant(-1 / math.log(2))))
+    return _ptx("rcp.approx.ftz.f32 $0, $1;", _add(power, _constant(1.0)))
 
 
 _APPROXIMATE = _EMIT | {"exp": _fast_exp, "logistic": _fast_logistic}
 
 
 def _inner(equation: Any) -> Any:
-    """Returns the closed jaxpr that an equation calls, such as one of `jit`, or None.
-
-    None means that the equation calls no jaxpr, or one that captures arrays.
-    """
+    """Returns the closed jaxpr that an equation calls, if it captures no arrays; else None."""
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
         return None
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -272,31 +261,25 @@ def _check(jaxpr: Any) -> None:
         if equation.params.get("accuracy") is not None:
             raise NotSupported(f"it asks for the accuracy of {name}")
         # Booleans come from comparisons, and int32 numbers are literals; both are held as float32.
-        others = {
+        also = {
             "convert_element_type": (jnp.bool_, jnp.int32),
             "select_n": (jnp.bool_,),
         }.get(name, (jnp.bool_,) if name in _compare else ())
         for variable in (*equation.invars, *equation.outvars):
-            known = (jnp.float32, *others)
-            if variable.aval.shape or variable.aval.dtype not in known:
+            if variable.aval.shape or variable.aval.dtype not in (jnp.float32, *also):
                 raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
 
 
 def _emit(
     jaxpr: Any, arguments: Sequence[Value], instructions: dict[str, Any] = _EMIT
 ) -> list[Value]:
-    """Emits the operations of a jaxpr on the float32 scalars `arguments`; returns the results.
-
-    `instructions` maps the name of a JAX primitive to a function that emits it, as `_EMIT` does.
-
-    `_check` must have accepted the jaxpr.
-    """
+    """Emits the operations of a jaxpr that `_check` has accepted on float32 scalars."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:
         # Only literals have an attribute `val`.
         if hasattr(variable, "val"):
-            return mosaic.f32(float(variable.val))
+            return _constant(float(variable.val))
         return known[variable]
 
     for equation in jaxpr.eqns:

@@ -1,15 +1,14 @@
 """The low-latency protocol: receivers poll the data itself, so a call needs no signals.
 
 Data is sent in tiles of 2 KiB. Every GPU has tile buffers in symmetric memory, to which its peers
-write tiles. The buffers outlive the calls of kernels. `memory_map` defines their addresses, and
-`sentinel_words` reads and writes them. Every 32-bit word of an empty buffer holds a sentinel, all
-ones. A receiver polls a buffer until none of its words is the sentinel, takes the tile, and writes
-the sentinel back. TensorRT-LLM's Lamport all-reduces use this protocol, with a negative zero as the
-sentinel. NCCL's protocol LL stores a flag next to each word instead.
+write tiles. The buffers outlive the calls of kernels. Every 32-bit word of an empty buffer holds a
+sentinel, all ones. A receiver polls a buffer until none of its words is the sentinel, takes the
+tile, and writes the sentinel back. TensorRT-LLM's Lamport all-reduces use this protocol, with a
+negative zero as the sentinel. NCCL's protocol LL stores a flag next to each word instead.
 
-  a worker   is a warpgroup of a kernel. It communicates with the worker of its number on each peer.
-  a channel  leads from a worker on one GPU to the worker of the same number on another GPU. It has
-             two sets of tile buffers, used by even and odd calls. Both ends count the calls.
+- A *worker* is a warpgroup of a kernel. It communicates with the worker of its number on each peer.
+- A *channel* leads from a worker on one GPU to the worker of the same number on another GPU. It has
+  two sets of tile buffers, used by even and odd calls. Both ends count the calls.
 
 A set is empty when it is used again. The third call of a sender uses the set of the first call. The
 sender begins its third call after it has received all tiles that its peer sent in the second call.
@@ -17,40 +16,58 @@ The peer began its second call after it had ended its first call, in which it em
 requires that two GPUs make their calls with each other one at a time and in the same order, and
 that in every call each GPU receives something from each peer. Memory accesses of consecutive calls
 are ordered because a kernel begins only after the previous kernel has ended.
+
+A word of a tile buffer holds the sentinel `EMPTY` until it has arrived. So a word of a tile that
+itself equals the sentinel is sent as another word, `_INSTEAD`.
+
+If the receiver needs the exact bits, notes tell which words were replaced. A thread of the sender
+sends four words of a tile. If one of them equals the sentinel or `_INSTEAD`, the thread also sends
+a note: a byte whose bit i says whether its word i was replaced. A thread of the receiver that finds
+`_INSTEAD` waits for the note.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import vector_length
+from pallas_kernels.fabric import mosaic, vectors
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
 from pallas_kernels.fabric.memory_map import (
+    EMPTY,
     MAX_LOW_LATENCY_GPUS,
     MAX_WORKERS,
+    NUM_COUNTERS,
+    STRIDE,
+    TILE_BUFFER_BYTES,
+    TILE_BYTES,
+    TILES,
     num_senders,
+    num_tile_buffers,
     tiles_of_channel,
 )
-from pallas_kernels.fabric.sentinel_words import TileMemory
+from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
+
+# As float32, both `EMPTY` and this word are NaN.
+_INSTEAD = 0xFFFFFFFE
+# A note's memory until it has arrived: a byte of `EMPTY`.
+_NO_NOTE = EMPTY & 0xFF
+
+_NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
+_WORDS = VECTOR_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels(fb.RanksOfMesh):
-    """The ranks of a kernel that communicates by the low-latency protocol.
-
-    Each warpgroup that communicates does so by an `Endpoint`.
-
-    Attributes:
-      memory: the call counters and tile buffers of all GPUs, in symmetric memory.
-    """
+    """The ranks of a kernel that communicates by the low-latency protocol."""
 
     memory: TileMemory
 
@@ -63,20 +80,14 @@ class Channels(fb.RanksOfMesh):
         pass
 
     def mesh_index(self, ref: Any) -> jax.Array:
-        """Returns the row-major index of this rank's device in the mesh, [] int32.
-
-        `ref` is a reference to an array [1] that holds the index.
-        """
+        """Returns ref[0]; the simulator's ranks have another index each."""
         return ref[0]
 
 
 class Endpoint:
-    """One warpgroup's connection to its peers by the low-latency protocol, during one kernel call.
-
-    Each warpgroup that communicates makes one endpoint, and calls `close` after its last tile.
+    """One warpgroup's connection to its peers during one kernel call; `close` ends the call.
 
     Attributes:
-      channels: the ranks, and the symmetric memory through which they communicate.
       rank: [] int32, this rank.
       peers: the other ranks, [] int32 each: rank + 1, rank + 2 and so on, modulo num_ranks.
     """
@@ -86,45 +97,31 @@ class Endpoint:
         self.rank, corner = channels.rank_and_corner(mesh_index)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
+        # The GPUs' numbers on the host, this rank's and those of `peers`.
         self._here = channels.gpu(mesh_index)
         self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
+        # For each of `peers`, the index and the value of the counter of calls with it.
         self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)
 
     def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends a tile to each peer.
+        """Sends a tile in registers to each of `peers`, which pass the same `index` to `receive`.
 
-        Args:
-          index: the number of these tiles in this call, counted from 0. The peers pass it to
-            `receive`.
-          tiles_of_peers: the tile for each of `peers`, in registers.
-          exact: whether NaNs keep their bits; the peers' `receive` must pass the same value.
+        `index` counts the tiles of this call from 0. `exact` is whether NaNs keep their bits; the
+        receiver must pass the same.
         """
         for i, tile in enumerate(tiles_of_peers):
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to peers[i], which receives it by `receive(index)` in the same kernel call.
-
-        See `send` for the arguments.
-        """
+        """Sends a tile to peers[i]; see `send`."""
         number = self._buffer(self._here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
     def receive(
         self, index: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
     ) -> list[jax.Array]:
-        """Waits for one tile from each peer, and returns these tiles.
-
-        Args:
-          index: the number of the tiles in this call, which the peers pass to `send`.
-          shape: the shape of each tile.
-          dtype: the dtype of each tile.
-          exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
-
-        Returns:
-          The tile of each of `peers`, in registers.
-        """
+        """Waits for tile number `index` of each of `peers`; returns the tiles in registers."""
         return self.receive_all([index], shape, dtype, exact=exact)[0]
 
     def receive_all(
@@ -136,28 +133,19 @@ class Endpoint:
         exact: bool = False,
         wanted: Sequence[Sequence[jax.Array]] | None = None,
     ) -> list[list[jax.Array]]:
-        """Waits for several tiles of this call from each peer at once, and returns them.
+        """Waits for tiles from each peer at once; returns a list for each of `indices`.
 
-        Args:
-          indices: the numbers of the tiles in this call, which the peers pass to `send`.
-          shape: the shape of each tile.
-          dtype: the dtype of each tile.
-          exact: whether NaNs keep their bits; the peers' `send` must pass the same value.
-          wanted: wanted[i][j], [] bool, is whether peers[j] sends the tile of number indices[i].
-            None if all peers send all tiles.
-
-        Returns:
-          For each index, the tile of each of `peers`, in registers. A tile that is not sent is
-          undefined.
+        wanted[i][j], [] bool, is whether peers[j] sends tile number indices[i]; a tile that is not
+        sent is undefined. None: all are sent.
         """
-        numbers = [
-            self._buffer(gpu, self._here, calls, index)
+        buffers = [
+            self._buffer(sender, self._here, calls, index)
             for index in indices
-            for gpu, calls in zip(self._there, self._calls, strict=True)
+            for sender, calls in zip(self._there, self._calls, strict=True)
         ]
         tiles = self.channels.memory.receive(
             self._here,
-            numbers,
+            buffers,
             shape,
             dtype,
             rank=self.rank,
@@ -171,12 +159,9 @@ class Endpoint:
         return [tiles[first : first + count] for first in range(0, len(tiles), count)]
 
     def sum(self, index: int, mine: jax.Array) -> jax.Array:
-        """Receives a tile from each peer, and returns their sum with this rank's tile `mine`.
-
-        The peers send tiles of the shape and dtype of `mine` as tile number `index` of this call.
-        The tiles are added in rank order in float32, so that all ranks get equal bits. The sum is
-        rounded once, to the dtype of `mine`.
-        """
+        """Receives tile number `index` from each peer; returns the sum with the tile `mine`."""
+        # In rank order in float32, so that all ranks get equal bits.
+        # parts[i] is the tile of rank + i.
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
@@ -188,14 +173,10 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
-        """Delays this rank if a test set a delay for point `number`; see `Fabric.delay_point`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """Returns the mesh index of `rank`'s device minus that of rank 0's device, [] int32.
-
-        Mesh indices count the devices of the mesh in row-major order.
-        """
+        """Returns the mesh index of `rank`'s device minus that of rank 0's, [] int32."""
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
             offset = offset + lax.rem(rank, jnp.int32(size)) * stride
@@ -205,13 +186,8 @@ class Endpoint:
     def _buffer(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number of a tile buffer, counted among the tile buffers of GPU `receiver`.
-
-        In a call, the buffer receives tile number `index` of those that a warpgroup of GPU `sender`
-        sends to GPU `receiver`: the warpgroup with the same number as this one. `calls` is how many
-        calls the two GPUs have made with each other before. It selects one of two sets of buffers,
-        for even and odd calls.
-        """
+        """Returns the number of the tile buffer of GPU `receiver` for tile `index` of `sender`."""
+        # `calls` selects the set of buffers for even or odd calls.
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)
         # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
@@ -220,3 +196,239 @@ class Endpoint:
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker
         return channel * tiles_of_channel(num_gpus) + index
+
+
+# ---------------------------------------------------------------------------------- tile buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMemory:
+    """The call counters and tile buffers of all GPUs, in symmetric memory."""
+
+    # The address of GPU 0's heap.
+    base: int
+    # GPUs that have a heap.
+    num_gpus: int
+
+    def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        """Sends a tile of `TILE_BYTES` in registers to an empty tile buffer of another GPU.
+
+        `exact` is whether NaNs keep their bits; the receiver must pass the same value.
+        """
+
+        def emit(gpu: Array, buffer: Array, tile: Array) -> None:
+            (of_thread,) = mosaic.registers(tile)
+            packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
+            words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
+            where = mosaic.scalar(gpu), mosaic.scalar(buffer)
+            empty = [_is(EMPTY, word) for word in words]
+            if exact:
+                # The note, and whether this thread sends it.
+                bits = [
+                    arith.select(is_empty, mosaic.i32(1 << i), mosaic.i32(0))
+                    for i, is_empty in enumerate(empty)
+                ]
+                mosaic.asm(
+                    "@$2 st.relaxed.sys.global.b8 [$0], $1;",
+                    "l,r,b",
+                    self._note(*where),
+                    functools.reduce(arith.ori, bits),
+                    _any([*empty, *(_is(_INSTEAD, word) for word in words)]),
+                )
+            words = [
+                arith.select(is_empty, mosaic.i32(_INSTEAD), word)
+                for is_empty, word in zip(empty, words, strict=True)
+            ]
+            _store(self._buffer(*where), words)
+
+        layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
+        mosaic.inline(emit, [gpu, buffer, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
+
+    def receive(
+        self,
+        gpu: jax.Array,
+        buffers: Sequence[jax.Array],
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        rank: jax.Array,
+        peers: Sequence[jax.Array],
+        timeout_s: float,
+        what: str,
+        exact: bool,
+        wanted: Sequence[jax.Array] | None = None,
+    ) -> list[jax.Array]:
+        """Waits for tiles in `buffers` of this GPU, empties the buffers, and returns the tiles.
+
+        `peers` are the ranks that send to the buffers, for the message of a timeout. `wanted` says
+        for each buffer whether a tile is sent to it, None that all are; what is returned for other
+        buffers is undefined.
+        """
+        count = len(buffers)
+
+        def emit(gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
+            here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
+            values = [mosaic.scalar(scalar) for scalar in scalars]
+            numbers, senders = values[:count], values[count : 2 * count]
+            is_sent = values[2 * count :]  # none if `wanted` is None
+            pointers = [self._buffer(here, number) for number in numbers]
+
+            def missing(words: Sequence[Value]) -> Iterator[Value]:
+                """Emits an i1 for each buffer: whether it still lacks a word of this thread."""
+                for j, of_tile in enumerate(_by_tile(words)):
+                    is_empty = _any([_is(EMPTY, word) for word in of_tile])
+                    yield arith.andi(is_empty, is_sent[j]) if is_sent else is_empty
+
+            def ask() -> tuple[Value, list[Value]]:
+                words = [word for pointer in pointers for word in _load(pointer)]
+                # If all tiles are sent, the words need not be told apart by tile.
+                waits = missing(words) if is_sent else (_is(EMPTY, word) for word in words)
+                return _any(list(waits)), words
+
+            def late(words: Sequence[Value]) -> None:
+                # Of several late peers, the message names the last.
+                peer = senders[0]
+                for is_missing, sender in zip(missing(words), senders, strict=True):
+                    peer = arith.select(is_missing, sender, peer)
+                mosaic.give_up(what, timeout_s, receiver, peer)
+
+            words = mosaic.poll(
+                ask, late, timeout_s=timeout_s, types=[mosaic.integer_type(32)] * _WORDS * count
+            )
+            for pointer in pointers:
+                _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
+            tiles = []
+            for number, sender, of_tile in zip(numbers, senders, _by_tile(words), strict=True):
+                if exact:
+                    give_up = functools.partial(mosaic.give_up, what, timeout_s, receiver, sender)
+                    of_tile = self._as_sent(here, number, of_tile, timeout_s, give_up)
+                tiles.append(_tile(of_tile, shape, dtype))
+            return tiles
+
+        tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
+        scalars = [gpu, rank, *buffers, *peers, *(wanted or ())]
+        return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
+
+    def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the values of some of this GPU's call counters, [] int32 each."""
+
+        def emit(gpu: Array, *counters: Array) -> list[Array]:
+            values = []
+            for counter in counters:
+                address = self._counter(mosaic.scalar(gpu), mosaic.scalar(counter))
+                values.append(mosaic.splat(mosaic.load_word(address), is_signed=True))
+            return values
+
+        value = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
+        scalars = [gpu, *counters]
+        layouts = [mosaic.SCALAR] * len(scalars)
+        return mosaic.inline(emit, scalars, layouts, [value] * len(counters))
+
+    def write(
+        self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
+    ) -> None:
+        """Sets some of this GPU's call counters, once all threads of the warpgroup are here."""
+        count = len(counters)
+
+        def emit(gpu: Array, *scalars: Array) -> None:
+            numbers = [mosaic.scalar(scalar) for scalar in scalars]
+            mosaic.barrier()
+            with mosaic.when(mosaic.equal(mosaic.warpgroup_thread(), 0)):
+                for counter, value in zip(numbers[:count], numbers[count:], strict=True):
+                    mosaic.store_word(self._counter(mosaic.scalar(gpu), counter), value)
+
+        scalars = [gpu, *counters, *values]
+        mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars))
+
+    def _as_sent(
+        self,
+        gpu: Value,
+        buffer: Value,
+        words: Sequence[Value],
+        timeout_s: float,
+        give_up: Callable[[], None],
+    ) -> list[Value]:
+        """Emits this thread's four words of a tile as they were before the sender replaced any."""
+        i32 = mosaic.integer_type(32)
+        has_note = _any([_is(_INSTEAD, word) for word in words])
+        found = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
+        with ir.InsertionPoint(found.then_block):
+            pointer = self._note(gpu, buffer)
+
+            def ask() -> tuple[Value, list[Value]]:
+                text = "ld.relaxed.sys.global.u8 $0, [$1];"
+                note = mosaic.asm(text, "=r,l", pointer, returns=i32)
+                return _is(_NO_NOTE, note), [note]
+
+            (note,) = mosaic.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
+            mosaic.asm("st.relaxed.sys.global.b8 [$0], $1;", "l,r", pointer, mosaic.i32(_NO_NOTE))
+            bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
+            scf.yield_(
+                [
+                    arith.select(_is(0, bit), word, mosaic.i32(EMPTY))
+                    for bit, word in zip(bits, words, strict=True)
+                ]
+            )
+        with ir.InsertionPoint(found.else_block):
+            scf.yield_(list(words))
+        return list(found.results)
+
+    def _start(self, gpu: Value) -> Value:
+        """Emits the address of the low-latency protocol's memory in the heap of GPU `gpu`."""
+        return arith.addi(_times(gpu, STRIDE), mosaic.i64(self.base + TILES))
+
+    def _counter(self, gpu: Value, counter: Value) -> Value:
+        return arith.addi(self._start(gpu), _times(counter, 4))
+
+    def _buffer(self, gpu: Value, buffer: Value) -> Value:
+        """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
+        start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
+        part = _times(mosaic.warpgroup_thread(), VECTOR_BYTES)
+        return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
+
+    def _note(self, gpu: Value, buffer: Value) -> Value:
+        """Emits the address of this thread's note on tile buffer `buffer` of GPU `gpu`."""
+        notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
+        start = arith.addi(self._start(gpu), mosaic.i64(notes))
+        thread = arith.extui(mosaic.integer_type(64), mosaic.warpgroup_thread())
+        return arith.addi(start, arith.addi(_times(buffer, _NOTES_BYTES), thread))
+
+
+def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
+    """Splits the words that a thread read from several tile buffers into 4 words for each."""
+    return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
+
+
+def _times(value: Value, size: int) -> Value:
+    return arith.muli(arith.extui(mosaic.integer_type(64), value), mosaic.i64(size))
+
+
+def _is(value: int, word: Value) -> Value:
+    return mosaic.equal(word, mosaic.i32(value))
+
+
+def _any(conditions: Sequence[Value]) -> Value:
+    return functools.reduce(arith.ori, conditions)
+
+
+def _load(pointer: Value) -> list[Value]:
+    i32 = mosaic.integer_type(32)
+    words = mosaic.asm(
+        "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        pointer,
+        returns=mosaic.struct_type([i32] * _WORDS),
+    )
+    return [llvm.extractvalue(i32, words, [i]) for i in range(_WORDS)]
+
+
+def _store(pointer: Value, words: Sequence[Value]) -> None:
+    mosaic.asm("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", pointer, *words)
+
+
+def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns a tile in registers, made of the four words of it that this thread holds."""
+    words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
+    packed = vector.from_elements(words_type, list(words))
+    of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))
+    return mosaic.array_of([vector.bitcast(of_thread, packed)], shape, vector_length(dtype))

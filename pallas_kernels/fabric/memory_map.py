@@ -1,15 +1,15 @@
-"""Defines the addresses of symmetric memory: the GPUs' heaps, and the offsets within a heap.
+"""Addresses of symmetric memory: the GPUs' heaps, and the offsets within a heap.
 
 A *domain* is a set of GPUs of one host that can access each other's memory. A GPU has the same
-number in every process. Each GPU has a *heap*, which kernels of all GPUs of the domain access. The
-heap of GPU g begins at address `BASE + g * STRIDE` in every process. It starts with a header of
-64-bit little-endian words, which the process that owns the GPU writes once, before any kernel runs.
-The kernels use the rest of the heap; `contents` defines its initial contents.
+number in every process. The *heap* of GPU g, which kernels of all GPUs of the domain access, begins
+at address `BASE + g * STRIDE` in every process. It starts with a header of 64-bit little-endian
+words, which the process that owns the GPU writes once, before any kernel runs. Kernels use the
+rest, whose initial contents `contents` defines.
 
-XLA allocates arrays from its GPU's *memory pool*. Let an array have the address a in the process of
-GPU g. Another GPU accesses the array at the address `a + header[DELTA + g]`, modulo 2**64, with the
-other GPU's header. This is valid if a lies in the part of g's pool that g's process shares:
-`header[POOL_START] <= a < header[POOL_START] + header[POOL_BYTES]`, with g's header.
+XLA allocates arrays from its GPU's *memory pool*. An array at the address a in the process of GPU g
+is at the address `a + header[DELTA + g]`, modulo 2**64, for another GPU with this header. This
+holds if a lies in the part of g's pool that g's process shares: `header[POOL_START] <= a <
+header[POOL_START] + header[POOL_BYTES]`, with g's header.
 
 Imports neither JAX nor Pallas.
 """
@@ -80,42 +80,28 @@ NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
 # A tile buffer has room for a tile, and for one byte from each of the sender's 128 threads. A
 # sender replaces words of a tile that equal the sentinel, and the byte says which of the thread's
-# words it has replaced (see `sentinel_words`).
+# words it has replaced (see `low_latency`).
 TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 
 def num_senders(num_gpus: int) -> int:
-    """Returns for how many sending GPUs a heap has tile buffers, in a domain of `num_gpus` GPUs.
-
-    It is the number of other GPUs, but at least 1. It is at most 7, because a kernel that sends
-    tiles runs on at most MAX_LOW_LATENCY_GPUS = 8 GPUs.
-    """
+    """Returns for how many sending GPUs a heap has tile buffers: all other GPUs of a kernel."""
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
 
 def tiles_of_channel(num_gpus: int) -> int:
-    """Returns how many tiles a warpgroup may send to each peer in one call: 4 or 2.
-
-    It is 2 if the domain has more than 4 GPUs, because a heap then has buffers for more senders.
-    """
+    """Returns how many tiles a warpgroup may send to each peer in one call."""
+    # In a domain of more than 4 GPUs, a heap has buffers for more senders, so fewer for each.
     return 4 if num_gpus <= 4 else 2
 
 
 def num_tile_buffers(num_gpus: int) -> int:
-    """Returns the number of tile buffers in a heap.
-
-    A heap has two sets of tile buffers, for even and odd calls. In a set, each warpgroup of each
-    sending GPU has `tiles_of_channel` buffers. A GPU has up to MAX_WORKERS such warpgroups.
-    """
+    """Returns the number of tile buffers in a heap, for even and odd calls."""
     return 2 * num_senders(num_gpus) * MAX_WORKERS * tiles_of_channel(num_gpus)
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Returns what a heap contains before any kernel runs.
-
-    The result is a list of (byte offset, 32-bit word, number of bytes). Each entry describes a
-    range of the heap that is filled with copies of the word.
-    """
+    """Returns a heap's contents before any kernel runs: ranges (offset, 32-bit fill, bytes)."""
     buffers = TILES + 4 * NUM_COUNTERS
     return [(0, 0, buffers), (buffers, EMPTY, TILE_BUFFER_BYTES * num_tile_buffers(num_gpus))]
 

@@ -1,25 +1,14 @@
-"""Wraps every private or unstable part of JAX and Mosaic that kernels use.
+"""Emits MLIR within a kernel, where Pallas does not express what is needed.
 
-Pallas expresses most of a kernel. The rest is emitted as MLIR, by Python functions that `inline`
-runs while the kernel is lowered. Such a function emits the code of one thread of a warpgroup. It
-uses Python interfaces that JAX does not keep stable: MLIR's dialects, the registers of Mosaic's
-arrays, thread numbers, and PTX. Functions of this module that take or return an MLIR value
-(`Value`) or an array in registers (`Array`) may only be called within a function that `inline`
-runs.
-
-If the installed JAX lacks one of the required names, this module and the kernels can still be
-imported. `unavailable_reason` then says what is missing, and a kernel that uses `inline` or
-`remote_ref` raises NotImplementedError when it is traced.
+Python functions that `inline` runs while the kernel is lowered emit the code of one thread of a
+warpgroup. Functions here that take or return an MLIR value (`Value`) or an array in registers
+(`Array`) may only be called within such a function. No other module of kernels takes Mosaic's
+arrays, layouts and launch context apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import itertools
-import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,139 +17,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import requirements
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 
-# Maps a module of JAX to those of its names that this module and the kernels use.
-_REQUIRED = {
-    "jax.experimental.mosaic.gpu": (
-        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGMMA_ROW_LAYOUT", "WGStridedFragLayout"),
-    ),
-    "jax.experimental.mosaic.gpu.launch_context": (
-        *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
-        *("Scratch.finalize_size",),
-    ),
-    "jax.experimental.mosaic.gpu.utils": (
-        "bitwidth",
-        "dtype_to_ir_type",
-        "getelementptr",
-        "memref_ptr",
-        "ptr_as_memref",
-        "thread_idx",
-        "warp_tree_reduce",
-        "warpgroup_barrier",
-    ),
-    "jax.experimental.pallas": (
-        *("cdiv", "ds", "multiple_of", "next_power_of_2", "run_scoped", "when"),
-    ),
-    "jax.experimental.pallas.mosaic_gpu": (
-        *("ACC", "Barrier", "CompilerParams", "Layout.TILED", "Layout.WGMMA"),
-        *("Layout.WGMMA_TRANSPOSED", "Layout.WG_SPLAT", "Layout.WG_STRIDED"),
-        *("LoweringSemantics.Lane", "OOBFillMode.PROMISE_IN_BOUNDS", "RefType", "SMEM"),
-        *("ShapeDtypeStruct", "SwizzleTransform", "Tiling", "TilingTransform", "barrier_arrive"),
-        *("barrier_wait", "broadcasted_iota", "commit_smem", "commit_smem_to_gmem_group"),
-        *("copy_gmem_to_smem", "copy_smem_to_gmem", "inline_mgpu", "kernel", "layout_cast"),
-        *("load", "remote_ref", "set_max_registers", "wait_smem_to_gmem", "wgmma", "wgmma_wait"),
-    ),
-    "jaxlib.mlir.dialects.arith": (
-        *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
-        *("extui", "index_cast", "maximumf", "maxsi", "maxui", "minsi", "minui", "mulf", "muli"),
-        *("ori", "remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
-    ),
-    "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
-    "jaxlib.mlir.dialects.llvm": (
-        *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("ArrayType", "inline_asm", "intr_fma", "inttoptr", "load", "ptrtoint", "store"),
-    ),
-    "jaxlib.mlir.dialects.scf": ("ForOp", "IfOp", "WhileOp", "condition", "yield_"),
-    "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
-    "jaxlib.mlir.ir": (
-        *("F32Type", "FloatAttr", "InsertionPoint", "IntegerType", "MemRefType"),
-        *("StridedLayoutAttr", "StringAttr", "Type", "TypeAttr", "VectorType"),
-    ),
-    "jaxlib.mlir.passmanager": ("PassManager",),
-}
+# A module that the installed JAX lacks is None here, and `compiler.kernel` raises
+# NotImplementedError.
+mgpu = requirements.module("jax.experimental.mosaic.gpu")
+ir = requirements.module("jaxlib.mlir.ir")
+arith = requirements.module("jaxlib.mlir.dialects.arith")
+gpu = requirements.module("jaxlib.mlir.dialects.gpu")
+llvm = requirements.module("jaxlib.mlir.dialects.llvm")
+scf = requirements.module("jaxlib.mlir.dialects.scf")
+vector = requirements.module("jaxlib.mlir.dialects.vector")
 
-
-def _module(path: str) -> Any:
-    """Imports and returns the module at `path`, or returns None if the installed JAX lacks it."""
-    try:
-        return importlib.import_module(path)
-    except ImportError:
-        return None
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    """Returns the attribute of `owner` at a dotted path such as "a.b", or None if there is none."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        for name in path.split("."):
-            owner = getattr(owner, name, None)
-    return owner
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """Returns why the kernels cannot run with the installed JAX, or None if they can.
-
-    The reason is a sentence that lists the names of `_REQUIRED` which JAX lacks.
-    """
-    missing = []
-    for path, names in _REQUIRED.items():
-        module = _module(path)
-        if module is None:
-            missing.append(path)
-        else:
-            missing += [f"{path}.{name}" for name in names if _attribute(module, name) is None]
-    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
-
-
-def _refuse_if_unavailable() -> None:
-    if reason := unavailable_reason():
-        raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
-
-
-# The modules of JAX by which functions emit MLIR. If the installed JAX lacks a module, it is None
-# here, and `inline` raises NotImplementedError.
-mgpu = _module("jax.experimental.mosaic.gpu")
-ir = _module("jaxlib.mlir.ir")
-passmanager = _module("jaxlib.mlir.passmanager")
-arith = _module("jaxlib.mlir.dialects.arith")
-gpu = _module("jaxlib.mlir.dialects.gpu")
-llvm = _module("jaxlib.mlir.dialects.llvm")
-scf = _module("jaxlib.mlir.dialects.scf")
-vector = _module("jaxlib.mlir.dialects.vector")
-
-
-def _ask_ptxas_once() -> None:
-    """Makes Mosaic ask the assembler `ptxas` for its version only once in this process.
-
-    Otherwise, Mosaic starts the program `ptxas` whenever a kernel converts a bool to an integer.
-    Every branch converts one: a kernel then starts `ptxas` about 100 times, for 7 ms each time.
-    """
-    bindings = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
-    name = "_get_ptxas_isa_version"
-    ask = getattr(bindings, name, None)
-    if ask is not None and not hasattr(ask, "cache_info"):
-        setattr(bindings, name, functools.cache(ask))
-
-
-_ask_ptxas_once()
 
 # An MLIR value.
 Value = Any
 # An array in the registers of a warpgroup while MLIR is emitted: Mosaic's FragmentedArray.
 Array = Any
 
-# What to pass to `inline` as the layout of an operand that is a reference or a scalar. For an array
-# in registers, `strided` returns the layout.
+# Layouts of operands of `inline` that are references or scalars; `strided` is for arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
-    """Returns a register layout of an array of this shape, which is divided into short vectors.
+    """Returns the register layout in which neighbouring threads hold neighbouring vectors.
 
-    A vector has `elements` neighbouring elements. Neighbouring threads of the warpgroup hold
-    neighbouring vectors.
+    A vector is `elements` neighbouring elements of the array.
     """
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
 
@@ -176,165 +60,26 @@ def inline(
     """Inserts MLIR code into the kernel that is being traced.
 
     Args:
-      emit: emits the MLIR code of one thread; it runs when JAX lowers the kernel. It takes a memref
-        for each operand that is a reference, and a FragmentedArray for each array in registers. It
-        returns arrays of the types in `returns`.
-      operands: references, and arrays in registers.
-      layouts: the layout of each operand: `REFERENCE` or another `plgpu.RefType`, `SCALAR`, one
-        made by `strided`, `plgpu.Layout.WGMMA`, or `plgpu.Layout.WGMMA.reduce(1)`.
+      emit: emits the code of one thread when JAX lowers the kernel. Takes a memref for each
+        reference and a FragmentedArray for each array in registers; returns arrays of the types in
+        `returns`.
+      layouts: of each operand: `REFERENCE` or another `plgpu.RefType`, `SCALAR`, one made by
+        `strided`, `plgpu.Layout.WGMMA`, or `plgpu.Layout.WGMMA.reduce(1)`.
       returns: the type of the result, a list of types, or None if there is no result.
-
-    Returns:
-      An array in registers, a list of them, or None, as `returns` says.
-
-    Raises:
-      NotImplementedError: this JAX lacks a name that kernels need; the message names it.
     """
-    _refuse_if_unavailable()
 
-    def run(_: Any, *values: Any) -> Any:
+    def run(_context: Any, *values: Any) -> Any:
         results = emit(*values)
         return None if returns is None else results
 
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(run)(*operands)
 
 
-# ------------------------------------------------------------------------------------------ kernels
-
-# The MLIR passes that run on a kernel before Mosaic compiles it. Mosaic's compiler begins with
-# MLIR's canonicalizer, which visits a block from top to bottom and takes seconds for loops that
-# carry hundreds of registers. The passes `_SIMPLIFY` run it earlier, from bottom to top, which
-# takes hundredths of a second and leaves Mosaic's own run nothing to change. The pass
-# `_FORGET_PLACES` strips source locations, so that otherwise equal kernels are compiled once.
-_SIMPLIFY = "cse", "canonicalize{top-down=false}"
-_FORGET_PLACES = "strip-debuginfo"
-# This attribute of a kernel's MLIR module names the files to which Mosaic dumps the module. By
-# default it contains a counter, so the modules of equal kernels differ.
-_DUMP_NAME = "mosaic_gpu.dump_basename"
-
-
-def kernel(
-    body: Callable[..., None],
-    *,
-    interpret: Any = None,
-    auto_barriers: bool = True,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Returns a function of arrays that runs `body` as a kernel, as `plgpu.kernel` does.
-
-    The kernel's MLIR is simplified before Mosaic compiles it. The compiler then takes less than
-    half of the time, and compiles a kernel that is part of several programs only once.
-
-    Args:
-      body: the kernel's body. It takes references to the inputs and outputs, and scratch by name.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
-      auto_barriers: whether Pallas adds barriers around accesses of shared memory.
-      options: further arguments of `plgpu.kernel`.
-    """
-
-    def run(*refs: Any, **scratch: Any) -> None:
-        if not interpret:
-            _simplify_once_lowered()
-        body(*refs, **scratch)
-
-    parameters = plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
-    )
-    return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
-
-
-# An attribute of a kernel's MLIR module. Its value has no meaning to Mosaic, but Mosaic compiles
-# modules with different values separately.
-_LABEL = "mosaic_gpu.label"
-# The value that modules lowered from now on get for the attribute `_LABEL`. None sets no attribute.
-_label: str | None = None
-_labels = map(str, itertools.count())
-
-
-@contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Opens a context in which every kernel is compiled again, to measure compile times.
-
-    Outside it, Mosaic compiles a kernel once in a process, even if JAX's caches are cleared.
-    """
-    global _label
-    before, _label = _label, next(_labels)
-    try:
-        yield
-    finally:
-        _label = before
-
-
-def _simplify_once_lowered() -> None:
-    """Arranges that the MLIR module of the kernel being traced is simplified once it is complete.
-
-    The last step of lowering a kernel is Mosaic's method `Scratch.finalize_size`, which emits host
-    code that makes the descriptors of TMA copies. This function replaces the method, for this
-    kernel only, by one that then also simplifies the module.
-    """
-
-    def run(context: Any) -> None:
-        scratch, finish = context.scratch, context.scratch.finalize_size
-
-        def finish_and_simplify() -> None:
-            found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
-            finish()
-            if found:
-                allocation, load, _ = found
-                _pack_descriptors(allocation, load, scratch.next_offset)
-            _simplify(context.module)
-
-        scratch.finalize_size = finish_and_simplify
-
-    plgpu.inline_mgpu()(run)()
-
-
-def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
-    """Changes the type of a kernel's TMA descriptors from an array of bytes to one of 64-bit words.
-
-    Code on the host copies the descriptors, which are an argument of the kernel, element by
-    element. LLVM's time to compile the copies grows faster than the number of elements. Words are
-    an eighth as many elements as bytes, so the copies compile faster.
-
-    Args:
-      allocation: the MLIR operation that allocates the descriptors.
-      load: the MLIR operation that loads the descriptors as the argument.
-      num_bytes: the bytes of all descriptors.
-    """
-    words = llvm.ArrayType.get(integer_type(64), num_bytes // 8)
-    allocation.elem_type = ir.TypeAttr.get(words)
-    load.result.set_type(words)
-
-
-def _simplify(module: Any) -> None:
-    """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal.
-
-    Mosaic then compiles equal kernels once. To make modules equal, this function removes source
-    locations, and the counter in the name of the module's dump files. It keeps both if an
-    environment variable MOSAIC_GPU_DUMP_* makes Mosaic dump modules to files.
-    """
-    passes, attributes = list(_SIMPLIFY), module.operation.attributes
-    if _label is not None:
-        attributes[_LABEL] = ir.StringAttr.get(_label, module.context)
-    if not any(name.startswith("MOSAIC_GPU_DUMP_") for name in os.environ):
-        passes.append(_FORGET_PLACES)
-        attributes[_DUMP_NAME] = attributes["sym_name"]
-    pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
-    # Skip the verification after each pass: Mosaic verifies the module later.
-    pipeline.enable_verifier(False)
-    pipeline.run(module.operation)
-
-
 # ------------------------------------------------------------------------- types and constants
 
 
-def integer_type(bits: int) -> Any:
-    return ir.IntegerType.get_signless(bits)
-
-
-def float_type() -> Any:
-    """Returns the MLIR type of float32."""
-    return ir.F32Type.get()
+integer_type = ir.IntegerType.get_signless
+float_type = ir.F32Type.get
 
 
 def element_type(dtype: Any) -> Any:
@@ -342,7 +87,6 @@ def element_type(dtype: Any) -> Any:
 
 
 def element_of(memref: Value) -> Any:
-    """Returns the MLIR type of a memref's elements."""
     return ir.MemRefType(memref.type).element_type
 
 
@@ -355,12 +99,11 @@ def struct_type(members: Sequence[Any]) -> Any:
 
 
 def width_of(memref: Value) -> int:
-    """Returns the number of columns of a memref of a 2D array."""
+    """Returns the length of a memref's second axis."""
     return ir.MemRefType(memref.type).shape[1]
 
 
 def bytes_of(element: Any) -> int:
-    """Returns the number of bytes of an element of an MLIR type."""
     return mgpu.utils.bitwidth(element) // 8
 
 
@@ -379,16 +122,25 @@ def i64(value: int) -> Value:
 
 
 def f32(value: float) -> Value:
-    return arith.constant(float_type(), ir.FloatAttr.get(float_type(), value))
+    return arith.constant(float_type(), value)
 
 
-def equal(a: Value, b: Value) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+def equal(a: Value, b: Value | int) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, _like(a, b))
 
 
-def below(a: Value, b: Value) -> Value:
+def unequal(a: Value, b: Value | int) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.ne, a, _like(a, b))
+
+
+def below(a: Value, b: Value | int) -> Value:
     """Emits the comparison a < b of unsigned integers, an i1."""
-    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+    return arith.cmpi(arith.CmpIPredicate.ult, a, _like(a, b))
+
+
+def _like(a: Value, b: Value | int) -> Value:
+    """Returns b; a Python integer as a constant of a's type."""
+    return arith.constant(a.type, b) if isinstance(b, int) else b
 
 
 def within(number: Value, begin: Value, end: Value) -> Value:
@@ -408,13 +160,10 @@ def warpgroup_thread() -> Value:
 
 
 def thread() -> Value:
-    """Emits the index of the thread in its block, i32.
-
-    The value passes through inline PTX, so that LLVM cannot know that two calls give the same
-    number. If it knew that two branches depend on one thread index, it could merge the branches and
-    copy the code between them to both sides, including Mosaic's barriers, which it does not
-    recognize. Threads of a warp would then wait at different barriers forever.
-    """
+    """Emits the index of the thread in its block, i32."""
+    # Inline PTX hides from LLVM that two calls give the same number. Otherwise LLVM could merge
+    # two branches on the index and copy the code between them to both sides, with Mosaic's
+    # barriers, which it does not recognize. Threads of a warp would wait at different barriers.
     return asm("mov.b32 $0, $1;", "=r,r", mgpu.utils.thread_idx(), returns=integer_type(32))
 
 
@@ -424,12 +173,12 @@ def block() -> Value:
 
 
 def barrier() -> None:
-    """Emits a barrier of all threads of the warpgroup."""
+    """Emits a barrier of the threads of a warpgroup."""
     mgpu.utils.warpgroup_barrier()
 
 
 def block_barrier() -> None:
-    """Emits a barrier of all threads of the block."""
+    """Emits a barrier of the threads of a block."""
     gpu.barrier()
 
 
@@ -444,18 +193,15 @@ def when(condition: Value) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeat(count: int) -> Iterator[Value]:
-    """Opens a context whose emitted code runs `count` times; yields the number of the turn, i32."""
+    """Opens a context whose emitted code runs `count` times; yields the iteration, i32."""
     with loop(i32(0), i32(count), 1) as turn:
         yield turn
 
 
 @contextlib.contextmanager
 def loop(start: Value, end: Value, step: int) -> Iterator[Value]:
-    """Opens a context whose emitted code runs for start, start + step and so on, below `end`.
-
-    `start` and `end` are i32, compared as signed numbers, and may differ between threads. Yields
-    the number for which the code runs.
-    """
+    """Opens a context whose emitted code runs for start, start + step and so on, below `end`."""
+    # i32 numbers, compared as signed ones, which may differ between threads.
     numbers = scf.ForOp(start, end, i32(step))
     with ir.InsertionPoint(numbers.body):
         yield numbers.induction_variable
@@ -465,17 +211,7 @@ def loop(start: Value, end: Value, step: int) -> Iterator[Value]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a branch: yields `values` if `condition` is true, else the results of `function`.
-
-    Args:
-      condition: i1, for each thread. If it is true, the thread's results are `values`. Else the
-        thread runs the code that `function` emits.
-      function: emits code that computes results of the types of `values`, and returns them.
-      values: values that exist before the branch.
-
-    Returns:
-      The thread's results.
-    """
+    """Emits a branch: `values` if `condition` (i1) is true, else the results of `function`."""
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(values)
@@ -487,36 +223,25 @@ def unless(
 def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
     """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
 
-    Args:
-      text: the PTX; $0, $1 and so on stand for the result, if there is one, and the operands.
-      constraints: LLVM's constraints, comma-separated, for the result and the operands.
-      operands: MLIR values.
-      returns: the MLIR type of the result, or None if there is no result.
-
-    Returns:
-      The result.
+    $0, $1 and so on stand for the result, if `returns` is its MLIR type, and the operands.
+    `constraints` are LLVM's, comma-separated.
     """
     return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
 
 
 def chosen_bytes(low: Value, high: Value, selector: Value) -> Value:
-    """Emits the choice of four of the 8 bytes of two words, as a word.
-
-    The last four hexadecimal digits of `selector` are the indices of the bytes, the last digit that
-    of the result's lowest byte. Bytes 0 to 3 are those of `low`, and 4 to 7 those of `high`.
-    """
+    """Emits `prmt`: a word of four of the 8 bytes of `low` (0 to 3) and `high` (4 to 7)."""
+    # The last hexadecimal digit of `selector` is the index of the result's lowest byte.
     text = "prmt.b32 $0, $1, $2, $3;"
     return llvm.inline_asm(integer_type(32), [low, high, selector], text, "=r,r,r,r")
 
 
 def opaque(words: Sequence[Value]) -> list[Value]:
-    """Emits nothing, but hides from the compiler that the results are the given 32-bit words.
-
-    So code that computes something from the results stays behind this point, and behind the inline
-    PTX before it. Such code may overwrite registers that tensor cores have read before a wait in
-    PTX, of which LLVM does not know.
-    """
+    """Hides from the compiler that the results are the given 32-bit words; emits no instruction."""
+    # Code that uses the results stays behind this point. It may overwrite registers that tensor
+    # cores have read before a wait in PTX, of which LLVM does not know.
     word = integer_type(32)
+    # LLVM's constraint "i" puts an operand in the register of result i.
     found = llvm.inline_asm(
         struct_type([word] * len(words)),
         list(words),
@@ -527,11 +252,18 @@ def opaque(words: Sequence[Value]) -> list[Value]:
     return [llvm.extractvalue(word, found, [i]) for i in range(len(words))]
 
 
+def opaque_scalar(number: Any) -> Any:
+    """Hides from the compiler what is known of an int32 in the kernel that is being traced."""
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    return inline(
+        lambda value: splat(opaque([scalar(value)])[0], is_signed=True), [number], [SCALAR], result
+    )
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 
 def pointer(memref: Value) -> Value:
-    """Emits a pointer to the first element of a memref."""
     return mgpu.utils.memref_ptr(memref)
 
 
@@ -541,7 +273,7 @@ def element_pointer(base: Value, index: Value, element: Any) -> Value:
 
 
 def pointer_at(memref: Value, index: Value) -> Value:
-    """Returns a pointer to element `index` of a memref, counted in row-major order."""
+    """Emits a pointer to element `index` of a memref, counted in row-major order."""
     return element_pointer(pointer(memref), index, element_of(memref))
 
 
@@ -551,7 +283,7 @@ def shared_pointer(address: Value) -> Value:
 
 
 def address(memref: Value, bits: int = 64) -> Value:
-    """Emits the address of a memref's first element as an integer of `bits` bits."""
+    """Emits a memref's address as an integer; of shared memory, 32 bits are enough."""
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
 
 
@@ -560,33 +292,100 @@ def element_at(memref: Value, index: Value) -> Value:
     return llvm.load(element_of(memref), pointer_at(memref, index))
 
 
+def entry_of(values: Sequence[Value], index: Value) -> Value:
+    """Emits values[index], or values[0] past the end; `index` may differ between threads."""
+    value = values[0]
+    for i, other in enumerate(values[1:], 1):
+        value = arith.select(equal(index, i), other, value)
+    return value
+
+
+# --------------------------------------------------- words of shared memory and of any GPU's memory
+
+
+def widen(value: Value) -> Value:
+    """Emits an unsigned i32 as i64."""
+    return arith.extui(integer_type(64), value)
+
+
+def narrow(value: Value) -> Value:
+    return arith.trunci(integer_type(32), value)
+
+
+def low_half(value: Value) -> Value:
+    """Emits the lower 16 bits of an int32, as a signed number."""
+    return arith.shrsi(arith.shli(value, i32(16)), i32(16))
+
+
+def address_at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
+    """Emits a 64-bit address: base + offset + index * size of each of `terms`."""
+    address = arith.addi(base, i64(offset))
+    for index, size in terms:
+        address = arith.addi(address, arith.muli(widen(index), i64(size)))
+    return address
+
+
+def plus(base: Value, *terms: tuple[Value, int]) -> Value:
+    """Emits a 32-bit number: base + index * size of each of `terms`."""
+    for index, size in terms:
+        base = arith.addi(base, arith.muli(index, i32(size)))
+    return base
+
+
+def load_word(address: Value) -> Value:
+    """Emits a relaxed, system-scope load of a 32-bit word from the memory of any GPU."""
+    text = "ld.relaxed.sys.global.b32 $0, [$1];"
+    return asm(text, "=r,l", address, returns=integer_type(32))
+
+
+def store_word(address: Value, word: Value) -> None:
+    asm("st.relaxed.sys.global.b32 [$0], $1;", "l,r", address, word)
+
+
+def load64(address: Value) -> Value:
+    text = "ld.relaxed.sys.global.b64 $0, [$1];"
+    return asm(text, "=l,l,~{memory}", address, returns=integer_type(64))
+
+
+def store64(address: Value, value: Value, *, release: bool = False) -> None:
+    order = "release" if release else "relaxed"
+    asm(f"st.{order}.sys.global.b64 [$0], $1;", "l,l,~{memory}", address, value)
+
+
+def acquire() -> None:
+    """Emits a fence: what peers wrote before words that this thread has read is visible after."""
+    asm("fence.acquire.sys;", "~{memory}")
+
+
+def load_shared64(address: Value) -> Value:
+    text = "ld.shared.b64 $0, [$1];"
+    return asm(text, "=l,r,~{memory}", address, returns=integer_type(64))
+
+
+def store_shared64(address: Value, value: Value) -> None:
+    asm("st.shared.b64 [$0], $1;", "r,l,~{memory}", address, value)
+
+
 # ---------------------------------------------------------------------------------------- registers
 
 
 def scalar(array: Array) -> Value:
-    """Returns the MLIR value that a scalar array, of shape (), holds in its only register."""
+    """Returns the MLIR value of an array of shape ()."""
     return array.registers.item()
 
 
 def splat(value: Value, is_signed: bool | None = None) -> Array:
-    """Returns a scalar array that holds an MLIR value; see `array_of` for `is_signed`."""
+    """Returns an array of shape () of an MLIR value; see `array_of` for `is_signed`."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=is_signed)
 
 
 def registers(array: Array) -> list[Value]:
-    """Returns one thread's registers of an array, as MLIR vectors.
-
-    `array_of` takes them in the same order for the layout `strided`, `tensor_core_array` for the
-    layout `plgpu.Layout.WGMMA`, and `tensor_core_rows` for `plgpu.Layout.WGMMA.reduce(1)`.
-    """
+    """Returns one thread's registers of an array, in the order of `array_of` and the like."""
     return list(array.registers.flat)
 
 
 def placed_registers(array: Array) -> Iterator[tuple[Value, list[Value]]]:
-    """Yields each of a thread's registers of an array with the indices (i32) of its first element.
-
-    A register is a vector of neighbouring elements of a row.
-    """
+    """Yields a thread's registers, each with the indices (i32) of its first element."""
     places = array.layout.thread_idxs(array.shape)
     for index, place in zip(np.ndindex(array.registers.shape), places, strict=True):
         yield array.registers[index], [arith.index_cast(integer_type(32), i) for i in place]
@@ -595,13 +394,9 @@ def placed_registers(array: Array) -> Iterator[tuple[Value, list[Value]]]:
 def array_of(
     values: Sequence[Value], shape: Sequence[int], elements: int, is_signed: bool | None = None
 ) -> Array:
-    """Returns an array in the layout `strided`, made of the MLIR vectors that one thread holds.
+    """Returns an array in the layout `strided`, made of one thread's MLIR vectors.
 
-    Args:
-      values: the thread's vectors, in order.
-      shape: the array's shape.
-      elements: the length of a vector.
-      is_signed: whether integers are signed, or None for floats.
+    `elements` is the length of a vector; `is_signed` is None for floats.
     """
     return mgpu.FragmentedArray(
         _registers=np.array(list(values), dtype=object),
@@ -613,12 +408,11 @@ def array_of(
 def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) -> Array:
     """Returns a float array in the layout `plgpu.Layout.WGMMA`, made of one thread's MLIR vectors.
 
-    Args:
-      values: the thread's vectors of two neighbouring elements of a row: for each 64 rows, for each
-        8 columns, for two of the warp's 16 rows. Thread t of a warp has rows t / 4 and t / 4 + 8.
-      shape: the array's shape, [rows, columns].
-      kind: the MLIR type of an element.
+    Each is of two neighbouring elements of a row. Their order: for each 64 rows, for each 8
+    columns, for the thread's two of the warp's 16 rows. Thread t of a warp has rows t / 4 and
+    t / 4 + 8. `kind` is the elements' MLIR type.
     """
+    # `like` tells the shape of the array of registers.
     zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
     like = mgpu.FragmentedArray.splat(zero, tuple(shape), mgpu.WGMMA_LAYOUT)
     return mgpu.FragmentedArray(
@@ -631,16 +425,12 @@ def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) 
 def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array:
     """Returns a float array in the layout `plgpu.Layout.WGMMA.reduce(1)`, a number for each row.
 
-    Args:
-      values: the numbers of one thread: for each 64 rows, those of two of the warp's 16 rows.
-        Thread t of a warp has rows t / 4 and t / 4 + 8.
-      num_rows: the array's length.
-      kind: the MLIR type of an element.
+    `values` are those of two of the warp's 16 rows, for each 64 rows; see `tensor_core_array`.
     """
     zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
     like = mgpu.FragmentedArray.splat(zero, (num_rows,), mgpu.WGMMA_ROW_LAYOUT)
-    one = vector_type(1, kind)
-    vectors = [vector.from_elements(one, [value]) for value in values]
+    of_one = vector_type(1, kind)
+    vectors = [vector.from_elements(of_one, [value]) for value in values]
     return mgpu.FragmentedArray(
         _registers=np.array(vectors, dtype=object).reshape(like.registers.shape),
         _layout=mgpu.WGMMA_ROW_LAYOUT,
@@ -649,111 +439,158 @@ def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array
 
 
 def tensor_core_row() -> Value:
-    """Emits the first of a thread's two rows, among 64, in the layout `plgpu.Layout.WGMMA`.
-
-    The other row is 8 after it.
-    """
+    """Emits a thread's first row among 64 in the layout WGMMA; its second is 8 later."""
     of_warp = arith.shrui(arith.andi(warpgroup_thread(), i32(WARP - 1)), i32(2))
     return arith.addi(arith.muli(arith.divui(warpgroup_thread(), i32(WARP)), i32(16)), of_warp)
 
 
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
-    """Applies a function elementwise to float arrays that have the same shape and register layout.
-
-    `function` takes one element of each array, as MLIR values, and emits the element of the result.
-    """
+    """Applies a function of MLIR values elementwise to float arrays of one shape and layout."""
     out = np.empty_like(arrays[0].registers)
     for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
-        total = vectors[0]
-        for i in range(vector_length_of(total)):
-            element = function(*(vector.extract(register, [], [i]) for register in vectors))
-            total = vector.insert(element, total, [], [i])
-        out[index] = total
+        result = vectors[0]
+        for i in range(vector_length_of(result)):
+            element = function(*[vector.extract(register, [], [i]) for register in vectors])
+            result = vector.insert(element, result, [], [i])
+        out[index] = result
     return mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
 
 
 def warp_max(word: Value) -> Value:
-    """Emits the maximum of `word` over the threads of a warp, as unsigned 32-bit integers.
-
-    Every thread gets the maximum. All threads of the warp must execute this code.
-    """
+    """Emits, in every thread of a warp, the maximum of all threads' unsigned 32-bit `word`."""
     text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def shuffle(word: Value, distance: int) -> Value:
-    """Emits a butterfly shuffle: each thread gets the 32-bit `word` of another thread of its warp.
-
-    The other thread's index in the warp is this thread's index XOR `distance`, a power of two.
-    """
+    """Emits a butterfly shuffle: the 32-bit `word` of the thread of index XOR `distance`."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def shuffle_up(word: Value, distance: int) -> Value:
-    """Emits a shuffle: each thread gets the 32-bit `word` of the thread `distance` before it.
-
-    The first `distance` threads of a warp get their own word.
-    """
+    """Emits a shuffle: the 32-bit `word` of the thread `distance` before, or the own one."""
     text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def warp_total(word: Value) -> Value:
-    """Emits the sum of `word` over the threads of a warp, as 32-bit integers.
-
-    Every thread gets the sum. All threads of the warp must execute this code.
-    """
+    """Emits, in every thread of a warp, the sum of all threads' 32-bit `word`."""
     text = "redux.sync.add.s32 $0, $1, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
 
 def warp_sum(value: Value, threads: int) -> Value:
-    """Emits the float32 sum of `value` over adjacent threads of a warp.
-
-    The warp is divided into groups of `threads` threads. Every thread gets the sum of its group.
-    """
+    """Emits, in every thread, the float32 sum over its group of `threads` adjacent threads."""
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
+
+
+# -------------------------------------------------------------------------------- waiting for peers
+
+# A polling loop reads the clock, to detect a timeout, only once in this many polls. The number must
+# be a power of two.
+_POLLS_PER_CLOCK = 1024
+
+
+def poll(
+    ask: Callable[[], tuple[Value, list[Value]]],
+    late: Callable[[Sequence[Value]], None],
+    *,
+    timeout_s: float,
+    types: Sequence[Any] = (),
+) -> list[Value]:
+    """Emits a loop in which each thread polls memory until it has what it waits for, or times out.
+
+    `ask` emits one poll; it returns whether the thread must poll again (i1), and the values that it
+    read, of MLIR types `types`. `late` emits the code of a thread that has timed out, given the
+    last values. Returns the last values.
+    """
+    i1, word = integer_type(1), integer_type(32)
+    limit = i64(int(timeout_s * 1e9))
+    start = global_timer()
+
+    def in_time(polls: Value) -> Value:
+        """Emits whether the thread may poll again, i1; reads the slow clock only now and then."""
+        often = i32(_POLLS_PER_CLOCK - 1)
+        now = equal(arith.andi(polls, often), often)
+        clock = scf.IfOp(now, [i1], has_else=True)
+        with ir.InsertionPoint(clock.then_block):
+            waited = arith.subi(global_timer(), start)
+            scf.yield_([below(waited, limit)])
+        with ir.InsertionPoint(clock.else_block):
+            scf.yield_([arith.constant(i1, 1)])
+        return clock.results[0]
+
+    # The loop carries the number of polls. Its results are that number, whether the thread must
+    # still poll, and the last values.
+    results = [word, i1, *types]
+    polling = scf.WhileOp(results, [i32(0)])
+    with ir.InsertionPoint.at_block_begin(polling.before.blocks.append(word)):
+        (polls,) = polling.before.blocks[0].arguments
+        pending, values = ask()
+        more = arith.andi(pending, in_time(polls))
+        scf.condition(more, [arith.addi(polls, i32(1)), pending, *values])
+    with ir.InsertionPoint.at_block_begin(polling.after.blocks.append(*results)):
+        scf.yield_([polling.after.blocks[0].arguments[0]])
+    _, pending, *values = polling.results
+    with when(pending):
+        late(values)
+    return values
+
+
+def give_up(what: str, timeout_s: float, rank: Value, peer: Value) -> None:
+    """Emits a message and a trap: `rank` has waited for `peer` too long, in the wait `what`."""
+    waited = f"waited over {timeout_s:g} s for"
+    _trap(f"{what}: rank %d {waited} rank %d (block %d); giving up", rank, peer)
+
+
+def refuse(what: str, rank: Value, peer: Value) -> None:
+    """Emits a message and a trap: in kernel `what`, `rank` cannot access a buffer of `peer`."""
+    _trap(
+        f"{what}: rank %d cannot reach a buffer of rank %d (block %d), which is outside of the "
+        "memory pool that its process shares: a constant of the program, or of another allocator",
+        rank,
+        peer,
+    )
+
+
+def _trap(text: str, rank: Value, peer: Value) -> None:
+    gpu.printf(f"jax_ep: {text}.\n", rank, peer, block())
+    asm("trap;")
+
+
+def global_timer() -> Value:
+    """Emits the GPU's clock in nanoseconds, i64."""
+    return asm("mov.u64 $0, %globaltimer;", "=l", returns=integer_type(64))
 
 
 # ---------------------------------------------------------------------------------- memory of peers
 
 
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
-    """Returns a reference to the memory of another rank that corresponds to this rank's `ref`.
+    """Returns the memory of another rank at the address of `ref` plus an offset; see `reach_peers`.
 
-    That memory begins at the address of `ref` plus an offset. The kernel has given `reach_peers` a
-    table of offsets, and `entry`, an int32, is an index in this table. Without a mesh there is only
-    one rank, and the result is `ref`.
-
-    `plgpu.remote_ref` expects a device's mesh coordinates. This function passes `entry` as the
-    coordinate along the last axis, and 0 along the others. Mosaic computes a device number from
-    them, which equals `entry`, and passes it to the code of `reach_peers`.
+    `entry`, an int32, is the offset's index in the table of `reach_peers`. Without a mesh the
+    result is `ref`.
     """
-    _refuse_if_unavailable()
     axes = jax.sharding.get_abstract_mesh().axis_names
     if not axes:
         return ref
+    # `plgpu.remote_ref` expects mesh coordinates. From these, Mosaic computes the device number
+    # `entry`, and passes it to the code of `reach_peers`.
     return plgpu.remote_ref(ref, (*[jnp.int32(0)] * (len(axes) - 1), entry))
 
 
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    That memory begins at the address of `ref` plus an offset, which the kernel reads from a table
-    at the index `entry`. So the kernel can choose the peer while it runs.
-
-    Mosaic gets the address of a peer's buffer from its launch context, which by default asks XLA's
-    collective metadata or NVSHMEM. JAX up to 0.12 has no public way to give Mosaic other addresses,
-    so this function replaces the context's method `to_remote`.
-
-    Args:
-      table: a reference to the memory that holds the offsets.
-      offset: called as `offset(memref, entry)` with the memref of `table`, emits code that loads
-        the offset with the index `entry`. Returns the offset in bytes, a 64-bit value.
+    `offset(memref, entry)` emits code that loads from `table` the peer's address minus this rank's,
+    in 64 bits.
     """
 
+    # Mosaic gets a peer's address from its launch context, which asks XLA's collective metadata or
+    # NVSHMEM. JAX up to 0.12 has no public way to give it other addresses.
     def run(context: Any, table: Value) -> None:
         def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
             if on_host:
@@ -762,9 +599,9 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
             strides, _ = kind.get_strides_and_offset()
             # The layout has offset 0, since the pointer already includes the memref's offset.
             layout = ir.StridedLayoutAttr.get(0, strides)
-            there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
+            type_there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
             place = arith.addi(address(ref), offset(table, peer))
-            return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)
+            return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), type_there)
 
         context.to_remote = to_remote
 

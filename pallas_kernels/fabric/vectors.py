@@ -1,17 +1,15 @@
 """Loads, stores and sums of 1D arrays in any rank's memory, by vectors of up to 16 bytes.
 
-An array in registers has the layout `mosaic.strided`: each thread holds vectors, which consist of
-neighbouring elements of the array. The argument `elements` of the functions here is the length of
-these vectors, for example 8 for vectors of 16 bytes of bfloat16.
+Arrays in registers have the layout `mosaic.strided`: each thread holds vectors of `elements`
+neighbouring elements, for example 8 of bfloat16.
 
-The caller guarantees the alignment that one instruction for a whole vector needs: each reference
-starts at a multiple of the vector's bytes. Pallas knows the alignment only of this rank's own
-buffers, and would load a peer's memory element by element.
+Each reference must start at a multiple of the vector's bytes. Pallas knows the alignment only of
+this rank's own buffers, and would load a peer's memory element by element.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
@@ -27,17 +24,14 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
-# The number by which LLVM names the address space of global memory.
+# LLVM's address space of global memory.
 GLOBAL_MEMORY = 1
 # The number of sums that `partial_sums` computes: one for each warp of a warpgroup.
 SUMS_OF_WARPGROUP = WARPGROUP // WARP
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
-    """Loads a contiguous 1D array from any rank's global memory into registers.
-
-    Each thread then holds vectors of the array; a vector is `elements` neighbouring elements.
-    """
+    """Loads a contiguous 1D array from any rank's global memory to registers."""
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -58,8 +52,7 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """Stores a 1D array in registers to each of `refs`, contiguous arrays in any rank's memory.
 
-    Each thread stores the vectors of `value` that it holds; a vector is `elements` neighbouring
-    elements. All addresses are computed before the first store.
+    All addresses are computed before the first store.
     """
     if fabric.interpret:
         for ref in refs:
@@ -89,20 +82,10 @@ def load_each(
 ) -> list[jax.Array]:
     """Loads several 1D arrays of equal size and dtype from any rank's global memory.
 
-    The load instructions are predicated by `held`. So the code has no branches, and the loads of
-    all arrays are in flight at once.
-
-    Args:
-      refs: references to the arrays, each contiguous.
-      held: for each array, a scalar that says whether to load the array. If it is false, the
-        array's memory is not accessed.
-      elements: the number of neighbouring elements in a thread's vector, 16 bytes.
-      fill: the value of elements that are not loaded.
-      read_only: whether no thread of any rank writes to the arrays while the kernel runs.
-
-    Returns:
-      Each array in registers. Its size is padded to a multiple of WARPGROUP * elements. Padding,
-      and the elements of arrays that are not loaded, are `fill`.
+    The loads are predicated by `held`, so there are no branches, and the loads of all arrays are in
+    flight at once. The memory of an array that is not held is not accessed. `elements` are 16
+    bytes. `read_only` is whether no thread of any rank writes to the arrays while the kernel runs.
+    Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
     if fabric.interpret:
@@ -110,21 +93,23 @@ def load_each(
             lax.cond(h, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype))
             for ref, h in zip(refs, held, strict=True)
         ]
-    num_vectors = -(-size // (WARPGROUP * elements))
+    num_vectors = -(-size // (WARPGROUP * elements))  # of each thread
+    # A 32-bit word of numbers `fill`. The PTX leaves it in $0 to $3 if $5 is 0.
     bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
-    kind = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
+    instruction = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, {bits}; mov.b32 $1, {bits};"
         f" mov.b32 $2, {bits}; mov.b32 $3, {bits};"
-        f" @p {kind}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+        f" @p {instruction}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
     )
 
     def emit(*args: Any) -> Any:
         flags, memrefs = args[: len(refs)], args[len(refs) :]
         i32 = mosaic.integer_type(32)
-        four = mosaic.struct_type([i32] * 4)
+        four_words = mosaic.struct_type([i32] * 4)
         packed_type = mosaic.vector_type(4, i32)
         of_thread = mosaic.vector_type(elements, mosaic.element_type(dtype))
+        # For each of a thread's vectors, whether it is inside the array (i1). None: in all threads.
         inside = [
             None
             if (i + 1) * WARPGROUP * elements <= size
@@ -137,11 +122,11 @@ def load_each(
         for flag, memref in zip(flags, memrefs, strict=True):
             loaded = []
             places = pointers(memref, VECTOR_BYTES, num_vectors)
-            for pointer, within in zip(places, inside, strict=True):
-                here = mosaic.scalar(flag)
-                if within is not None:
-                    here = arith.select(within, here, mosaic.i32(0))
-                words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, here, returns=four)
+            for pointer, is_inside in zip(places, inside, strict=True):
+                wanted = mosaic.scalar(flag)
+                if is_inside is not None:
+                    wanted = arith.select(is_inside, wanted, mosaic.i32(0))
+                words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, wanted, returns=four_words)
                 each = [llvm.extractvalue(i32, words, [j]) for j in range(4)]
                 packed = vector.from_elements(packed_type, each)
                 loaded.append(vector.bitcast(of_thread, packed))
@@ -154,48 +139,32 @@ def load_each(
     return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
 
 
-def store_part(
-    fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int, *, held: Any = True
-) -> None:
-    """Stores the first elements of a 1D array in registers to `ref` in any rank's global memory.
-
-    Stores as many elements as `ref` has, a multiple of `elements`. `value` may be longer. Each
-    thread stores vectors of `elements` neighbouring elements. If `held` is false, nothing is
-    stored.
-    """
+def store_part(fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int) -> None:
+    """Stores the first elements of `value`, as many as `ref` has."""
     if fabric.interpret:
-
-        @pl.when(held)
-        def _() -> None:
-            ref[...] = value
-
+        ref[...] = value
         return
     (size,) = ref.shape
 
-    def emit(flag: Any, array: Any, memref: Value) -> None:
+    def emit(array: Any, memref: Value) -> None:
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
         places = pointers(memref, num_bytes, len(registers))
-        some = mosaic.below(mosaic.i32(0), mosaic.scalar(flag))
         for i, (register, pointer) in enumerate(zip(registers, places, strict=True)):
-            here = some
+            guard: Any = contextlib.nullcontext()
             if (i + 1) * WARPGROUP * elements > size:
                 limit = mosaic.i32(size // elements - i * WARPGROUP)
-                here = arith.andi(here, mosaic.below(mosaic.warpgroup_thread(), limit))
-            with mosaic.when(here):
+                guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
+            with guard:
                 llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
-    flag = jnp.asarray(held, jnp.int32)
-    layouts = [mosaic.SCALAR, mosaic.strided(value.shape, elements), mosaic.REFERENCE]
-    mosaic.inline(emit, [flag, value, ref], layouts)
+    layouts = [mosaic.strided(value.shape, elements), mosaic.REFERENCE]
+    mosaic.inline(emit, [value, ref], layouts)
 
 
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
-    """Multiplies a float32 array in registers by a float32 scalar; rounds each product.
-
-    With the operator `*`, the compiler could fuse the product and a later addition to an FMA, which
-    does not round the product. Each thread holds vectors of `elements` neighbouring elements.
-    """
+    """Multiplies a float32 array in registers by a float32 scalar; rounds each product."""
+    # The compiler could fuse a product `*` and a later sum to an FMA, which does not round it.
     if fabric.interpret:
         return value * factor
 
@@ -218,10 +187,7 @@ def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) 
 
 
 def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Array:
-    """Returns an array [size] float32 in registers, whose elements are all `value`.
-
-    Each thread holds vectors of `elements` neighbouring elements.
-    """
+    """Returns a float32 array [size] in registers whose elements are all `value`."""
     array = jnp.full((size,), value, jnp.float32)
     if fabric.interpret:
         return array
@@ -231,11 +197,8 @@ def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Ar
 def rotate(
     fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
-    """Rotates the list `parts` of N arrays in registers, by an offset that the kernel computes.
-
-    Element i of `parts` becomes element (first + i) % N of the result, for the offset `first`, []
-    int32 in [0, N). Each thread holds vectors of `elements` neighbouring elements of each array.
-    """
+    """Rotates a list of N arrays: parts[i] becomes element (first + i) % N."""
+    # For each bit that is set in `first`, rotates by that power of two.
     parts, bit = list(parts), 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
@@ -251,10 +214,7 @@ def _select(
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
-    """Returns the arrays `yes` if the scalar `predicate` is true, else the arrays `no`.
-
-    Emits selects of registers, without a branch. A thread holds vectors of `elements` elements.
-    """
+    """Returns the arrays `yes` if `predicate` is true, else `no`; all have one shape and dtype."""
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
@@ -280,12 +240,7 @@ def _select(
 
 
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
-    """Computes in each warp the sum of the elements of `value` that the warp's threads hold.
-
-    `value` is a 1D float32 array, of which each thread holds vectors of `elements` neighbouring
-    elements. The sum of warp i is written to ref[i]: `ref` is [SUMS_OF_WARPGROUP] float32 in shared
-    memory. `store_total` adds the sums of the warps.
-    """
+    """Writes the sum of warp i's elements of a float32 array to ref[i] in shared memory."""
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
         return
@@ -296,13 +251,14 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
             for register in mosaic.registers(array)
             for i in range(elements)
         ]
+        # A tree of sums: few of them wait for others.
         while len(parts) > 1:
             odd = parts[len(parts) // 2 * 2 :]
             parts = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
         total = mosaic.warp_sum(parts[0], WARP)
         thread = mosaic.warpgroup_thread()
         lane_of_warp = arith.remui(thread, mosaic.i32(WARP))
-        with mosaic.when(mosaic.equal(lane_of_warp, mosaic.i32(0))):
+        with mosaic.when(mosaic.equal(lane_of_warp, 0)):
             warp = arith.divui(thread, mosaic.i32(WARP))
             base = mosaic.pointer(memref)
             llvm.store(total, mosaic.element_pointer(base, warp, mosaic.float_type()))
@@ -311,71 +267,8 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
     mosaic.inline(emit, [ref, value], layouts)
 
 
-def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
-    """Adds the sums of a warpgroup's warps, in order, and stores the total to ref[index].
-
-    Args:
-      fabric: the ranks of the kernel.
-      sums: [SUMS_OF_WARPGROUP] float32 in shared memory, which `partial_sums` wrote. The caller
-        must put a barrier between `partial_sums` and this function.
-      ref: a 1D float32 array in any rank's global memory.
-      index: [] int32, the element of `ref` that gets the total.
-    """
-    if fabric.interpret:
-        ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(SUMS_OF_WARPGROUP)])
-        return
-
-    def emit(sums_ref: Value, to: Value) -> None:
-        f32 = mosaic.float_type()
-        with mosaic.when(mosaic.equal(mosaic.warpgroup_thread(), mosaic.i32(0))):
-            base = mosaic.pointer(sums_ref)
-            parts = [
-                llvm.load(f32, mosaic.element_pointer(base, mosaic.i32(i), f32))
-                for i in range(SUMS_OF_WARPGROUP)
-            ]
-            llvm.store(functools.reduce(arith.addf, parts), mosaic.pointer(to))
-
-    mosaic.inline(emit, [sums, ref.at[pl.ds(index, 1)]], [mosaic.REFERENCE] * 2)
-
-
-def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
-    """Adds each `count` consecutive numbers of `sums`, in order, and stores the totals to `totals`.
-
-    totals[i] becomes the sum of sums[i * count : (i + 1) * count]. Both are 1D float32 in shared
-    memory. A thread computes one total at a time.
-    """
-    (size,) = totals.shape
-    if fabric.interpret:
-        parts = sums[...][: size * count].reshape(size, count)
-        totals[...] = functools.reduce(jnp.add, [parts[:, i] for i in range(count)])
-        return
-
-    def emit(sums_ref: Value, totals_ref: Value) -> None:
-        f32 = mosaic.float_type()
-        for first in range(0, size, WARPGROUP):
-            index = arith.addi(mosaic.warpgroup_thread(), mosaic.i32(first))
-            with mosaic.when(mosaic.below(index, mosaic.i32(size))):
-                start = arith.muli(index, mosaic.i32(count))
-                base = mosaic.pointer(sums_ref)
-                parts = [
-                    llvm.load(
-                        f32, mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), f32)
-                    )
-                    for i in range(count)
-                ]
-                total = functools.reduce(arith.addf, parts)
-                llvm.store(total, mosaic.element_pointer(mosaic.pointer(totals_ref), index, f32))
-
-    mosaic.inline(emit, [sums, totals], [mosaic.REFERENCE] * 2)
-
-
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
-    """Emits pointers to this thread's `count` vectors of an array in global memory.
-
-    The array, a memref, is divided into vectors of `num_bytes` bytes. Thread t of a warpgroup has
-    the vectors t, t + WARPGROUP, t + 2 * WARPGROUP and so on, so that neighbouring threads have
-    neighbouring vectors.
-    """
+    """Emits pointers to this thread's vectors of an array: numbers t, t + WARPGROUP and so on."""
     thread = mosaic.warpgroup_thread()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)

@@ -1,11 +1,10 @@
 """Lets a grouped matmul of few rows multiply all of them by the matrix of each chosen group.
 
-A grouped matmul usually needs its rows sorted by group, and sorting takes several small kernels.
-With few rows, a matmul takes the time to read the matrices, and it costs no time to multiply more
-rows by a matrix. So each chosen group multiplies all rows, and a row later uses only the products
-with the matrices that it chose. In this example, 3 tokens choose the groups (a, c), (c, d) and
-(a, d). The rows, and each letter of the output, are a tile of 8 rows, of which the first 3 belong
-to the tokens:
+Sorting rows by group takes several small kernels. With few rows, a matmul takes the time to read
+the matrices, and it costs no time to multiply more rows by a matrix. So each chosen group
+multiplies all rows, and a row later uses only the products with the matrices that it chose. Here 3
+tokens choose the groups (a, c), (c, d) and (a, d). The rows, and each letter of the output, are a
+tile of 8 rows, of which the first 3 belong to the tokens:
 
   choices [T, K]        chosen groups      rows [8, K]   matrices      output [S * 8, N]
   token 0    a  c       0   a                 x       *  of a     -->  a  token 0 uses row 0, ...
@@ -33,39 +32,39 @@ class ChosenGroups:
     """The groups that a few rows chose. Each of them has one row tile, which holds all T rows.
 
     If T is 1, each choice of the row has a tile instead, even if two choices are of one group.
-
-    Attributes:
-      table: [S + 1, 4] int32, the table of row tiles as `row_tiles.row_tiles` returns it, with room
-        for S tiles. Tile i is rows i * height to (i + 1) * height - 1 of a matmul's output.
-      height: the number of rows of a tile: T, rounded up to a multiple of 8.
     """
 
+    # [S + 1, 4] int32, as `row_tiles.row_tiles` returns it, with room for S tiles. Tile i is rows
+    # i * height to (i + 1) * height - 1 of a matmul's output.
     table: Any
+    # T, rounded up to a multiple of 8.
     height: int
+
+
+# How rows belong to groups: the number of rows of each group, [L] int32, in order; or the groups
+# that a few rows chose. Gradients of matrices support only the former.
+Groups = jax.Array | ChosenGroups
 
 
 def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, jax.Array]:
     """Returns the groups that rows chose, and which output row has the product for each choice.
 
     Args:
-      choices: [T, K] int32, the groups that each of T rows chose. A number outside of [0, L)
-        chooses no group.
-      num_groups: L, the number of groups.
+      choices: [T, K] int32, the groups that each of T rows chose; outside of [0, num_groups): none.
 
     Returns:
-      groups: the chosen groups, for a grouped matmul.
-      rows: [T, K] int32: for each choice of a row, the number of the output row that has the row's
-        product with the chosen group's matrix; -1 for a choice of no group.
+      The chosen groups, and [T, K] int32, the output row with the product for each choice; -1 for
+      none.
     """
     num_rows, num_choices = choices.shape
     height = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     exists = (choices >= 0) & (choices < num_groups)
     if num_rows == 1:
-        # Each choice of the only row gets a tile of its own, which saves the launches that would
-        # find equal choices. The tile of a choice of no group has no rows to store.
+        # This saves the launches that would find equal choices. The tile of a choice of no group
+        # has no rows to store.
         groups = jnp.where(exists, choices, 0)[0]
-        index = jnp.arange(num_choices, dtype=jnp.int32)[None]
-        used, count = exists[0].astype(jnp.int32), jnp.int32(num_choices)
+        tile_of_choice = jnp.arange(num_choices, dtype=jnp.int32)[None]
+        rows_of_tile, num_tiles = exists[0].astype(jnp.int32), jnp.int32(num_choices)
     else:
         # Tile i belongs to the i-th of the chosen groups, in the order of their indices.
         most = min(choices.size, num_groups)
@@ -75,34 +74,54 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
         tile = jnp.arange(most, dtype=jnp.int32)
         groups = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
         groups = jnp.minimum(groups, num_groups - 1)
-        index = ends.at[choices].get(mode="fill", fill_value=0, wrap_negative_indices=False) - 1
-        used, count = jnp.int32(num_rows), ends[-1]
+        count = ends.at[choices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        tile_of_choice = count - 1
+        rows_of_tile, num_tiles = jnp.int32(num_rows), ends[-1]
     first = jnp.arange(groups.shape[0], dtype=jnp.int32) * height
-    columns = jnp.broadcast_arrays(groups, first, first, first + used)
-    total = jnp.full(4, count * height).at[0].set(count)
-    table = jnp.concatenate([jnp.stack(columns, axis=1), total[None]])
-    of_token = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    rows = jnp.where(exists, index * height + of_token, -1)
+    columns = jnp.broadcast_arrays(groups, first, first, first + rows_of_tile)
+    totals = jnp.full(4, num_tiles * height).at[0].set(num_tiles)
+    table = jnp.concatenate([jnp.stack(columns, axis=1), totals[None]])
+    row_in_tile = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    rows = jnp.where(exists, tile_of_choice * height + row_in_tile, -1)
     return ChosenGroups(table, height), rows
 
 
 def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:
-    """Returns the chosen groups' indices, and the same groups for matrices gathered by them.
-
-    The indices are [S] int32, one for each tile; past the last tile they are those of any groups.
-    """
+    """Returns the chosen groups' indices [S], and the same groups for matrices gathered by them."""
+    # Gathered, the matrix of tile i has index i. The last entry of the table has no group.
     indices, tiles = groups.table[:-1, 0], jnp.arange(len(groups.table), dtype=jnp.int32)
-    first = tiles.at[-1].set(groups.table[-1, 0])
-    table = jnp.concatenate([first[:, None], groups.table[:, 1:]], axis=1)
+    group_column = tiles.at[-1].set(groups.table[-1, 0])
+    table = jnp.concatenate([group_column[:, None], groups.table[:, 1:]], axis=1)
     return indices, ChosenGroups(table, groups.height)
 
 
-def output_rows(groups: jax.Array | ChosenGroups, num_rows: int) -> int:
-    """Returns the number of rows of a grouped matmul's output.
-
-    It is `num_rows`, the number of rows of the left operand, if `groups` are group sizes [L]. It is
-    S * height for chosen groups.
-    """
+def output_rows(groups: Groups, num_rows: int) -> int:
+    """Returns how many rows a grouped matmul's output has: S * height for chosen groups, else R."""
     if isinstance(groups, ChosenGroups):
         return (groups.table.shape[0] - 1) * groups.height
     return num_rows
+
+
+def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
+    """Splits groups into an operand, [L] or a table [S + 1, 4], and a static height or None."""
+    if isinstance(groups, ChosenGroups):
+        return groups.table, groups.height
+    return groups, None
+
+
+def joined_groups(array: Any, height: int | None) -> Any:
+    """Undoes `split_groups`; `array` may also be the type of the array."""
+    return array if height is None else ChosenGroups(array, height)
+
+
+def group_of_row(groups: Groups, num_rows: int) -> jax.Array:
+    """Returns the index of each row's group, [R] int32; L for rows past the last of L groups.
+
+    For chosen groups the result is [S * height]; tiles past the last one have any group's index.
+    """
+    if isinstance(groups, ChosenGroups):
+        tile_groups = groups.table[:-1, :1]
+        return jnp.broadcast_to(tile_groups, (len(tile_groups), groups.height)).reshape(-1)
+    ends = jnp.cumsum(groups, dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)

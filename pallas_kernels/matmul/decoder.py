@@ -1,16 +1,12 @@
 """Decodes MXFP4 matrices in a grouped matmul, between shared memory and the tensor cores.
 
-A quantized matrix is stored transposed, [N, K]. The loader warpgroup copies it to the ring's stages
-as it is stored. A stage consists of one or several *pieces* of 64 of K; a piece has 32 bytes and
-two scales of each of `block_n` columns. The compute warpgroups decode their columns piece by piece
-to bfloat16 in registers, from where the tensor cores can read an operand:
+A quantized matrix is stored transposed, [N, K], and copied to the ring's stages as it is. A stage
+consists of *pieces* of 64 of K, with 32 bytes and two scales of each of `block_n` columns. The
+compute warpgroups decode their columns piece by piece to bfloat16 in registers, from where the
+tensor cores can read an operand.
 
-  memory --> piece of a stage      --> registers of a compute warpgroup --> tensor cores
-             64 float4, 2 scales       64 bfloat16
-             of each column            of each column
-
-**The numbers of a thread.** Of each column, a thread holds those numbers k with k mod 8 = 2q or
-2q + 1, where q = lane mod 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"). They are
+**The numbers of a thread.** Of each column, a thread holds those numbers k with k mod 8 = 2q or 2q
++ 1, where q = lane mod 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"). They are
 byte q of each word of 8 float4 numbers.
 
 **A table in shared memory** has the two numbers of each of the 256 bytes, as two bfloat16 in a
@@ -30,15 +26,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import E8M0, bitcast
-from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
-from pallas_kernels.matmul.quantized_tiles import Scaled, bits_of_e8m0, past, pointer_to
+from pallas_kernels.formats import Scaled
+from pallas_kernels.matmul.kernel import COMPUTERS, STEP
+from pallas_kernels.matmul.quantized_tiles import bits_of_e8m0, past, pointer_to
 from pallas_kernels.mxfp4 import MXFP4
 
 # In a piece, 64 of K, a column has this many bytes of numbers, and two scales, which share a word.
@@ -49,80 +44,52 @@ COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
 _COLUMNS, APART = 64, 8
 # A thread loads four words of numbers at once.
 _QUAD = 4
-# The words of numbers of a column; those of numbers and of both scales; and those of both columns
-# of a thread.
+# The words of numbers of a column; with those of both scales; of both columns of a thread.
 _WORDS = NUMBER_BYTES // WORD_BYTES
 _LINE = _WORDS + 1
 _PER_THREAD = 2 * _LINE
 # The table of bytes: a word for each byte and lane.
 _BYTES = 256
 TABLE_BYTES = _BYTES * WARP * WORD_BYTES
-# The hardware's barrier at which the compute warpgroups wait until the table is filled. Mosaic uses
-# the first few barriers.
+# The hardware's barrier for the table; Mosaic uses the first few barriers.
 _TABLE_BARRIER = 8
 # The shape of the register array of loaded words.
 _LOADED = (WARPGROUP * _PER_THREAD,)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["scales", "table", "room"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["scales", "table"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """Shared memory of a decoder, besides the ring of the matmul.
 
     Outside the kernel's body, the attributes are types of scratch; inside, references to it.
-
-    Attributes:
-      scales: the stages of scales, [stages, pieces * matrices * block_n] int32. A word has the two
-        scales of a column in a piece, as bfloat16, and in Pallas' interpreter as codes of a byte.
-      table: the table of bytes, [256 * 32] int32; None in Pallas' interpreter.
-      room: None on a GPU. In Pallas' interpreter, whose tensor cores do not read registers, decoded
-        columns are stored there: [2, parts, 64, 64] bfloat16, for each compute warpgroup and part
-        of its columns.
     """
 
+    # [stages, pieces * matrices * block_n] int32. A word has the two scales of a column in a piece,
+    # as bfloat16.
     scales: Any
+    # The table of bytes, [256 * 32] int32.
     table: Any
-    room: Any
 
     @classmethod
-    def types(
-        cls, num_stages: int, pieces: int, columns: int, parts: int, interpreted: bool
-    ) -> Staged:
-        """Returns the types of the scratch.
-
-        Args:
-          num_stages: the number of stages of the ring.
-          pieces: the number of pieces of a stage.
-          columns: the number of columns of a tile, times the number of matrices.
-          parts: the number of parts, 64 columns of a piece, that a compute warpgroup decodes in a
-            step.
-          interpreted: whether Pallas' GPU interpreter runs the kernel.
-        """
+    def types(cls, num_stages: int, pieces: int, columns: int) -> Staged:
+        """Returns types of scratch for `columns` columns of all matrices of a tile."""
         scales = plgpu.SMEM((num_stages, pieces * columns), jnp.int32)
-        if not interpreted:
-            return cls(scales, plgpu.SMEM((_BYTES * WARP,), jnp.int32), None)
-        shape = COMPUTERS, parts, _COLUMNS, STEP
-        return cls(scales, None, plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)))
+        return cls(scales, plgpu.SMEM((_BYTES * WARP,), jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Stages scales, and decodes staged matrices.
+    """Stages scales, and decodes staged matrices."""
 
-    Attributes:
-      matrices: references to one or two arrays of matrices: values [L, N, K / 2] uint8 and scales
-        [L, N, K / 32] uint8.
-      values: reference to the ring's stages of values, [stages, (matrices,) block_n, pieces * 32]
-        uint8.
-      staged: the stages of scales.
-      block_n: the number of columns of a tile.
-    """
-
+    # One or two arrays: values [L, N, K / 2] uint8 and scales [L, N, K / 32] uint8.
     matrices: Sequence[Scaled]
+    # The ring's stages, [stages, (matrices,) block_n, pieces * 32] uint8.
     values: Any
     staged: Staged
+    # The number of columns of a tile.
     block_n: int
 
     @property
@@ -130,12 +97,7 @@ class Decoder:
         return self.staged.scales
 
     @property
-    def interpreted(self) -> bool:
-        return self.staged.room is not None
-
-    @property
     def pieces(self) -> int:
-        """The number of pieces of a stage."""
         return self.values.shape[-1] // NUMBER_BYTES
 
     @property
@@ -161,12 +123,7 @@ class Decoder:
         return SCALES * self.pieces // min(self._loaded_bytes, WORD_BYTES)
 
     def load_scales(self, group: jax.Array, left_edge: jax.Array, step: jax.Array) -> jax.Array:
-        """Starts to load the scales of one step of a group's columns, from `left_edge` on.
-
-        Returns an array of words with the codes of the scales, for `stage_scales`.
-        """
-        if self.interpreted:
-            return self._interpreted_scales(group, left_edge, step)
+        """Starts to load a step's scales of a group's columns; returns words for `stage_scales`."""
         _, width, of_column = self.matrices[0].scales.shape
         count, num_bytes = self._of_loader * self._of_column, self._loaded_bytes
         shape = (count * WARPGROUP,)
@@ -180,19 +137,19 @@ class Decoder:
             codes = []
             for i in range(self._of_loader):
                 matrix, first = divmod(i * WARPGROUP, self.block_n)
-                own = arith.andi(
+                of_thread = arith.andi(
                     mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
                 )
-                column = arith.addi(left_edge, arith.addi(own, mosaic.i32(first)))
+                column = arith.addi(left_edge, arith.addi(of_thread, mosaic.i32(first)))
                 # The last tile may reach past the last column.
                 column = arith.minui(column, mosaic.i32(width - 1))
                 row = arith.addi(arith.muli(group, mosaic.i32(width)), column)
-                pointer = pointer_to(memrefs[matrix], row, of_column, of_step, 1)
+                pointer = pointer_to(memrefs[matrix], row, of_column, of_step, size=1)
                 if self.block_n < WARPGROUP:
-                    of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, 1)
+                    of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, size=1)
                     pointer = arith.select(is_second, of_second, pointer)
-                for at in range(0, SCALES * self.pieces, num_bytes):
-                    codes += _load_codes(past(pointer, at), num_bytes)
+                for offset in range(0, SCALES * self.pieces, num_bytes):
+                    codes += _load_codes(past(pointer, offset), num_bytes)
             of_all = mosaic.vector_type(len(codes), mosaic.integer_type(32))
             all_codes = vector.from_elements(of_all, codes)
             return mosaic.array_of([all_codes], shape, count, is_signed=True)
@@ -203,55 +160,33 @@ class Decoder:
         return mosaic.inline(emit, operands, layouts, result)
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
-        """Stores the result of `load_scales` in a stage; waits until all threads have done so."""
-        if self.interpreted:
-            self.scales[stage] = codes
-            plgpu.commit_smem()
-            return
+        """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
         count, of_stage = self._of_loader * self._of_column, self.scales.shape[1]
         pairs_of_word = self.pieces // self._of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
-            own = arith.addi(
+            first = arith.addi(
                 arith.muli(mosaic.scalar(stage), mosaic.i32(of_stage)), mosaic.warpgroup_thread()
             )
             (codes,) = mosaic.registers(codes)
             for i in range(self._of_loader):
                 for piece in range(self.pieces):
-                    at, of_word = divmod(piece, pairs_of_word)
-                    both = vector.extract(codes, [], [i * self._of_column + at])
-                    both = arith.shrui(both, mosaic.i32(16 * of_word))
-                    at = arith.addi(own, mosaic.i32(piece * self.lines + i * WARPGROUP))
+                    word_index, pair = divmod(piece, pairs_of_word)
+                    two_codes = vector.extract(codes, [], [i * self._of_column + word_index])
+                    two_codes = arith.shrui(two_codes, mosaic.i32(16 * pair))
+                    at = arith.addi(first, mosaic.i32(piece * self.lines + i * WARPGROUP))
                     place = mosaic.element_pointer(mosaic.pointer(scales), at, word)
-                    llvm.store(_scales_of(both), place)
+                    llvm.store(_scales_of(two_codes), place)
             mosaic.barrier()
 
         layouts = [mosaic.REFERENCE, mosaic.strided(codes.shape, count), mosaic.SCALAR]
         mosaic.inline(emit, [self.scales, codes, stage], layouts)
 
-    def _interpreted_scales(
-        self, group: jax.Array, left_edge: jax.Array, step: jax.Array
-    ) -> jax.Array:
-        parts = []
-        for piece in range(self.pieces):
-            own = pl.ds((step * self.pieces + piece) * SCALES, SCALES)
-            for _, scales in self.matrices:
-                for first in range(0, self.block_n, CHUNK):
-                    begin = jnp.minimum(left_edge + first, scales.shape[1] - CHUNK)
-                    codes = scales[group, pl.ds(begin, CHUNK), own].astype(jnp.int32)
-                    parts.append(codes[:, 0] | codes[:, 1] << 8)
-        return jnp.concatenate(parts)
-
     # ----------------------------------------------------------------- the compute warpgroups
 
     def fill_table(self, computer: jax.Array) -> None:
-        """Fills half of the table, and waits until the other compute warpgroup has filled the rest.
-
-        `computer` is the index of this warpgroup, 0 or 1.
-        """
-        if self.interpreted:
-            return
+        """Fills half of the table, and waits until the other warpgroup has filled the rest."""
         num_warps = WARPGROUP // WARP
         of_warp = _BYTES // (COMPUTERS * num_warps)
 
@@ -273,44 +208,40 @@ class Decoder:
         )
 
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
-        """Looks up a piece of 64 columns of a matrix, from column `first` of the tile on.
-
-        `stage` is the index of the stage, and `matrix` that of the matrix. Returns an array in
-        registers for `decode`: numbers without their scales, and scales.
-        """
+        """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
+        # The result has words of each of a thread's two columns: its numbers, and two scales.
         line = jnp.int32(matrix * self.block_n + first)
-        if self.interpreted:
-            return self._interpreted_decode(stage, piece, line)
         pieces, lines = self.pieces, self.lines
 
         def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
-            own = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(line))
+            thread_line = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(line))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
                 at = arith.muli(line, mosaic.i32(words))
                 return mosaic.element_pointer(mosaic.pointer(ref), at, word)
 
-            staged = arith.addi(own, arith.muli(stage, mosaic.i32(lines)))
-            of_values = start_of(values, staged, _WORDS * pieces)
+            line = arith.addi(thread_line, arith.muli(stage, mosaic.i32(lines)))
+            of_values = start_of(values, line, _WORDS * pieces)
             staged = arith.addi(arith.muli(stage, mosaic.i32(pieces)), mosaic.i32(piece))
-            staged = arith.addi(own, arith.muli(staged, mosaic.i32(lines)))
-            of_scales = start_of(scales, staged, 1)
+            line = arith.addi(thread_line, arith.muli(staged, mosaic.i32(lines)))
+            of_scales = start_of(scales, line, 1)
             # Of a word, byte q, and zeros in place of the other bytes.
-            quad = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
-            selector = arith.ori(quad, mosaic.i32(0x4440))
+            q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
+            selector = arith.ori(q, mosaic.i32(0x4440))
             table, words = own_table(table), []
             down = arith.shrui(
                 arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1)), mosaic.i32(2)
             )
             for half in range(2):
+                # The thread's second column is `APART` lines after the first.
                 of_half = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
                     quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
                     place = arith.addi(of_half, arith.muli(quad, mosaic.i32(_QUAD)))
                     for four in _load_words(of_values, place, _QUAD):
                         words.append(look_up(table, four, selector))
-                words += _load_words(of_scales, mosaic.i32(half * APART), 1)
+                words += _load_words(of_scales, mosaic.i32(half * APART), count=1)
             of_all = mosaic.vector_type(len(words), word)
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
@@ -321,17 +252,8 @@ class Decoder:
         result = mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD)
         return mosaic.inline(emit, operands, layouts, result)
 
-    def decode(self, loaded: jax.Array, computer: jax.Array, part: int) -> Any:
-        """Decodes the result of `load`, for the part `part` of the warpgroup `computer`.
-
-        Returns [64, 64] bfloat16 in registers, in the layout in which the tensor cores read an
-        operand.
-        """
-        if self.interpreted:
-            stored = self.staged.room.at[computer, part]
-            stored[...] = loaded
-            plgpu.commit_smem()
-            return stored
+    def decode(self, loaded: jax.Array) -> Any:
+        """Decodes the result of `load`: returns [64, 64] bfloat16 in the layout WGMMA."""
 
         def emit(loaded: Any) -> Any:
             (words,) = mosaic.registers(loaded)
@@ -339,27 +261,18 @@ class Decoder:
             # The caller has waited until the tensor cores no longer read the result's registers.
             words = mosaic.opaque(words)
             first, second = (_scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE))
+            # Pairs of both columns alternate.
             return _operand([pair for both in zip(first, second, strict=True) for pair in both])
 
         shape = _COLUMNS, STEP
         result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
         return mosaic.inline(emit, [loaded], [mosaic.strided(_LOADED, _PER_THREAD)], result)
 
-    def _interpreted_decode(self, stage: jax.Array, piece: int, line: jax.Array) -> jax.Array:
-        values = self.values[stage].reshape(-1, self.pieces, NUMBER_BYTES)[:, piece]
-        codes = self.scales[stage].reshape(self.pieces, -1)[piece]
-        codes = jnp.stack([codes & 0xFF, codes >> 8], axis=1)
-        scales = bitcast(codes.astype(jnp.uint8), E8M0)
-        own = (lax.dynamic_slice_in_dim(part, line, _COLUMNS) for part in (values, scales))
-        return MXFP4.decode(tuple(own), jnp.bfloat16)
-
 
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
-    """Returns the Mosaic transforms of the values in the ring's stages.
-
-    The lines of a column are swizzled if their length is one of a swizzle, so that the threads of a
-    warp load from different banks. Lines of one or three pieces need no swizzle for that.
-    """
+    """Returns the Mosaic transforms of the values in the ring's stages."""
+    # Swizzled, so that the threads of a warp load from different banks. Lines of one or three
+    # pieces need no swizzle for that.
     if pieces not in (2, 4):
         return ()
     line = pieces * NUMBER_BYTES
@@ -367,11 +280,7 @@ def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
 
 
 def place_of_quad(index: int, line: Value, pieces: int) -> Value:
-    """Emits the place, among a column's line of quads, of the quad with this index.
-
-    A quad is four words of numbers. A swizzle exchanges the places of quads, by `line`, the number
-    of the column's line modulo 8.
-    """
+    """Emits the swizzled place of a quad, four words of numbers, in line `line` modulo 8."""
     quad = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
         return quad
@@ -385,10 +294,7 @@ def own_table(table: Value) -> Value:
 
 
 def look_up(own_table: Value, word: Value, selector: Value) -> Value:
-    """Looks up the two numbers of a byte, as two bfloat16 in a word.
-
-    The last digit of `selector` is the index of the byte in `word`; the others are 4.
-    """
+    """Looks up the two numbers of byte `selector` mod 16 of `word`, as two bfloat16 in a word."""
     byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
     place = arith.addi(own_table, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
@@ -418,9 +324,11 @@ def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
 
 
 def _scales_of(codes: Value) -> Value:
-    """Returns the scales with the codes in bytes 0 and 1 of a word, as two bfloat16 in a word."""
+    """Returns the scales with the codes in bytes 0 and 1 of a word, as two bfloat16."""
     low, high = (
-        bits_of_e8m0(arith.andi(arith.shrui(codes, mosaic.i32(first)), mosaic.i32(0xFF)), 7)
+        bits_of_e8m0(
+            arith.andi(arith.shrui(codes, mosaic.i32(first)), mosaic.i32(0xFF)), fraction_bits=7
+        )
         for first in (0, 8)
     )
     return arith.ori(low, arith.shli(high, mosaic.i32(16)))
@@ -469,6 +377,5 @@ def _bfloat16_of_byte(byte: Value) -> Value:
 
 
 def _multiplied(pair: Value, scale: Value) -> Value:
-    """Multiplies two pairs of bfloat16, each in a word."""
     word = mosaic.integer_type(32)
     return llvm.inline_asm(word, [pair, scale], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")

@@ -1,6 +1,6 @@
 """Kernel for the gradients of a grouped matmul's matrices: lhs^T @ grad over each group's rows.
 
-In this diagram the groups are a, b and c, and each row of letters stands for rows of one group:
+The groups are a, b and c, and each row of letters stands for rows of one group:
 
   lhs [R, K]   grad [R, N]      output [L, K, N], a box is an output tile
                                 a's          b's
@@ -13,24 +13,17 @@ In this diagram the groups are a, b and c, and each row of letters stands for ro
 One call may take several arrays `grad` for one `lhs`. The output tiles of all of them at one
 position are computed one after the other, so that all but the first read `lhs` from the caches.
 
-A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
-and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). The sum over a
-group's rows is cut into steps of 64 rows; a stage of the ring holds one step. A group's first and
-last step may hold rows of another group. The loader *clears* such a step: it zeroes these rows in
-shared memory before they are multiplied. So a NaN in another group's row, or past the last group,
-never enters an accumulator.
+The sum over a group's rows is cut into steps of 64 rows; a stage of the ring (`operand_ring`) holds
+one step. A group's first and last step may hold rows of another group. Such a step is *cleared*
+before it is multiplied: these rows are zeroed in shared memory. So a NaN in another group's row, or
+past the last group, never enters an accumulator.
 
-A stage of the ring passes between the warpgroups by three barriers:
-
-  full     the copies into the stage have arrived. All warpgroups wait for it at every step.
-  cleared  other groups' rows in the stage are zero. It is used only at a step that has such rows:
-           the loader arrives, and the compute warpgroups wait.
-  empty    the compute warpgroups have multiplied the stage's operands. The loader waits for it.
-
-The loader does not clear a step right after it has started the step's copies. It first starts the
-copies of the next `num_stages` - 2 steps, so that these run while it clears. To start one copy more
-before it clears would be a deadlock: this copy needs a stage that the compute warpgroups release
-only after they have started to multiply the step that is not cleared yet.
+Where there is a loader warpgroup, it clears steps. It does not clear a step right after it has
+started the step's copies: it first starts the copies of the next `num_stages` - 2 steps, so that
+these run while it clears. To start one copy more before it clears would be a deadlock: this copy
+needs a stage that the compute warpgroups release only after they have started to multiply the step
+that is not cleared yet. Without a loader, the compute warpgroups clear a step together, while the
+tensor cores multiply the step before.
 """
 
 from __future__ import annotations
@@ -46,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, SHARED_MEMORY_BYTES
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
@@ -54,8 +48,6 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     STEP,
     Kernel,
-    OperandRing,
-    TileSource,
     aligned,
     check_buffers,
     launch_into,
@@ -66,6 +58,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, TileSource
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
@@ -74,19 +67,13 @@ BLOCK_M = COMPUTERS * CHUNK
 
 @dataclasses.dataclass(frozen=True)
 class DrhsTiles:
-    """The tile sizes of `drhs_of_each`, and the depth of its ring in shared memory.
+    """The tile sizes of `drhs_of_each`, and the depth of its ring in shared memory."""
 
-    Attributes:
-      block_n: columns of an output tile, a multiple of 64 up to 256.
-      num_stages: number of pipeline stages in the ring, at least 2. A stage holds operand tiles of
-        64 rows.
-      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
-        over the whole height of a group's output. The thread blocks compute a group's output band
-        by band, and within a band row of tiles by row of tiles.
-    """
-
+    # Columns of an output tile, a multiple of 64 up to 256.
     block_n: int
+    # At least 3, of 64 rows each.
     num_stages: int
+    # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 1
 
     @classmethod
@@ -112,7 +99,6 @@ def drhs_of_each(
     tiles: DrhsTiles,
     num_blocks: int,
     num_waves: int = 1,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
 
@@ -124,44 +110,33 @@ def drhs_of_each(
       group_sizes: [L] int32, the number of rows of each group, in order.
       sums: None, or for each grad an array [L, K, N] of lhs's dtype, to which the gradient is added
         in place, rounded to this dtype before and after the addition.
-      tiles: tile sizes, and number of pipeline stages.
-      num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      For each grad, [L, K, N] of lhs's dtype, summed in float32. An empty group's matrix is zero.
-      With `sums`, these arrays plus the gradients.
+      For each grad, [L, K, N] of lhs's dtype, summed in float32, or the updated sums. An empty
+      group's matrix is zero.
     """
     num_groups, width = group_sizes.shape[0], grads[0].shape[1]
     shape = num_groups, lhs.shape[1], width
     kernel = _Drhs(
-        tiles,
-        num_blocks,
-        bool(interpret),
-        width,
-        *shape[:2],
-        len(grads),
+        tiles=tiles,
+        num_blocks=num_blocks,
+        width=width,
+        num_groups=num_groups,
+        height=lhs.shape[1],
+        num_grads=len(grads),
         adds=sums is not None,
         num_waves=num_waves,
     )
-    return launch_into(
-        kernel,
-        kernel.scratch_types(lhs.dtype),
-        [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads),
-        "grouped_matmul_drhs",
-        interpret,
-        sums,
-    )(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
+    out_type = [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads)
+    scratch_types = kernel.scratch_types(lhs.dtype)
+    call = launch_into(kernel, scratch_types, out_type, "grouped_matmul_drhs", sums)
+    return call(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32.
-
-    For each group it has the number of steps (at least one), the first row of the first step (a
-    multiple of 8), and the range [begin, end) of the group's rows. `num_rows` is the number of rows
-    of the operands.
-    """
+    """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32."""
+    # The columns are the number of steps (at least one), the first row of the first step (a
+    # multiple of 8), the group's first row, and the row after its last.
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // STEP), 1)
@@ -170,18 +145,13 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Kernel):
-    """The kernel of `drhs_of_each`: lhs[rows].T @ grad[rows] for each group's rows and each grad.
-
-    Attributes:
-      num_groups: L, the number of groups.
-      height: K, the number of columns of lhs. Each group's result is a matrix [K, N].
-      num_grads: the number of arrays `grad`. Each of them has one output, [L, K, N].
-      adds: whether the results are added to what the outputs hold.
-    """
+    """The kernel of `drhs_of_each`: lhs[rows].T @ grad[rows] for each group and each grad."""
 
     num_groups: int
+    # K, the number of columns of lhs.
     height: int
     num_grads: int
+    # Whether the results are added to what the outputs hold.
     adds: bool
 
     def __post_init__(self) -> None:
@@ -194,27 +164,30 @@ class _Drhs(Kernel):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
         chunks = (COMPUTERS, CHUNK, CHUNK)
+        clearing_warpgroups = 1 if self.has_loader else COMPUTERS
         return dict(
             ring=OperandRing.types(dtype, self.tiles.num_stages, left, right),
-            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=self.tiles.num_stages),
+            cleared=plgpu.Barrier(
+                num_arrivals=clearing_warpgroups, num_barriers=self.tiles.num_stages
+            ),
             chunks=plgpu.SMEM(chunks, dtype, transforms=swizzled(dtype)),
         )
 
     def __call__(self, lhs: Any, *refs: Any, ring: OperandRing, cleared: Any, chunks: Any) -> None:
         grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
         loader = _Loader(self, ring, cleared, table, lhs, grads)
+        tiles = self.block_tiles(self.num_tiles)
+        feeder = Feeder(loader, tiles, ring.empty, ring.num_stages, self.has_loader)
 
         def compute(number: jax.Array) -> None:
-            _Computer(self, ring, cleared, table, outs, chunks.at[number], number).run()
+            _Computer(self, ring, cleared, table, outs, chunks.at[number], number, feeder).run()
 
-        self.take_roles(loader.run, compute)
+        self.take_roles(lambda: loader.run(feeder), compute)
 
     @property
     def _tile_rows(self) -> int:
-        """Returns how many output tiles, one below the other, cover the K rows of a group's output.
-
-        The last tile may reach past row K. There, copies of lhs read zeros, and nothing is stored.
-        """
+        """How many output tiles cover the K rows of a group's output."""
+        # The last tile may reach past row K. Copies of lhs read zeros there; nothing is stored.
         return -(-self.height // BLOCK_M)
 
     @property
@@ -222,34 +195,34 @@ class _Drhs(Kernel):
         tiles = self.num_grads * self.num_groups * self._tile_rows * self.tile_columns
         return jnp.int32(tiles)
 
+    def place(self, index: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns (which, group, top, left_edge) of output tile number `index`; see `_Tile`."""
+        # The tiles of all outputs at one position follow each other.
+        position, which = quotient_and_rest(index, jnp.int32(self.num_grads))
+        tiles_of_group = jnp.int32(self._tile_rows * self.tile_columns)
+        group, tile_of_group = quotient_and_rest(position, tiles_of_group)
+        row, left_edge = self.tile_position(tile_of_group, jnp.int32(self._tile_rows))
+        return which, group, row * BLOCK_M, left_edge
+
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # The tiles at one position of all outputs have consecutive indices. They read the same rows
-        # and columns of lhs, so all but the first find them in the caches.
-        index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
-        group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
-        row, left_edge = self.tile_position(rest, jnp.int32(self._tile_rows))
-        steps = (table[group, i] for i in range(4))
-        return _Tile(which, group, row * BLOCK_M, left_edge, *steps)
+        """Returns output tile number `index`, from the result of `_group_steps`."""
+        which, group, top, left_edge = self.place(index)
+        return _Tile(which, group, top, left_edge, *(table[group, i] for i in range(4)))
 
 
 class _Tile(NamedTuple):
-    """An output tile, and the rows of lhs and grad over which its sum runs. All are int32.
+    """An output tile, and the rows of lhs and grad over which its sum runs. All are int32."""
 
-    Attributes:
-      which: the index of the array `grad` to multiply, and of the output that has the tile.
-      group: the group to whose output matrix the tile belongs.
-      top, left_edge: the tile's first row and first column in this matrix.
-      steps: the number of steps of 64 rows in the sum.
-      first: the first row of the first step, a multiple of 8.
-      begin, end: the group's rows are [begin, end).
-    """
-
+    # The index of the array `grad`, and of the output.
     which: jax.Array
     group: jax.Array
+    # The tile's first row and first column in the group's matrix.
     top: jax.Array
     left_edge: jax.Array
+    # Steps of 64 rows, and the first row of the first step, a multiple of 8.
     steps: jax.Array
     first: jax.Array
+    # The group's rows.
     begin: jax.Array
     end: jax.Array
 
@@ -260,11 +233,7 @@ class _Tile(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """The rows [begin, end) of a group, counted from the first of a step's 64 rows.
-
-    If the group begins before the step's rows, `begin` is negative. If the group ends after them,
-    `end` exceeds 64.
-    """
+    """The rows [begin, end) of a group, counted from the first of a step's 64 rows."""
 
     begin: jax.Array
     end: jax.Array
@@ -276,105 +245,103 @@ class _Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader warpgroup's work: fills the ring's stages, and later clears them.
-
-    To clear a stage is to zero its rows that belong to other groups than the output tile. `cleared`
-    has a barrier for each stage, at which the loader arrives when it has cleared the stage. `table`
-    refers to the result of `_group_steps`, and `lhs` and `grads` refer to the operands.
-    """
+    """Copies the operand tiles of output tiles into the ring, step by step, and clears steps."""
 
     kernel: _Drhs
     ring: OperandRing
+    # [stages] barriers, at which a loader warpgroup arrives when it has cleared a stage.
     cleared: Any
+    # The result of `_group_steps`.
     table: Any
     lhs: Any
     grads: Sequence[Any]
 
-    @property
-    def _lag(self) -> int:
-        """Returns how many later steps the loader fills before it clears a filled step."""
-        return self.ring.num_stages - 2
-
-    def run(self) -> None:
+    def run(self, feeder: Feeder) -> None:
+        """Does the work of a loader warpgroup: fills the ring's stages, and later clears them."""
+        # Of steps that do not exist, before the first and after the last, no row is to be cleared.
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
+        # How many later steps are filled before a step is cleared.
+        lag = self.ring.num_stages - 2
+
+        def load_tile(tile: _Tile, _: Any, carry: Any) -> Any:
+            described = self.describe((tile.which, tile.group, tile.top, tile.left_edge))
+
+            def load_step(i: jax.Array, carry: Any) -> Any:
+                used, uncleared = carry
+                feeder.load_released(described, i, number=used, ahead=())
+                return used + 1, self._clear_oldest(used - lag, uncleared, tile.rows_of_group(i))
+
+            return lax.fori_loop(0, tile.steps, load_step, carry)
+
+        # The carry: the number of steps filled so far, and the ranges of the uncleared steps.
         look_up = functools.partial(self.kernel.look_up, self.table)
-        # The last `_lag` steps are filled but not yet cleared. The carry is (the number of steps
-        # filled so far, for each uncleared step the range of rows that belong to its group).
-        carry = jnp.int32(0), (all_rows,) * self._lag
-        used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
+        used, uncleared = feeder.tiles.walk(look_up, load_tile, (jnp.int32(0), (all_rows,) * lag))
 
         def clear_rest(i: jax.Array, uncleared: Any) -> Any:
-            return self._clear_oldest(used - self._lag + i, uncleared, all_rows)
+            return self._clear_oldest(used - lag + i, uncleared, all_rows)
 
-        lax.fori_loop(0, self._lag, clear_rest, uncleared)
-        self.ring.drain(used)
-
-    def _load_tile(self, tile: _Tile, _: Any, carry: Any) -> Any:
-        return lax.fori_loop(0, tile.steps, functools.partial(self._load_step, tile), carry)
-
-    def _load_step(self, tile: _Tile, i: jax.Array, carry: Any) -> Any:
-        used, uncleared = carry
-        inner = pl.ds(aligned(tile.first + i * STEP), STEP)
-        rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
-        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
-        right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.which)
-        used = self.ring.fill(used, TileSource([self.lhs.at[inner, rows]]), [right])
-        return used, self._clear_oldest(used - 1 - self._lag, uncleared, tile.rows_of_group(i))
+        lax.fori_loop(0, lag, clear_rest, uncleared)
+        drain(self.ring.empty, used, self.ring.num_stages)
 
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears the oldest uncleared step: zeroes its rows that belong to other groups.
-
-        A step is 64 rows of both operands in one stage of the ring. A step is uncleared if its
-        stage has been filled, and its rows of other groups have not been zeroed yet.
-
-        Args:
-          step: the number of the oldest step. If it is negative, nothing is cleared.
-          uncleared: for each uncleared step but the newest, from the oldest on, the range of the
-            step's rows that belong to its group.
-          newest: this range for the newest step, which was filled last.
-
-        Returns:
-          The ranges of the steps that are still uncleared.
-        """
+        """Clears step number `step`, unless negative; returns the ranges of the uncleared steps."""
+        # `uncleared` begins with that step's range. `newest` is the range of the step filled last.
         oldest, *others = (*uncleared, newest)
-        pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
+
+        @pl.when(step >= 0)
+        def _() -> None:
+            stage = self.ring.stage_of(step)
+            plgpu.barrier_wait(self.ring.full.at[stage])
+
+            @pl.when(oldest.leaves_rows_out)
+            def _() -> None:
+                clear(self.ring, stage, oldest)
+                plgpu.barrier_arrive(self.cleared.at[stage])
+
         return tuple(others)
 
-    def _clear(self, step: jax.Array, rows: _Range) -> None:
-        """Waits for the operand tiles of step number `step`, and zeroes rows of other groups.
+    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
+        return self.kernel.place(index)
 
-        `rows` is the range of the step's rows that belong to its group, and are kept.
-        """
-        stage = self.ring.stage_of(step)
-        plgpu.barrier_wait(self.ring.full.at[stage])
+    def describe(self, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Returns (which, top, left_edge, first row of the first step) of a tile."""
+        which, group, top, left_edge = tile
+        return which, top, left_edge, self.table[group, 1]
 
-        @pl.when(rows.leaves_rows_out)
-        def _():
-            for operand in (self.ring.left, self.ring.right):
-                self._clear_operand(operand.at[stage], rows)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.cleared.at[stage])
+    def steps_of(self, tile: tuple[jax.Array, ...]) -> jax.Array:
+        return self.table[tile[1], 0]
 
-    def _clear_operand(self, operand: Any, rows: _Range) -> None:
-        if self.kernel.interpreted:
-            row = lax.broadcasted_iota(jnp.int32, operand.shape, 0)
-            inside = (row >= rows.begin) & (row < rows.end)
-            operand[...] = jnp.where(inside, operand[...], 0)
-        else:
-            register_tiles.zero_rows_outside(operand, *rows, swizzled(operand.dtype))
+    def read_ahead(self, tile: Any, step: jax.Array) -> Any:
+        return ()
+
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        which, top, left_edge, first = tile
+        inner = pl.ds(aligned(first + step * STEP), STEP)
+        rows = pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)
+        columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
+        right = TileSource([grad.at[inner, columns] for grad in self.grads], which)
+        self.ring.fill(number, TileSource([self.lhs.at[inner, rows]]), [right])
+
+
+def clear(
+    ring: OperandRing,
+    stage: jax.Array,
+    rows: _Range,
+    worker: Any = 0,
+    num_workers: int = 1,
+) -> None:
+    """Zeroes all rows of a stage but `rows`: the share of warpgroup `worker` of `num_workers`."""
+    for operands in (ring.left, ring.right):
+        tile = operands.at[stage]
+        swizzle = swizzled(tile.dtype)
+        register_tiles.zero_rows_outside(tile, *rows, swizzle, worker, num_workers)
+    plgpu.commit_smem()
 
 
 class _Held(NamedTuple):
-    """A compute warpgroup's half of a finished output tile, in registers until it is stored.
-
-    Attributes:
-      which: the index of the output to which the tile belongs.
-      group: the group to whose matrix in the output the tile belongs.
-      top, left_edge: the row and the column of values[0, 0] in this matrix.
-      values: [64, block_n] of the output's dtype.
-    """
+    """A compute warpgroup's half of a finished output tile, [64, block_n], until it is stored."""
 
     which: jax.Array
     group: jax.Array
@@ -385,29 +352,29 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """The work of a compute warpgroup: computes and stores half of the rows of each output tile.
-
-    `number` is the index of the warpgroup, 0 or 1. `cleared` are the barriers at which it waits
-    until the loader has zeroed a stage's rows of other groups. `table` is a reference to the result
-    of `_group_steps`. `chunk` is this warpgroup's [64, 64] buffer in shared memory, through which
-    it stores 64 columns at a time.
-    """
+    """The work of a compute warpgroup: computes and stores half of the rows of each output tile."""
 
     kernel: _Drhs
     ring: OperandRing
     cleared: Any
     table: Any
     outs: Sequence[Any]
+    # [64, 64] in shared memory, through which this warpgroup stores 64 columns at a time.
     chunk: Any
     number: jax.Array
+    feeder: Feeder
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
-        values = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
-        nothing = _Held(zero, zero, jnp.int32(kernel.height), zero, values)
+        values = zeros(self._shape, self._dtype)
+        # The tile held at first lies below the output, so nothing of it is stored.
+        below = jnp.int32(kernel.height)
+        before_first = _Held(which=zero, group=zero, top=below, left_edge=zero, values=values)
         look_up = functools.partial(kernel.look_up, self.table)
-        _, last = kernel.walk(kernel.num_tiles, look_up, self._compute_tile, (zero, nothing))
-        self._store_from(last, 0)
+        carry = zero, self.feeder.start(), before_first
+        used, _, last = self.feeder.tiles.walk(look_up, self._compute_tile, carry)
+        self._store_from(last, chunk=0)
+        self.feeder.finish(used)
 
     @property
     def _dtype(self) -> Any:
@@ -417,50 +384,56 @@ class _Computer:
     def _shape(self) -> tuple[int, int]:
         return CHUNK, self.kernel.tiles.block_n
 
-    def _compute_tile(self, tile: _Tile, _: Any, carry: tuple[jax.Array, _Held]) -> Any:
-        """Computes this warpgroup's half of an output tile, and meanwhile stores the previous one.
-
-        `carry` is (the number of steps that this warpgroup has multiplied so far, its half of the
-        previous tile). Returns the carry for the next tile.
-        """
-        used, before = carry
+    def _compute_tile(
+        self, tile: _Tile, _: Any, carry: tuple[jax.Array, Feed | None, _Held]
+    ) -> Any:
+        """Computes this warpgroup's half of a tile; meanwhile stores the previous one."""
+        used, feed, before = carry
         multiply = functools.partial(self._multiply, tile)
+        # A chunk is stored in each step, and the rest after the last step.
         store_before = functools.partial(self._store, before)
-        total = self.ring.accumulate(used, tile.steps, self._shape, multiply, store_before)
+        total, feed = self.ring.accumulate(
+            matmuls=1,
+            used=used,
+            steps=tile.steps,
+            shape=self._shape,
+            multiply=multiply,
+            feeder=self.feeder,
+            feed=feed,
+            meanwhile=store_before,
+        )
         self._store_from(before, tile.steps)
         top = tile.top + self.number * CHUNK
         held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self._dtype))
-        return used + tile.steps, held
+        return used + tile.steps, feed, held
 
-    def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, i: jax.Array) -> None:
+    def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, step: jax.Array) -> None:
+        """Starts the matmul of a step of a tile, once its stage is cleared if necessary."""
         left, right = self.ring.left.at[stage], self.ring.right.at[stage]
+        rows, cleared = tile.rows_of_group(step), self.cleared.at[stage]
 
-        @pl.when(tile.rows_of_group(i).leaves_rows_out)
+        @pl.when(rows.leaves_rows_out)
         def _():
-            plgpu.barrier_wait(self.cleared.at[stage])
+            if not self.kernel.has_loader:
+                clear(self.ring, stage, rows, self.number, COMPUTERS)
+                plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
 
-        mine = left.at[:, pl.ds(self.number * CHUNK, CHUNK)]
-        plgpu.wgmma(accumulator, transposed(mine), right)
+        columns = left.at[:, pl.ds(self.number * CHUNK, CHUNK)]
+        plgpu.wgmma(accumulator, transposed(columns), right)
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
-        """Stores the half tile `held` to its output, except the chunks before number `chunk`.
-
-        A chunk is 64 columns.
-        """
-        left = jnp.maximum(len(self._columns) - chunk, 0)
-        lax.fori_loop(0, left, lambda i, _: self._store(held, chunk + i), None)
+        """Stores the half tile `held` to its output, except the chunks before number `chunk`."""
+        num_left = jnp.maximum(len(self._columns) - chunk, 0)
+        lax.fori_loop(0, num_left, lambda i, _: self._store(held, chunk + i), None)
 
     @property
     def _columns(self) -> range:
-        """The first column of each chunk of 64 columns that an output tile consists of."""
+        # The first column of each chunk of a tile.
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
-        """Stores chunk number `chunk` of the half tile `held` to its output; a chunk is 64 columns.
-
-        Does nothing if the half tile has no such chunk.
-        """
-
+        """Stores chunk number `chunk` of the half tile `held`, if there is one in the output."""
         kernel = self.kernel
 
         def write(first: int) -> None:
@@ -472,8 +445,6 @@ class _Computer:
             run_one([functools.partial(write, first) for first in self._columns], chunk)
             rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
             columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)
-            copy = functools.partial(
-                store_or_add, self.chunk, adds=kernel.adds, interpreted=kernel.interpreted
-            )
+            copy = functools.partial(store_or_add, self.chunk, adds=kernel.adds)
             destinations = [out.at[held.group, rows, columns] for out in self.outs]
             lax.switch(held.which, [functools.partial(copy, each) for each in destinations])

@@ -5,22 +5,22 @@ block. The tensor cores add float8 products with a precision of about 14 bits. S
 products at a time. Each sum is multiplied by the scales of its rows and matrix block, and added to
 float32 totals.
 
-The contraction dimension K is cut into steps of 128. In a step, a thread block multiplies a tile of
-the rows `lhs` by two tiles of the matrices `rhs`, for two halves of a tile of the output `out`:
+In a step of 128 along K, a thread block multiplies a tile of the rows `lhs` by two tiles of the
+matrices `rhs`, for two halves of a tile of the output `out`:
 
-    lhs [R, K]                  rhs [L, N, K]                     out [R, N]
-    128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
+  lhs [R, K]                  rhs [L, N, K]                     out [R, N]
+  128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-A thread block has a loader warpgroup, which copies operands into a ring of stages in shared memory,
-and two compute warpgroups, which multiply them (see `pallas_kernels.matmul.kernel`). A compute
-warpgroup multiplies 64 rows of an output tile by the two matrix tiles of 128 columns, the *halves*,
-one after the other. In `product` the halves are adjacent columns of one matrix; in `gated_product`
-they are the same columns of two matrices. The registers of a compute warpgroup hold the totals of
-both halves, and the accumulators of one half. While one compute warpgroup adds scaled sums to its
-totals, the other one uses the tensor cores.
+Operands are copied to a ring of stages in shared memory (`operand_ring`), and two compute
+warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the two matrix
+tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves are adjacent
+columns of one matrix; in `float8_gated_matmul` they are the same columns of two matrices. The
+registers of a compute warpgroup hold the totals of both halves, and the accumulators of one half.
+While one compute warpgroup adds scaled sums to its totals, the other one uses the tensor cores.
 
-A group's last tile may have 64 rows or fewer. In `product` each compute warpgroup then multiplies
-these rows by one of the two halves; in `gated_product` the second one has nothing to compute.
+A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
+multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
+to compute.
 
 Both operands are stored with the contraction dimension innermost, which the tensor cores require of
 float8 operands.
@@ -29,6 +29,7 @@ float8 operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -40,11 +41,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.mosaic import Value, arith, vector
-from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.formats import FLOAT8_ROWS, Scaled
 from pallas_kernels.matmul import register_tiles, tensor_cores
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
+from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     Kernel,
@@ -53,8 +53,10 @@ from pallas_kernels.matmul.kernel import (
     launch,
     quotient_and_rest,
     swizzled,
+    zeros,
 )
-from pallas_kernels.matmul.quantized_tiles import Scaled, max_of, scale_of, with_shuffled
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
+from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
@@ -66,8 +68,7 @@ from pallas_kernels.matmul.row_tiles import (
 
 # The number of rows of an output tile that each compute warpgroup computes.
 ROWS = BLOCK // COMPUTERS
-# A compute warpgroup multiplies its rows by this many matrix tiles of 128 columns, the two halves
-# of an output tile.
+# The matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
 HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
@@ -75,37 +76,29 @@ _ROW_BYTES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tiles:
-    """The options of the float8 kernels: pipeline stages, and the order and width of output tiles.
+    """The options of the float8 kernels: pipeline stages, order and width of output tiles."""
 
-    Attributes:
-      num_stages: number of pipeline stages in the ring, at least 2. A stage's operand tiles are 128
-        long along the contraction dimension.
-      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
-        over the whole height of the output. The thread blocks compute the output band by band, and
-        within a band row of tiles by row of tiles.
-      block_n: number of columns of an output tile: 256, or 128 if the halves of a tile are the same
-        columns of two matrices. Callers keep the default; `gated_product` and `drhs_of_each`
-        replace it.
-    """
-
+    # At least 3, of 128 of K each.
     num_stages: int = 4
+    # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 8
+    # Columns of an output tile. Callers keep the default; `float8_gated_matmul` and `drhs_of_each`
+    # replace it by 128 if the halves of a tile are the same columns of two matrices.
     block_n: int = HALVES * BLOCK
 
     def __post_init__(self) -> None:
         check_buffers(self)
 
 
-def product(
+def float8_matmul(
     pairs: Sequence[tuple[Scaled, Scaled]],
-    groups: jax.Array | ChosenGroups,
+    groups: Groups,
     *,
     dtype: Any,
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = False,
     tiles: Float8Tiles | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (rows, matrices) pairs.
 
@@ -115,27 +108,22 @@ def product(
       groups: [L] int32, the number of rows of each group, in order; or S chosen groups of at most
         64 rows, where R is their height, or S times the height.
       dtype: the dtype of the result: bfloat16, float16 or float32.
-      num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
-      zero_unused: whether rows past the last group become zero; else they are not written.
-      tiles: number of pipeline stages and order of tiles, or None for the default.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    The other arguments are those of `grouped_matmul.grouped_matmul`.
 
     Returns:
       [R, N] of `dtype`, or [S * height, N] for chosen groups. The products of all pairs are summed
-      in float32, and each sum is rounded once. Without `zero_unused`, the contents of rows past the
-      last group are undefined.
+      in float32, and each sum is rounded once.
     """
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     kernel = _Product(
-        tiles or Float8Tiles(),
-        num_blocks,
-        bool(interpret),
-        width,
-        tuple(rows.values.shape[1] for rows, _ in pairs),
-        jnp.dtype(lhs.values.dtype),
-        jnp.dtype(dtype),
+        tiles=tiles or Float8Tiles(),
+        num_blocks=num_blocks,
+        width=width,
+        depths=tuple(rows.values.shape[1] for rows, _ in pairs),
+        dtype=jnp.dtype(lhs.values.dtype),
+        out_dtype=jnp.dtype(dtype),
         shared_rows=lhs.values.shape[0] < num_rows,
         zero_unused=zero_unused,
         num_waves=num_waves,
@@ -147,52 +135,41 @@ def product(
         groups,
         jax.ShapeDtypeStruct((num_rows, width), dtype),
         "grouped_matmul_float8",
-        interpret,
     )
 
 
-def gated_product(
+def float8_gated_matmul(
     lhs: Scaled,
     rhs: tuple[Scaled, Scaled],
-    groups: jax.Array | ChosenGroups,
+    groups: Groups,
     gating: Elementwise,
     *,
     keep: bool,
     num_blocks: int,
     num_waves: int = 1,
     tiles: Float8Tiles | None = None,
-    interpret: Any = None,
 ) -> tuple[Scaled, ...]:
     """Computes gating(lhs @ rhs[0][group].T, lhs @ rhs[1][group].T), and quantizes the result.
-
-    `group` stands for the group of a row of lhs.
 
     Args:
       lhs: rows [R, K], float8 with scales; R is a multiple of 8.
       rhs: two arrays of transposed matrices [L, N, K], float8 with scales.
-      groups: [L] int32, the number of rows of each group, in order; or S chosen groups of at most
-        64 rows, whose height is R.
+      groups: as for `float8_matmul`, but R is the height of chosen groups.
       gating: an elementwise function of the two float32 products.
       keep: whether to return the two products, too.
-      num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
-      tiles: number of pipeline stages and order of tiles, or None for the default.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       The gated product, rows [R, N], or [S * height, N] for chosen groups, float8 of lhs's dtype
-      with scales; with `keep` also the two products, in the same format. The contents of rows past
-      the last group are undefined.
+      with scales; with `keep` also the two products. Rows past the last group are undefined.
     """
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
     kernel = _GatedProduct(
-        dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
-        num_blocks,
-        bool(interpret),
-        width,
-        (lhs.values.shape[1],),
-        jnp.dtype(lhs.values.dtype),
-        jnp.dtype(lhs.values.dtype),
+        tiles=dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
+        num_blocks=num_blocks,
+        width=width,
+        depths=(lhs.values.shape[1],),
+        dtype=jnp.dtype(lhs.values.dtype),
+        out_dtype=jnp.dtype(lhs.values.dtype),
         shared_rows=lhs.values.shape[0] < num_rows,
         gating=gating,
         keep=keep,
@@ -201,48 +178,41 @@ def gated_product(
     values = jax.ShapeDtypeStruct((num_rows, width), lhs.values.dtype)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
     # The next matmul takes the scales of the hidden values transposed.
-    turned = jax.ShapeDtypeStruct(scales.shape[::-1], jnp.float32)
+    transposed = jax.ShapeDtypeStruct(scales.shape[::-1], jnp.float32)
     results = _run(
         kernel,
         _operands(lhs, *rhs),
         groups,
-        [values, turned, *[values, scales] * (kernel.outputs - 1)],
+        [values, transposed, *[values, scales] * (kernel.outputs - 1)],
         "grouped_matmul_float8_gated",
-        interpret,
     )
-    (hidden, of_hidden), *products = zip(results[::2], results[1::2], strict=True)
-    return Scaled(hidden, of_hidden.T), *(Scaled(*product) for product in products)
+    (hidden, hidden_scales), *products = zip(results[::2], results[1::2], strict=True)
+    return Scaled(hidden, hidden_scales.T), *(Scaled(*product) for product in products)
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
-    """Returns the operands of a kernel: values and scales of `rows`, and of each of `matrices`.
-
-    The scales of the rows are transposed to [K / 128, R], so that the scales of a tile's rows are
-    contiguous and can be copied at once.
-    """
+    """Returns the operands of a kernel: values and scales of `rows`, and of each of `matrices`."""
+    # Transposed, the scales of a tile's rows are contiguous and can be copied at once.
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
 
-def _run(kernel, operands, groups, out_type, name, interpret):
+def _run(kernel, operands, groups, out_type, name):
+    """Launches `kernel` on `operands` and the table of row tiles; returns its results."""
     num_rows = operands[0].shape[0]
-    table = table_of(groups, (BLOCK,), num_rows, interpreted=bool(interpret))
-    return launch(kernel, kernel.scratch_types(), out_type, name, interpret)(*operands, table)
+    table = table_of(groups, (BLOCK,), num_rows)
+    return launch(kernel, kernel.scratch_types(), out_type, name)(*operands, table)
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Kernel(Kernel):
-    """Base class of the float8 kernels: the operand ring, the sums, and the stores.
+    """Base class of the float8 kernels: the operand ring, the sums, and the stores."""
 
-    Attributes:
-      depths: for each pair (lhs, rhs) of operands, K, the length of the contraction dimension.
-      dtype: float8 dtype of the operands.
-      out_dtype: dtype of the outputs' values.
-      shared_rows: whether all row tiles multiply the same rows, the first of each left operand.
-    """
-
+    # K of each pair of operands.
     depths: tuple[int, ...]
+    # Of the operands, float8.
     dtype: Any
     out_dtype: Any
+    # Whether all row tiles multiply the same rows, the first of each left operand.
     shared_rows: bool
 
     # Whether each row of the left operand has its own scales. If not, 128 rows share their scales.
@@ -250,33 +220,29 @@ class Float8Kernel(Kernel):
 
     @property
     def num_matrices(self) -> int:
-        """Returns the number of right operands, 1 or 2, of which a stage holds tiles."""
+        # The number of right operands of a tile: 2 if its halves are columns of two of them.
         raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps in which an output element is summed.
-
-        The sum runs over the contraction dimensions of all pairs (lhs, rhs) of operands. A step
-        adds 128 products.
-        """
+        """The number of steps of 128 in which an output element is summed, over all pairs."""
         return sum(self.depths) // BLOCK
 
     @property
     def chunk(self) -> int:
-        """Returns the number of output columns that are stored at a time: 128 bytes of a row."""
+        """The number of output columns that are stored at a time: 128 bytes of a row."""
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
-        stages, operand = self.tiles.num_stages, swizzled(self.dtype)
+        stages, transforms = self.tiles.num_stages, swizzled(self.dtype)
+        # At `full` arrive each copy of `fill_stage` and, after the block scales, the loader.
+        arrivals = 2 + self.rows_have_scales + self.num_matrices
         types = dict(
-            left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
-            right=plgpu.SMEM((stages, HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
+            left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=transforms),
+            right=plgpu.SMEM((stages, HALVES * BLOCK, BLOCK), self.dtype, transforms=transforms),
             block_scales=plgpu.SMEM((stages, HALVES), jnp.float32),
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
-            full=plgpu.Barrier(
-                num_arrivals=2 + self.rows_have_scales + self.num_matrices, num_barriers=stages
-            ),
+            full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
         if self.rows_have_scales:
@@ -286,184 +252,102 @@ class Float8Kernel(Kernel):
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_matrices) * len(self.depths)
         operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
-        num_tiles = table[table.shape[0] - 1, 0]
-        total_tiles = num_tiles * self.tile_columns
+        totals = table.shape[0] - 1
+        num_tiles = table[totals, 0]
 
         def look_up(index):
             tile, left_edge = self.tile_position(index, num_tiles)
             return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
 
-        used_rows = table[table.shape[0] - 1, 1]
-        self.walk_tiles(total_tiles, look_up, operands, outs, scratch, used_rows)
+        used_rows = table[totals, 1]
+        loader = _RowLoader(self, scratch, operands, table, num_tiles)
+        self.walk_tiles(num_tiles * self.tile_columns, look_up, loader, outs, scratch, used_rows)
 
     def walk_tiles(
         self,
         total: jax.Array,
         look_up: Any,
-        operands: Any,
+        loader: Loader,
         outs: Any,
         scratch: Any,
         used_rows: jax.Array | int = 0,
+        may_be_empty: bool = False,
     ) -> None:
-        """Loads the operands of each output tile in one warpgroup; computes it in the other two.
+        """Computes and stores the output tiles of this thread block, of `total` of all blocks.
 
-        Args:
-          total: int32, the number of output tiles of all thread blocks.
-          look_up: maps the index of an output tile, less than `total`, to the description of the
-            tile that `load_tile` and `compute_tile` take.
-          operands: references to the operands.
-          outs: references to the outputs.
-          scratch: references to shared memory and barriers, by the names in `scratch_types`.
-          used_rows: int32, the number of rows in groups, for `finish`.
+        `look_up` maps the index of a tile to the `tile` that `compute_tile` takes. `used_rows` is
+        passed to `finish`. `may_be_empty` is whether a tile may have no steps.
         """
-
-        def load():
-            def one_tile(tile, _, used):
-                return self.load_tile(tile, used, operands, scratch)
-
-            used = self.walk(total, look_up, one_tile, jnp.int32(0))
-            drain(scratch["empty"], used, self.tiles.num_stages)
+        tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
+        feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
 
         def compute(computer):
-            def one_tile(tile, _, used):
-                return self.compute_tile(computer, tile, used, outs, scratch)
+            def one_tile(tile, _, carry):
+                used, feed = carry
+                return self.compute_tile(computer, tile, used, feed, feeder, outs, scratch)
 
-            self.walk(total, look_up, one_tile, jnp.int32(0))
+            used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
+            feeder.finish(used)
             self.finish(computer, used_rows, outs, scratch)
 
-        self.take_roles(load, compute)
+        self.take_roles(feeder.run, compute)
 
     def finish(self, computer: jax.Array, used_rows: Any, outs: Any, scratch: Any) -> None:
-        """Runs in each compute warpgroup after its last output tile; does nothing by default.
-
-        `computer` is the index of the warpgroup, and `used_rows` the number of rows in groups.
-        `outs` are references to the outputs, and `scratch` those to shared memory, by name.
-        """
+        """Runs in each compute warpgroup after its last output tile; does nothing by default."""
 
     def compute_tile(
-        self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
-    ) -> jax.Array:
-        """Computes and stores a compute warpgroup's part of an output tile.
-
-        Args:
-          computer: the index of the compute warpgroup, 0 or 1.
-          tile: the description of the tile.
-          used: int32, the number of steps that this warpgroup has multiplied or skipped before.
-          outs: references to the outputs.
-          scratch: references to shared memory and barriers, by name.
-
-        Returns:
-          The new value of `used`.
-        """
+        self,
+        computer: jax.Array,
+        tile: Any,
+        used: jax.Array,
+        feed: Feed | None,
+        feeder: Feeder,
+        outs: Any,
+        scratch: Any,
+    ) -> tuple[jax.Array, Feed | None]:
+        """Computes and stores a compute warpgroup's part of an output tile."""
+        # Takes and returns the number of steps multiplied or skipped so far, and the feed.
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns which columns of each right operand an output tile needs, as a slice.
-
-        The slice begins at `left_edge`. It has 256 columns if there is one right operand, and 128
-        if there are two.
-        """
+        """Returns the range of columns of each right operand for an output tile: 256, or 128."""
         return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.num_matrices)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns references to the scales of the two halves, 128 columns each, of an output tile.
-
-        If the output ends after the tile's first half, both references are to the scale of the
-        first half; the second reference is then not used.
-
-        Args:
-          scales: for each right operand, a reference to the array of its scales.
-          left_edge: the first column of the output tile.
-          at: `at(array, block)` returns a reference to one of the scales in `array`: that of the
-            128 columns from 128 * block on.
-        """
+        """Returns references to the scales of the two halves of an output tile."""
+        # `scales` has an array for each right operand. `at(array, block)` refers to the scale of
+        # the 128 columns from 128 * block on.
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.num_matrices > 1:
-            return [at(of_matrix, block) for of_matrix in scales]
+            return [at(array, block) for array in scales]
+        # Past the output's end, the second half gets the scale of the first, which is not used.
         last = self.width // BLOCK - 1
         return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
-
-    def store(self, *args: Any) -> None:
-        """Calls `register_tiles.store_rows_through`."""
-        register_tiles.store_rows_through(*args, interpreted=self.interpreted)
-
-    def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
-        """Copies the operands of an output tile into the ring, step by step.
-
-        `tile` is the description of the output tile. `used` is the number of steps for which the
-        loader has filled a stage before. Returns its new value.
-        """
-        group, first, _, _, left_edge = tile
-        # Shared rows begin at row 0. Pallas would refuse a constant 0, because there may be fewer
-        # than 128 rows. Copies read zeros past the last row.
-        first = jnp.minimum(first, 0) if self.shared_rows else first
-        rows = pl.ds(aligned(first), BLOCK)
-        together = 2 * (1 + self.num_matrices)
-        for k, depth in enumerate(self.depths):
-            values, scales, *matrices = operands[k * together : (k + 1) * together]
-
-            def step(i, used, values=values, scales=scales, matrices=matrices):
-                inner, columns = pl.ds(i * BLOCK, BLOCK), self.columns_of(left_edge)
-                return self.fill_stage(
-                    scratch,
-                    used,
-                    values.at[rows, inner],
-                    scales.at[i, rows],
-                    [matrix.at[group, columns, inner] for matrix in matrices[::2]],
-                    self.block_scales(
-                        matrices[1::2], left_edge, lambda scales, block: scales.at[group, block, i]
-                    ),
-                )
-
-            used = lax.fori_loop(0, depth // BLOCK, step, used)
-        return used
 
     def fill_stage(
         self,
         scratch: Any,
-        used: jax.Array,
+        number: jax.Array,
         left: Any,
         left_scales: Any,
         rights: Sequence[Any],
-        block_scales: Sequence[Any],
-    ) -> jax.Array:
-        """Copies one step's operand tiles and scales into the ring, once the step's stage is empty.
-
-        Args:
-          scratch: references to the ring's arrays and barriers, by name.
-          used: int32, the number of steps for which the loader has filled a stage before.
-          left: reference in global memory to the tile of the left operand.
-          left_scales: reference to the scales of the rows of `left`, or to its scale if the rows
-            share one.
-          rights: reference to the tile of each right operand.
-          block_scales: reference to the scale of each half of the output tile's columns.
-
-        Returns:
-          `used` + 1.
-        """
-        stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
-        # The scales are loaded first, so that they arrive while the loader waits.
-        of_left = 1 if self.rows_have_scales else left_scales[...]
-        of_blocks = [scale[...] * of_left for scale in block_scales]
-
-        @pl.when(used >= self.tiles.num_stages)
-        def _():
-            plgpu.barrier_wait(scratch["empty"].at[stage])
-
+        block_scales: Sequence[jax.Array],
+    ) -> None:
+        """Starts the copies of one step's operand tiles and scales to an empty stage."""
+        stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
         width = HALVES * BLOCK // len(rights)
         for i, right in enumerate(rights):
-            at = scratch["right"].at[stage, i * width : (i + 1) * width]
-            plgpu.copy_gmem_to_smem(right, at, full)
-        for half, scale in enumerate(of_blocks):
+            destination = scratch["right"].at[stage, i * width : (i + 1) * width]
+            plgpu.copy_gmem_to_smem(right, destination, full)
+        for half, scale in enumerate(block_scales):
             scratch["block_scales"][stage, half] = scale
         plgpu.barrier_arrive(full)
-        return used + 1
 
     def accumulate_halves(
         self,
@@ -472,30 +356,22 @@ class Float8Kernel(Kernel):
         first_half: Any,
         num_halves: jax.Array | int,
         steps: jax.Array | int,
+        feeder: Feeder,
+        feed: Feed | None,
         scratch: Any,
-    ) -> tuple[jax.Array, ...]:
+    ) -> tuple[tuple[jax.Array, ...], Feed | None]:
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
-        Computes 64 rows of an output tile, in one or both of its halves of 128 columns.
-
-        Args:
-          used: int32, the number of steps that this warpgroup has multiplied or skipped before.
-          row: the first of the 64 rows in the left operand's tiles.
-          first_half: the index of the first half to compute, 0 or 1.
-          num_halves: the number of halves to compute, 1 or 2.
-          steps: number of steps.
-          scratch: references to the ring's arrays and barriers.
-
-        Returns:
-          Two sums [64, 128] float32: those of the halves first_half and first_half + 1. The second
-          sum is zero if `num_halves` is 1.
+        Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
+        columns, from half `first_half` on. `used` is the number of steps before. Returns two sums
+        [64, 128] float32, the second zero if it is not computed; and the new feed.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
-        zero = jnp.zeros((ROWS, BLOCK), jnp.float32)
-        if not self.interpreted:
-            zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+        zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(i, totals):
+        def step(i, carry):
+            totals, feed = carry
+            feed = feeder.follow(used + i, feed)
             stage = lax.rem(used + i, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
@@ -516,46 +392,105 @@ class Float8Kernel(Kernel):
                 num_halves,
                 row_scales,
                 block_scales,
-                interpreted=self.interpreted,
             )
-            # On a GPU the tensor cores read the operands. In Pallas' interpreter the threads do, so
-            # there a fence must order their reads before the loader's next copies into the stage.
-            if self.interpreted:
-                plgpu.commit_smem()
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals
+            return totals, feed
 
-        return lax.fori_loop(0, steps, step, (zero,) * HALVES)
+        return lax.fori_loop(0, steps, step, ((zero,) * HALVES, feed))
 
     def load_scales(self, scales: Any) -> jax.Array:
-        """Loads the scales of 64 rows from shared memory, as each thread needs them."""
-        if self.interpreted:
-            return scales[...]
+        """Loads the scales of 64 rows from shared memory, [64] in the layout `WGMMA.reduce(1)`."""
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, used: jax.Array, scratch: Any) -> None:
-        """Releases the ring's stages with the operands of an output tile, without multiplying them.
+    def skip(self, used: jax.Array, feeder: Feeder, feed: Feed | None, scratch: Any) -> Feed:
+        """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
-        A compute warpgroup that has nothing to compute for the tile calls it instead of
-        `accumulate_halves`, since the loader waits until both compute warpgroups release a stage.
-        `used` is the number of steps that this warpgroup has multiplied or skipped before.
-        """
-
-        def step(i, _):
+        def step(i, feed):
+            feed = feeder.follow(used + i, feed)
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
             plgpu.barrier_wait(scratch["full"].at[stage])
             plgpu.barrier_arrive(scratch["empty"].at[stage])
+            return feed
 
-        lax.fori_loop(0, self.steps, step, None)
+        return lax.fori_loop(0, self.steps, step, feed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowLoader:
+    """Loads the operands of tiles; a tile is the number of its row tile, and its first column."""
+
+    kernel: Float8Kernel
+    scratch: Any
+    operands: Sequence[Any]
+    table: Any
+    num_tiles: jax.Array
+
+    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.kernel.tile_position(index, self.num_tiles)
+
+    def describe(self, tile: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # Returns a tile's group, its first row of the left operand, and its first column.
+        row_tile, left_edge = tile
+        group, first_row = (self.table[row_tile, column] for column in (GROUP, FIRST))
+        if self.kernel.shared_rows:
+            # Shared rows begin at row 0. Pallas would refuse a constant 0, because there may be
+            # fewer than 128 rows, past which copies read zeros.
+            first_row = jnp.minimum(first_row, 0)
+        return group, first_row, left_edge
+
+    def steps_of(self, _: Any) -> int:
+        return self.kernel.steps
+
+    def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
+        """Returns body(operands of a pair, the pair's step), for step number `step` of a tile."""
+        per_pair = 2 * (1 + self.kernel.num_matrices)
+
+        # A tile's steps run through the depth of one pair after the other.
+        def of_pairs_from(k: int, step: jax.Array) -> Any:
+            operands = self.operands[k * per_pair : (k + 1) * per_pair]
+            of_this = functools.partial(body, operands, step)
+            if k + 1 == len(self.kernel.depths):
+                return of_this()
+            steps = self.kernel.depths[k] // BLOCK
+            return lax.cond(step < steps, of_this, lambda: of_pairs_from(k + 1, step - steps))
+
+        return of_pairs_from(0, step)
+
+    def read_ahead(self, tile: Any, step: jax.Array) -> list[jax.Array]:
+        """Returns the scales of the matrix blocks of both halves, for a step."""
+        group, _, left_edge = tile
+
+        def read(operands: Sequence[Any], i: jax.Array) -> list[jax.Array]:
+            def at(scales: Any, block: Any) -> Any:
+                return scales.at[group, block, i]
+
+            return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
+
+        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
+
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        group, first, left_edge = tile
+        rows = pl.ds(aligned(first), BLOCK)
+        columns = self.kernel.columns_of(left_edge)
+
+        def fill(operands: Sequence[Any], i: jax.Array) -> None:
+            values, scales, *matrices = operands
+            inner = pl.ds(i * BLOCK, BLOCK)
+            self.kernel.fill_stage(
+                self.scratch,
+                number,
+                left=values.at[rows, inner],
+                left_scales=scales.at[i, rows],
+                rights=[matrix.at[group, columns, inner] for matrix in matrices[::2]],
+                block_scales=ahead,
+            )
+
+        self._of_pair(step, fill)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Product(Float8Kernel):
-    """The kernel of `product`: a tile's two halves of 128 columns are adjacent in one matrix.
-
-    Attributes:
-      zero_unused: whether the kernel zeroes the rows past the last group.
-    """
+    """The kernel of `float8_matmul`: a tile's halves are adjacent columns of one matrix."""
 
     zero_unused: bool
 
@@ -563,13 +498,22 @@ class _Product(Float8Kernel):
     def num_matrices(self) -> int:
         return 1
 
-    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
+    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
         _, first, begin, end, left_edge = tile
+        # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = end - first <= ROWS
         row = pl.multiple_of(jnp.where(is_short, 0, computer * ROWS), ROWS)
         first_half = jnp.where(is_short, computer, 0)
-        totals = self.accumulate_halves(
-            used, row, first_half, jnp.where(is_short, 1, HALVES), self.steps, scratch
+        num_halves = jnp.where(is_short, 1, HALVES)
+        totals, feed = self.accumulate_halves(
+            used,
+            row,
+            first_half=first_half,
+            num_halves=num_halves,
+            steps=self.steps,
+            feeder=feeder,
+            feed=feed,
+            scratch=scratch,
         )
         top, left = first + row, left_edge + first_half * BLOCK
         room = scratch["staged"].at[computer]
@@ -578,56 +522,48 @@ class _Product(Float8Kernel):
             def store(total=total, left=left + half * BLOCK):
                 self.store_half(total, outs[0], room, top, left, begin - top, end - top)
 
-            exists = (left + half * BLOCK < self.width) & (top < end)
-            pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
-        return used + self.steps
+            is_stored = (left + half * BLOCK < self.width) & (top < end)
+            if half == 1:
+                is_stored &= jnp.logical_not(is_short)
+            pl.when(is_stored)(store)
+        return used + self.steps, feed
 
     def store_half(
         self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of one half of a tile to `out`.
-
-        `total` is this warpgroup's part of the half, [64, 128] float32. It is converted to the
-        dtype of the output and stored `self.chunk` columns at a time. The other arguments are those
-        of `register_tiles.store_rows_through`.
-        """
+        """Stores rows [begin, end) of `total`, this warpgroup's part of a half, at (top, left)."""
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
-            self.store(room, out, part, top, left + i, begin, end)
+            register_tiles.store_rows_through(room, out, part, top, left + i, begin, end)
 
     def finish(self, computer: jax.Array, used_rows: jax.Array, outs: Any, scratch: Any) -> None:
+        """Zeroes this warpgroup's share of the rows from `used_rows` on, if the kernel is to."""
         if not self.zero_unused:
             return
         (out,), room = outs, scratch["staged"].at[computer]
-        nothing = jnp.zeros((ROWS, self.chunk), self.out_dtype)
-        if not self.interpreted:
-            nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-        # The rows from `used_rows` on are zeroed in chunks of 64 rows by `self.chunk` columns. The
-        # compute warpgroups of all thread blocks take turns at the chunks.
+        zero_chunk = zeros((ROWS, self.chunk), self.out_dtype)
+        # The compute warpgroups of all blocks take turns at chunks of 64 rows.
         worker = lax.axis_index("block") * COMPUTERS + computer
-        workers, columns = (
-            jnp.int32(self.all_blocks * COMPUTERS),
-            jnp.int32(self.width // self.chunk),
-        )
-        first = lax.div(used_rows, jnp.int32(ROWS))
-        chunks = (-(-out.shape[0] // ROWS) - first) * columns
+        workers = jnp.int32(self.all_blocks * COMPUTERS)
+        chunk_columns = jnp.int32(self.width // self.chunk)
+        first_chunk_row = lax.div(used_rows, jnp.int32(ROWS))
+        chunks = (-(-out.shape[0] // ROWS) - first_chunk_row) * chunk_columns
 
-        def zero_chunk(i: jax.Array, _: None) -> None:
-            row, column = quotient_and_rest(worker + i * workers, columns)
-            top = (first + row) * ROWS
+        def store_zeros(i: jax.Array, _: None) -> None:
+            row, column = quotient_and_rest(worker + i * workers, chunk_columns)
+            top = (first_chunk_row + row) * ROWS
             begin, end = used_rows - top, out.shape[0] - top
-            self.store(room, out, nothing, top, column * self.chunk, begin, end)
+            register_tiles.store_rows_through(
+                room, out, zero_chunk, top, column * self.chunk, begin, end
+            )
 
-        lax.fori_loop(0, lax.div(chunks - worker + (workers - 1), workers), zero_chunk, None)
+        chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
+        lax.fori_loop(0, chunks_of_worker, store_zeros, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(Float8Kernel):
-    """The kernel of `gated_product`, whose tiles hold both products that the gating needs.
-
-    The left half of a tile is the product with 128 columns of a group's first matrix, the right
-    half the product with the same columns of its second matrix.
-    """
+    """The kernel of `float8_gated_matmul`: the halves are the products with both matrices."""
 
     gating: Elementwise
     keep: bool
@@ -638,56 +574,54 @@ class _GatedProduct(Float8Kernel):
 
     @property
     def outputs(self) -> int:
+        # The number of quantized results, each stored as values and scales.
         return 3 if self.keep else 1
 
-    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
+    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
         _, first, begin, end, left_edge = tile
         row = pl.multiple_of(computer * ROWS, ROWS)
         top = first + row
-        has_rows = top < end
 
-        @pl.when(has_rows)
-        def _():
-            products = self.accumulate_halves(used, row, 0, HALVES, self.steps, scratch)
+        def compute(feed: Feed | None) -> Feed | None:
+            products, feed = self.accumulate_halves(
+                used,
+                row,
+                first_half=0,
+                num_halves=HALVES,
+                steps=self.steps,
+                feeder=feeder,
+                feed=feed,
+                scratch=scratch,
+            )
             room = scratch["staged"].at[computer]
+            group_rows = begin - top, end - top
+            block = lax.div(left_edge, jnp.int32(BLOCK))
 
             def store(rows, index):
-                values, scales = _quantize(rows, interpreted=self.interpreted)
-                self.store(room, outs[2 * index], values, top, left_edge, begin - top, end - top)
+                # Quantizes rows, and stores those of the group to result number `index`.
+                values, scales = _quantize(rows)
+                out, out_scales = outs[2 * index : 2 * index + 2]
+                register_tiles.store_rows_through(room, out, values, top, left_edge, *group_rows)
+                # The scales of the gated product, result 0, are transposed.
                 register_tiles.store_column(
-                    outs[2 * index + 1],
-                    scales,
-                    top,
-                    lax.div(left_edge, jnp.int32(BLOCK)),
-                    begin - top,
-                    end - top,
-                    to_row=index == 0,
-                    interpreted=self.interpreted,
+                    out_scales, scales, top, block, *group_rows, to_row=index == 0
                 )
 
-            store(self.gating(*products, interpreted=self.interpreted), 0)
+            store(self.gating(*products), index=0)
             if self.keep:
                 for i, rows in enumerate(products):
-                    store(rows, 1 + i)
+                    store(rows, index=1 + i)
+            return feed
 
-        @pl.when(jnp.logical_not(has_rows))
-        def _():
-            self.skip(used, scratch)
+        # A short tile has no rows for the second warpgroup.
+        feed = lax.cond(
+            top < end, compute, lambda feed: self.skip(used, feeder, feed, scratch), feed
+        )
+        return used + self.steps, feed
 
-        return used + self.steps
 
-
-def _quantize(rows: jax.Array, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:
-    """Computes a scale for each of the rows [64, 128] float32, and multiplies the row by 1 / scale.
-
-    Returns:
-      (numbers, scales). `numbers`, [64, 128], are the rows times 1 / scale. On a GPU they are
-      float32, and the caller rounds them to float8; Pallas' interpreter has rounded them already.
-      `scales` are [64] float32.
-    """
-    if interpreted:
-        values, scales = FLOAT8_ROWS.encode(rows)
-        return values, scales[:, 0]
+def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Multiplies each row of [64, 128] float32 by 1 / scale; returns numbers and scales [64]."""
     layout = plgpu.Layout.WGMMA
     results = [
         plgpu.ShapeDtypeStruct(rows.shape, jnp.float32, layout=layout),
@@ -697,28 +631,30 @@ def _quantize(rows: jax.Array, *, interpreted: bool) -> tuple[jax.Array, jax.Arr
 
 
 def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
-    """Emits `_quantize` for one thread, which has 32 numbers of each of two rows.
-
-    Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
-    maximum ignores NaN, and a NaN stays one when it is multiplied.
-    """
+    """Emits `_quantize` for one thread, which has 32 numbers of each of two rows."""
     pairs = mosaic.registers(rows)
     numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
 
     def of_row(values: Sequence[Any], row: int) -> list[Any]:
+        # Returns the thread's values of its row 0 or 1; pairs alternate between the rows.
         return [value for i, value in enumerate(values) if i // 2 % 2 == row]
 
     def without_infinities() -> list[Value]:
-        is_finite, bits = zip(*(float8.magnitude(number) for number in numbers), strict=True)
+        # Returns the numbers, NaN for infinities, and the largest magnitude of each row.
+        is_finite, bits = zip(*map(float8.magnitude, numbers), strict=True)
         clean = map(float8.or_nan, numbers, is_finite)
         return [*clean, *(max_of(of_row(bits, row)) for row in range(2))]
 
+    # Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
+    # maximum ignores NaN, and a NaN stays one when it is multiplied.
     sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
-    finite = mosaic.below(max_of(sizes), mosaic.i32(float8.INFINITY))
-    *numbers, first, second = mosaic.unless(finite, without_infinities, [*numbers, *sizes])
+    is_finite = mosaic.below(max_of(sizes), mosaic.i32(float8.INFINITY))
+    *numbers, first, second = mosaic.unless(is_finite, without_infinities, [*numbers, *sizes])
     # Four threads have a part of each of the two rows.
-    sizes = with_shuffled(with_shuffled([first, second], 1), 2)
-    scales, inverses = zip(*map(scale_of, sizes), strict=True)
+    sizes = with_shuffled(with_shuffled([first, second], distance=1), distance=2)
+    scales = [float8.scale(FLOAT8_ROWS, size) for size in sizes]
+    # In relocatable code `rcp.rn` is a call, and a call serializes the tensor cores.
+    inverses = list(map(float8.branchless_reciprocal, scales))
     scaled = [arith.mulf(number, inverses[i // 2 % 2]) for i, number in enumerate(numbers)]
     f32 = mosaic.float_type()
     pairs = [

@@ -4,12 +4,12 @@ The gradient of a group's matrix is lhs^T @ grad over the rows of the group. The
 require of float8 operands that the contraction dimension, here the rows, lies innermost. So both
 operands are given transposed, with each group's rows padded to blocks of 128:
 
-    lhs [K, P]                   grad [N, P]                       out [L, K, N]
-    128 of K x 128 rows  times   2 x [128 of N x 128 rows]    =    2 x [128 of K x 128 of N]
+  lhs [K, P]                   grad [N, P]                       out [L, K, N]
+  128 of K x 128 rows  times   2 x [128 of N x 128 rows]    =    2 x [128 of K x 128 of N]
 
-A step multiplies the rows of one block. `pallas_kernels.matmul.float8` describes how a thread block
-multiplies and sums; here a block of 128 rows by 128 columns of an operand shares one scale. A tile
-is stored by bulk copies while the next one is multiplied.
+A step multiplies the rows of one block. `float8` describes how a thread block multiplies and sums;
+here a block of 128 rows by 128 columns of an operand shares one scale. A tile is stored by bulk
+copies while the next one is multiplied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.float8 import HALVES, ROWS, Float8Kernel, Float8Tiles
-from pallas_kernels.matmul.kernel import COMPUTERS, launch_into, store_or_add, swizzled
+from pallas_kernels.matmul.kernel import (
+    COMPUTERS,
+    launch_into,
+    quotient_and_rest,
+    store_or_add,
+    swizzled,
+)
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # The number of parts of a tile for which a compute warpgroup has buffers in shared memory.
@@ -42,42 +48,32 @@ def drhs_of_each(
     num_blocks: int,
     num_waves: int = 1,
     tiles: Float8Tiles | None = None,
-    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
 
-    P is the number of rows with zeros as padding, in which each group starts at a multiple of 128.
-
     Args:
-      lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales
-        [P / 128, K / 128].
+      lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales [P / 128, K
+        / 128].
       grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
         [P / 128, N / 128].
-      group_blocks: [L, 2] int32, each group's first block of 128 rows and number of blocks: the
-        second result of `row_blocks.row_blocks`.
+      group_blocks: [L, 2] int32, the second result of `row_blocks.row_blocks`.
       sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
         place, rounded to this dtype before and after the addition.
-      dtype: the dtype of the results: bfloat16, float16 or float32.
-      num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
-      tiles: number of pipeline stages and order of tiles, or None for the default.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      For each grad, [L, K, N] of `dtype`. An empty group's matrix is zero. With `sums`, these
-      arrays plus the gradients.
+      For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), or the updated sums. An
+      empty group's matrix is zero.
     """
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = group_blocks.shape[0]
     tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=HALVES * BLOCK // len(grads))
     kernel = _Drhs(
-        tiles,
-        num_blocks,
-        bool(interpret),
-        width,
-        (padded,),
-        jnp.dtype(lhs.values.dtype),
-        jnp.dtype(dtype),
+        tiles=tiles,
+        num_blocks=num_blocks,
+        width=width,
+        depths=(padded,),
+        dtype=jnp.dtype(lhs.values.dtype),
+        out_dtype=jnp.dtype(dtype),
         shared_rows=False,
         height=height,
         num_groups=num_groups,
@@ -86,14 +82,14 @@ def drhs_of_each(
         num_waves=num_waves,
     )
     shape = num_groups * height, width
-    results = launch_into(
+    call = launch_into(
         kernel,
         kernel.scratch_types(),
         [jax.ShapeDtypeStruct(shape, dtype)] * len(grads),
         "grouped_matmul_float8_drhs",
-        interpret,
         None if sums is None else [each.reshape(shape) for each in sums],
-    )(*lhs, *(array for grad in grads for array in grad), group_blocks)
+    )
+    results = call(*lhs, *(array for grad in grads for array in grad), group_blocks)
     return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
@@ -101,19 +97,14 @@ def drhs_of_each(
 class _Drhs(Float8Kernel):
     """The kernel of `drhs_of_each`: an output tile is 128 rows by 2 halves of 128 columns.
 
-    If there is one output, the halves of a tile are adjacent columns of it. If there are two, the
-    halves are the same columns of both. The sum runs over the blocks of 128 rows of a group.
-
-    Attributes:
-      height: K, the number of rows of the gradient of a group's matrix.
-      num_groups: L, the number of groups.
-      num_grads: number of arrays `grad`, and of outputs, 1 or 2.
-      adds: whether the results are added to what the outputs hold.
+    The halves are adjacent columns of the only output, or the same columns of two outputs.
     """
 
+    # K, the number of rows of the gradient of a group's matrix.
     height: int
     num_groups: int
     num_grads: int
+    # Whether the results are added to what the outputs hold.
     adds: bool
 
     rows_have_scales: ClassVar[bool] = False
@@ -137,77 +128,109 @@ class _Drhs(Float8Kernel):
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_grads)
         operands, (group_blocks, *outs) = refs[:num_operands], refs[num_operands:]
-        total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
+        loader = _Loader(self, scratch, operands, group_blocks)
 
         def look_up(index):
-            row, left_edge = self.tile_position(index, self.num_groups * self.rows_of_tiles)
-            group = lax.div(row, jnp.int32(self.rows_of_tiles))
-            return group, row * BLOCK, left_edge, group_blocks[group, 0], group_blocks[group, 1]
+            # The outputs have the K rows of each group below those of the group before.
+            group, row, left_edge = loader.find(index)
+            return group * self.height + row, left_edge, group_blocks[group, 1]
 
-        self.walk_tiles(total_tiles, look_up, operands, outs, scratch)
+        total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
+        self.walk_tiles(total, look_up, loader, outs, scratch, may_be_empty=True)
 
-    def load_tile(self, tile, used, operands, scratch) -> jax.Array:
-        group, top, left_edge, first, count = tile
-        values, scales, *grads = operands
-        rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
-
-        def step(i, used):
-            block, columns = first + i, self.columns_of(left_edge)
-            inner = pl.ds(block * BLOCK, BLOCK)
-            return self.fill_stage(
-                scratch,
-                used,
-                values.at[rows, inner],
-                scales.at[block, lax.div(top - group * self.height, jnp.int32(BLOCK))],
-                [grad.at[columns, inner] for grad in grads[::2]],
-                self.block_scales(
-                    grads[1::2], left_edge, lambda scales, column: scales.at[block, column]
-                ),
-            )
-
-        return lax.fori_loop(0, count, step, used)
-
-    def compute_tile(self, computer, tile, used, outs, scratch) -> jax.Array:
-        _, top, left_edge, _, count = tile
+    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
+        top, left_edge, steps = tile
         row = pl.multiple_of(computer * ROWS, ROWS)
-        totals = self.accumulate_halves(used, row, 0, HALVES, count, scratch)
+        totals, feed = self.accumulate_halves(
+            used,
+            row,
+            first_half=0,
+            num_halves=HALVES,
+            steps=steps,
+            feeder=feeder,
+            feed=feed,
+            scratch=scratch,
+        )
         # The copies of the previous tile have read the buffers while this tile was multiplied.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
             out, left = self.out_of(half, outs, left_edge)
-            buffers, first = scratch["copied"].at[computer], half * BLOCK // self.chunk
+            buffers, num_before = scratch["copied"].at[computer], half * BLOCK // self.chunk
 
             @pl.when(left < self.width)
-            def _(total=total, out=out, left=left, buffers=buffers, first=first):
-                self.copy_half(total, out, buffers, first, top + row, left)
+            def _(total=total, out=out, left=left, buffers=buffers, num_before=num_before):
+                self.copy_half(total, out, buffers, num_before, top + row, left)
 
-        return used + count
+        return used + steps, feed
 
     def copy_half(
-        self, total: jax.Array, out: Any, buffers: Any, first: int, top: Any, left: Any
+        self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any
     ) -> None:
-        """Copies this warpgroup's part of a half of a tile, `total`, to `out`, from (top, left) on.
-
-        The part is converted to the dtype of the output, and copied `self.chunk` columns at a time
-        by bulk copies, which go on while the next tile is multiplied. `buffers` are used in turns,
-        and `first` says how many chunks of the tile were copied before.
-        """
+        """Copies, or adds, this warpgroup's part of a half to `out`, from (top, left) on."""
+        # Bulk copies go on while the next tile is multiplied. `num_before` chunks of this tile have
+        # been copied before.
         rows = pl.ds(pl.multiple_of(top, ROWS), ROWS)
         for i in range(BLOCK // self.chunk):
-            if first + i >= _COPY_BUFFERS:
+            if num_before + i >= _COPY_BUFFERS:
                 plgpu.wait_smem_to_gmem(_COPY_BUFFERS - 1, wait_read_only=True)
-            buffer = buffers.at[(first + i) % _COPY_BUFFERS]
+            buffer = buffers.at[(num_before + i) % _COPY_BUFFERS]
             start = i * self.chunk
             buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
             columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
             destination = out.at[rows, columns]
-            store_or_add(buffer, destination, adds=self.adds, interpreted=self.interpreted)
+            store_or_add(buffer, destination, self.adds)
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the output to which a half of a tile belongs, and the first column of the half.
-
-        `half` is the index of the half, 0 or 1, and `left_edge` the first column of the tile.
-        """
+        """Returns the output of half `half` of a tile, and the half's first column."""
         if self.num_grads > 1:
             return outs[half], left_edge
         return outs[0], left_edge + half * BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    """Loads the operands of tiles; a tile is its group, and its first row and column in there."""
+
+    kernel: _Drhs
+    scratch: Any
+    operands: Sequence[Any]
+    group_blocks: Any
+
+    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        kernel = self.kernel
+        row, left_edge = kernel.tile_position(index, kernel.num_groups * kernel.rows_of_tiles)
+        group, row = quotient_and_rest(row, jnp.int32(kernel.rows_of_tiles))
+        return group, row * BLOCK, left_edge
+
+    def describe(self, tile: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # Returns the first block of 128 rows of the tile's group, and its first row and column.
+        group, row, left_edge = tile
+        return self.group_blocks[group, 0], row, left_edge
+
+    def steps_of(self, tile: Any) -> jax.Array:
+        return self.group_blocks[tile[0], 1]
+
+    def read_ahead(self, tile: Any, step: jax.Array) -> list[jax.Array]:
+        """Returns, for each half, the product of the scales of a step's blocks of lhs and grad."""
+        first_block, row, left_edge = tile
+        lhs_scales, grad_scales = self.operands[1], self.operands[3::2]
+        # The step may be past the last one.
+        block = jnp.minimum(first_block + step, lhs_scales.shape[0] - 1)
+        lhs_scale = lhs_scales[block, lax.div(row, jnp.int32(BLOCK))]
+        scales = self.kernel.block_scales(
+            grad_scales, left_edge, lambda scales, column: scales.at[block, column]
+        )
+        return [scale[...] * lhs_scale for scale in scales]
+
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        first_block, row, left_edge = tile
+        inner = pl.ds((first_block + step) * BLOCK, BLOCK)
+        columns = self.kernel.columns_of(left_edge)
+        self.kernel.fill_stage(
+            self.scratch,
+            number,
+            left=self.operands[0].at[pl.ds(pl.multiple_of(row, BLOCK), BLOCK), inner],
+            left_scales=None,  # `read_ahead` has multiplied them into the block scales
+            rights=[grad.at[columns, inner] for grad in self.operands[2::2]],
+            block_scales=ahead,
+        )

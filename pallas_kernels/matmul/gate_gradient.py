@@ -1,12 +1,9 @@
 """Kernel of the gradient of an expert's gate in bfloat16, between the matmuls of the backward pass.
 
 An expert computes gate = x @ wi_0, up = x @ wi_1, h = gating(gate, up) and (w * h) @ wo, where w is
-the weight of a row. The kernel takes dhidden, the gradient of w * h. It multiplies dh = w * dhidden
-by the derivatives of the gating. Its results take the memory of its operands:
-
-  dgate, dup    the gradients of gate and up, in place of gate and up
-  w * h         in place of dhidden
-  <dhidden, h>  the gradient of w; the kernel sums it over the 128 columns of each tile
+the weight of a row. From dhidden, the gradient of w * h, the kernel computes dgate and dup, in
+place of gate and up, w * h, in place of dhidden, and <dhidden, h>, the gradient of w, summed over
+the 128 columns of each tile.
 
 It leaves out rows past the last group. XLA's own pass reads and writes all rows of all six arrays,
 and a receive buffer with room for any routing has many times as many rows as groups have.
@@ -28,8 +25,8 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.quantized_tiles import (
+    BFLOAT16,
     Tile,
     load_words,
     on_tiles,
@@ -38,8 +35,7 @@ from pallas_kernels.matmul.quantized_tiles import (
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, row_blocks
 
-# A thread handles 8 columns of a row. The elements of `_ACROSS` threads lie side by side, and cover
-# the columns of the tile.
+# The elements of `_ACROSS` threads cover the columns of the tile.
 _COLUMNS = 8
 _ACROSS = BLOCK // _COLUMNS
 _WARPS = 8
@@ -49,17 +45,16 @@ _WORDS = _COLUMNS // 2
 
 
 def gradient_of(gating: Any) -> Elementwise:
-    """Returns a function (gate, up, dh) -> (h, dgate, dup) that kernels can apply elementwise.
+    """Returns the `Elementwise` (gate, up, dh) -> (h, dgate, dup) of a function (gate, up) -> h.
 
-    `gating` is a function (gate, up) -> h, and dh is the gradient of h. Raises NotSupported if
-    kernels cannot emit one of the operations.
+    Raises NotSupported if kernels cannot emit one of the operations.
     """
 
-    def both(gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
+    def value_and_gradients(gate: jax.Array, up: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
         hidden, vjp = jax.vjp(gating, gate, up)
         return (hidden, *vjp(dh.astype(hidden.dtype)))
 
-    return Elementwise(both, 3, 3)
+    return Elementwise(value_and_gradients, arity=3, results=3)
 
 
 def gate_gradient(
@@ -70,22 +65,20 @@ def gate_gradient(
     weights: jax.Array,
     num_used: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Computes the gradients of gate and up from the gradient of w * h, where h = act(gate, up).
+    """Computes the gradients of gate and up from that of w * h, where h = act(gate, up).
 
-    `act` is the function between an expert's matmuls, and w is the weight of a row. Also computes
-    w * h. If dhidden, gate or up is still used elsewhere, XLA first copies it.
+    If dhidden, gate or up is still used elsewhere, XLA first copies it.
 
     Args:
-      gating: gradient_of(act), a function (gate, up, dh) -> (h, dgate, dup).
-      dhidden: [R, F] bfloat16, the gradient of the weighted hidden values, w * h. F is the number
-        of hidden values of a row, a multiple of 128.
-      gate, up: [R, F] bfloat16, the arguments of `act`.
+      gating: gradient_of(act).
+      dhidden: [R, F] bfloat16, the gradient of w * h; F is a multiple of 128.
+      gate, up: [R, F] bfloat16.
       weights: [R] float32, the weight w of each row.
       num_used: [] int32, the number of rows of all groups.
 
     Returns:
-      (w * h, dgate, dup, dweights). The first three are [R, F] bfloat16, computed in float32.
-      `dweights` is [R] float32, the gradient of w. Rows past the last group are undefined.
+      (w * h, dgate, dup, dweights): three arrays [R, F] bfloat16, and [R] float32. Rows past the
+      last group are undefined.
     """
     num_rows, width = dhidden.shape
 
@@ -93,7 +86,8 @@ def gate_gradient(
         _Tile(block, column, first, count, gating, num_rows, width).emit(*memrefs)
 
     blocks, _ = row_blocks(num_used[None], num_rows)  # those of all groups as one
-    *results, sums = on_tiles(
+    # Row j of `tile_sums` has the sums over columns 128 * j to 128 * j + 127.
+    *results, tile_sums = on_tiles(
         "gate_gradient",
         [weights],
         blocks,
@@ -103,48 +97,42 @@ def gate_gradient(
         num_warps=_WARPS,
         into=[dhidden, gate, up],
     )
-    return (*results, sums.sum(axis=0))
+    return (*results, tile_sums.sum(axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile(Tile):
-    """A tile of 128 rows by 128 columns, which a thread block computes.
-
-    Attributes:
-      gating: the function (gate, up, dh) -> (h, dgate, dup).
-      num_rows: the number of rows of the arrays.
-      width: the number of their columns.
-    """
+    """A tile of 128 rows by 128 columns of arrays [num_rows, width]."""
 
     gating: Elementwise
     num_rows: int
     width: int
 
     def emit(self, weights: Any, dhidden: Any, gate: Any, up: Any, sums: Any) -> None:
-        """Emits the code by which a thread computes its elements of the tile.
-
-        Takes memrefs of all arrays. Those of dhidden, gate and up are overwritten.
-        """
+        """Emits the code of one thread; overwrites dhidden, gate and up, and stores rows' sums."""
         i32, f32, word = mosaic.i32, mosaic.float_type(), mosaic.integer_type(32)
         down, across = (op(mosaic.thread(), i32(_ACROSS)) for op in (arith.divui, arith.remui))
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), arith.muli(across, i32(_COLUMNS)))
         with mosaic.repeat(BLOCK // _ROWS_AT_ONCE) as step:
             exists, row = self.find(arith.addi(arith.muli(step, i32(_ROWS_AT_ONCE)), down))
-            places = [pointer_to(each, row, self.width, left, 2) for each in (dhidden, gate, up)]
-            weight = llvm.load(f32, pointer_to(weights, row, 1, i32(0), 4))
+            places = [
+                pointer_to(each, row, self.width, left, size=2) for each in (dhidden, gate, up)
+            ]
+            weight = llvm.load(f32, pointer_to(weights, row, 1, i32(0), size=4))
             words = [load_words(place, _WORDS) for place in places]
-            grads, *pre = ([n for w in each for n in BFLOAT16.numbers(w)] for each in words)
+            grads, *pre = map(BFLOAT16.numbers, words)
             (dgate, dup, hidden), total = gradients_of_row(self.gating, grads, pre, weight)
             with mosaic.when(exists):
                 for place, numbers in zip(places, (hidden, dgate, dup), strict=True):
                     pairs = zip(numbers[::2], numbers[1::2], strict=True)
                     store_words([bfloat16s(*pair) for pair in pairs], place)
+            # The threads of a row add up their sums, and the first of them stores the result.
             total, distance = arith.bitcast(word, total), 1
             while distance < _ACROSS:
                 total, distance = sum_of_words(total, mosaic.shuffle(total, distance)), 2 * distance
             with mosaic.when(exists):
                 with mosaic.when(mosaic.equal(across, i32(0))):
-                    at = pointer_to(sums, self.column, self.num_rows, row, 4)
+                    at = pointer_to(sums, self.column, self.num_rows, row, size=4)
                     llvm.store(arith.bitcast(f32, total), at)
 
 
@@ -154,20 +142,19 @@ def gradients_of_row(
     pre: Sequence[Sequence[Value]],
     weight: Value,
 ) -> tuple[tuple[list[Value], list[Value], list[Value]], Value]:
-    """Computes elements of a row of weight `weight`, all float32.
+    """Computes elements (dgate, dup, w * h) of a row, and their sum of dhidden * h, in float32.
 
-    `grads` are elements of dhidden, and `pre` those of gate and of up. Returns the elements of
-    dgate, of dup and of w * h; and the sum of dhidden * h over these elements.
+    `grads` are elements of dhidden, and `pre` has the same elements of gate and of up.
     """
-    columns: tuple[list[Value], list[Value], list[Value]] = [], [], []
+    results: tuple[list[Value], list[Value], list[Value]] = [], [], []
     total = mosaic.f32(0.0)
     for grad, *arguments in zip(grads, *pre, strict=True):
         weighted = arith.mulf(grad, weight)
-        hidden, *both = gating.emit_all(*arguments, weighted, approximate=True)
+        hidden, dgate, dup = gating.emit_all(*arguments, weighted, approximate=True)
         total = arith.addf(total, arith.mulf(grad, hidden))
-        for column, number in zip(columns, (*both, arith.mulf(hidden, weight)), strict=True):
-            column.append(number)
-    return columns, total
+        for elements, number in zip(results, (dgate, dup, arith.mulf(hidden, weight)), strict=True):
+            elements.append(number)
+    return results, total
 
 
 def sum_of_words(a: Value, b: Value) -> Value:

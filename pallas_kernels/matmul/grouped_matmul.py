@@ -1,7 +1,7 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
 The kernel cuts each group's rows into row tiles, and the output's columns into tiles of `block_n`.
-In this diagram the groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
+The groups are a, b and c, a letter stands for 8 rows, and a box is an output tile:
 
   rows [R, K]    matrices [L, K, N]      output [R, N]
   a              a        b              +---+---+---+
@@ -17,22 +17,19 @@ Row tiles start at a multiple of 8 rows, since operands lie in shared memory in 
 a row tile may begin with up to 7 rows of the previous group, and end with rows of the next group.
 Rows of other groups are multiplied, too, but their products are not stored.
 
-`pallas_kernels.matmul.kernel` describes the warpgroups' roles. The loader warpgroup (`_Loader`)
-copies tiles of the rows and of their group's matrix into a ring in shared memory. The two compute
-warpgroups (`Computer`) multiply them, and store the sums by `pallas_kernels.matmul.store`. A
-kernel with another epilogue, or with several matrices for each group, is a subclass of `Product`.
-
-Matrices may be stored in MXFP4. The compute warpgroups then decode them
-(`pallas_kernels.matmul.decoder`). Tiles of few rows are multiplied by instructions of single warps
-(`pallas_kernels.matmul.warp_products`), all others by those of a warpgroup.
+Tiles of the rows and of their group's matrix are copied (`Loader`) into a ring in shared memory
+(`operand_ring`). The two compute warpgroups (`Computer`) multiply them, and store the sums by
+`store`. A kernel with another epilogue, or with several matrices for each group, is a subclass of
+`Product` (`gated_matmul`). Matrices in another format are a subclass of `Matrices`
+(`mxfp4_matmul`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,38 +38,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
-from pallas_kernels.formats import E8M0, bitcast
-from pallas_kernels.matmul import register_tiles, warp_products
-from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
-from pallas_kernels.matmul.decoder import (
-    COLUMN_BYTES,
-    NUMBER_BYTES,
-    TABLE_BYTES,
-    Decoder,
-    Staged,
-    transforms_of_numbers,
-)
+from pallas_kernels.matmul import register_tiles
+from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
     OTHER_BYTES,
     STEP,
     Kernel,
-    OperandRing,
-    TileSource,
     aligned,
     check_buffers,
     launch,
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.quantized_tiles import Scaled
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, TileSource
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
-from pallas_kernels.matmul.store import STORED_ROWS, Buffers, Position, Store
+from pallas_kernels.matmul.store import STORED_ROWS, Position, Store, buffers_type
 
-# How long stages with matrices in MXFP4 may be along K, besides 64: the first of these lengths that
-# divides K and leaves room for `_LEAST_STAGES` stages.
-_LONG_STEPS, _LEAST_STAGES = (256, 192, 128), 3
+_LEAST_STAGES = 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
 # them passes half of the rows.
 _MOST_PASSED = 128
@@ -80,28 +64,20 @@ _MOST_PASSED = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tile sizes of `product`, and the numbers of its stages and buffers in shared memory.
+    """The tile sizes of `grouped_matmul`, and the numbers of its stages and buffers."""
 
-    Attributes:
-      heights: the numbers of rows that an output tile may have, in rising order. They are multiples
-        of 8 up to 256, which one tensor core instruction can multiply.
-      block_n: columns of an output tile, 128 or 256; each compute warpgroup computes half of them.
-        In a gated product it may also be 64: each compute warpgroup then computes one of the two
-        products.
-      num_stages: number of pipeline stages in the ring, at least 2.
-      num_buffers: number of 32 x 64 buffers through which each compute warpgroup stores results.
-      band: number of columns of output tiles in a band. A band is some adjacent columns of tiles,
-        over the whole height of the output. The thread blocks compute the output band by band, and
-        within a band row of tiles by row of tiles.
-      step: how long a stage's operand tiles are along K, the contraction dimension: 64, or a
-        multiple of it for matrices in MXFP4. It divides K.
-    """
-
+    # The numbers of rows that an output tile may have, in rising order: multiples of 8 up to 256.
     heights: tuple[int, ...]
+    # Columns of an output tile, 128 or 256; each compute warpgroup computes half of them. Or 64 in
+    # a gated product: each compute warpgroup then computes one of the two products.
     block_n: int
+    # At least 3.
     num_stages: int
+    # Buffers of 32 x 64 through which each compute warpgroup stores results.
     num_buffers: int
+    # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 1
+    # The length of a stage's tiles along K: 64, or a multiple of it for matrices in MXFP4.
     step: int = STEP
 
     @classmethod
@@ -112,36 +88,29 @@ class Tiles:
         band: int = 1,
         *,
         num_matrices: int = 1,
-        mxfp4_depth: int | None = None,
+        column_bytes: int = 2 * STEP,
+        other_bytes: int = 0,
+        steps: Sequence[int] = (STEP,),
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        There are at most 6 stages. The memory that they leave is used for buffers through which
-        results are stored, at most 8 for each compute warpgroup. Stages with matrices in MXFP4 are
-        256, 192, 128 or 64 long along K: as long as divides K and leaves room for 3 stages. A step
-        has fixed costs, besides the time of the rows that it multiplies.
-
-        Args:
-          heights, block_n, band: attributes of the result.
-          num_matrices: the number of matrices of each group; a stage holds a tile of each of them.
-          mxfp4_depth: K if the matrices are in MXFP4, else None.
+        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. A column of a
+        matrix has `column_bytes` in 64 of K. `other_bytes` of shared memory are left out. The step
+        is the first of `steps` that leaves room for 3 stages, or the last.
         """
-        operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
-        room = SHARED_MEMORY_BYTES - OTHER_BYTES
-        of_column = operand if mxfp4_depth is None else COLUMN_BYTES
-        stage = operand * heights[-1] + of_column * num_matrices * block_n
+        chunk_bytes = 2 * CHUNK * STORED_ROWS
+        room = SHARED_MEMORY_BYTES - OTHER_BYTES - other_bytes
+        stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
             room -= 2 * block_n * passed_at_once(heights[-1])
-        if mxfp4_depth is not None:
-            room -= TABLE_BYTES
-        of_stages, step = room - COMPUTERS * (1 + num_matrices) * chunk, STEP
-        if mxfp4_depth is not None:
-            fitting = (s for s in _LONG_STEPS if of_stages >= _LEAST_STAGES * stage * (s // STEP))
-            step = next((s for s in fitting if mxfp4_depth % s == 0), STEP)
-        stage *= step // STEP
-        stages = min(of_stages // stage, 6)
-        buffers = min((room - stages * stage) // (COMPUTERS * chunk), 8)
+        room_for_stages = room - COMPUTERS * (1 + num_matrices) * chunk_bytes
+        least_bytes = _LEAST_STAGES * stage_bytes
+        steps_that_fit = (s for s in steps if room_for_stages >= least_bytes * (s // STEP))
+        step = next(steps_that_fit, steps[-1])
+        stage_bytes *= step // STEP
+        stages = min(room_for_stages // stage_bytes, 6)
+        buffers = min((room - stages * stage_bytes) // (COMPUTERS * chunk_bytes), 8)
         return cls(heights, block_n, stages, buffers, band, step)
 
     @property
@@ -151,10 +120,7 @@ class Tiles:
 
     @property
     def part(self) -> int:
-        """The number of columns that a compute warpgroup computes: half of an output tile's.
-
-        If a tile has only 64 columns, it is all of them.
-        """
+        """The number of columns that a compute warpgroup computes: half of a tile's, or all 64."""
         return max(self.block_n // COMPUTERS, CHUNK)
 
     def __post_init__(self) -> None:
@@ -173,103 +139,78 @@ class Tiles:
 
 
 def passed_at_once(block_m: int) -> int:
-    """Returns how many rows of a product compute warpgroups pass to each other at a time.
-
-    `block_m` is the number of rows of a tile, a multiple of 16 if it is more than 128.
-    """
+    """Returns how many rows of a product compute warpgroups pass to each other at a time."""
     return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
-def product(
-    pairs: Sequence[tuple[jax.Array, jax.Array | Scaled]],
-    groups: jax.Array | ChosenGroups,
+def grouped_matmul(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    groups: Groups,
     *,
     transpose_rhs: bool,
     tiles: Tiles,
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = True,
-    interpret: Any = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
     Rows past the last tile of the last group are not read.
 
     Args:
-      pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where lhs holds the rows and rhs[l] is
-        the matrix of group l. All are bfloat16, or all float16. With `transpose_rhs`, rhs is
-        [L, N, K]. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs. With
-        `transpose_rhs`, the only rhs may be in MXFP4, if lhs is bfloat16.
+      pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
+        All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
+        8, K of 64, N of tiles.part. K may differ between pairs.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
-      transpose_rhs: whether each rhs holds the transposes of the matrices.
-      tiles: tile sizes, number of pipeline stages, and number of store buffers.
       num_blocks: number of thread blocks that run at the same time.
-      num_waves: number of waves of thread blocks; see `kernel.Kernel.walk`.
+      num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
       are summed in float32, and each sum is rounded once.
     """
     lhs, rhs = pairs[0]
-    is_quantized, num_rows = isinstance(rhs, Scaled), output_rows(groups, lhs.shape[0])
-    width = jax.tree.leaves(rhs)[0].shape[1 if transpose_rhs else 2]
-    depths = tuple(lhs.shape[1] for lhs, _ in pairs)
+    num_rows = output_rows(groups, lhs.shape[0])
     kernel = Product(
-        tiles,
-        num_blocks,
-        bool(interpret),
-        width,
-        depths,
+        tiles=tiles,
+        num_blocks=num_blocks,
+        width=rhs.shape[1 if transpose_rhs else 2],
+        depths=tuple(lhs.shape[1] for lhs, _ in pairs),
+        matrices=Matrices,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
-        is_quantized=is_quantized,
         num_waves=num_waves,
     )
-    table = table_of(groups, tiles.heights, num_rows, interpreted=bool(interpret))
-    return launch(
-        kernel,
-        kernel.scratch_types(lhs.dtype),
-        jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
-        f"grouped_matmul{'_mxfp4' if is_quantized else ''}",
-        interpret,
-    )(*(operand for lhs, rhs in pairs for operand in (lhs, *parts(rhs))), table)
-
-
-def parts(matrices: jax.Array | Scaled) -> list[jax.Array]:
-    """Returns the operands of the kernel for an array of matrices, quantized or not."""
-    return [bitcast(x, jnp.uint8) if x.dtype == E8M0 else x for x in jax.tree.leaves(matrices)]
+    operands = [operand for pair in pairs for operand in pair]
+    (result,) = kernel.run(operands, groups, num_rows, "grouped_matmul")
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
 class Product(Kernel):
-    """The kernel of `product`.
+    """The kernel of `grouped_matmul`.
 
     The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
     of an instruction's result may be any multiple of 8, so the height of a tile can be fitted to
     the number of rows of its group.
-
-    Attributes:
-      depths: for each pair of operands, K, the length of the contraction dimension.
-      transpose_rhs: whether the matrices are [L, N, K] instead of [L, K, N].
-      zero_unused: whether the kernel zeroes the rows past the last group.
-      shared_rows: whether all row tiles multiply the same rows, the first ones of each lhs.
-      is_quantized: whether the matrices are in MXFP4, as values and scales.
     """
 
+    # K of each pair of operands.
     depths: tuple[int, ...]
+    # The format of the matrices.
+    matrices: type[Matrices]
     transpose_rhs: bool
     zero_unused: bool
+    # Whether all row tiles multiply the same rows, the first ones of each lhs.
     shared_rows: bool
-    is_quantized: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def num_matrices(self) -> int:
-        """Returns by how many matrices the kernel multiplies a group's rows of each lhs."""
+        """The number of matrices by which the kernel multiplies a group's rows of each lhs."""
         return 1
 
     @property
@@ -278,28 +219,19 @@ class Product(Kernel):
 
     @property
     def num_biases(self) -> int:
-        """Returns the number of arrays of biases, which are the operands before the table."""
+        """The number of arrays of biases, which are the operands before the table."""
         return 0
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps in which a tile is summed, over the depths of all pairs."""
+        """The number of steps in which a tile is summed, over the depths of all pairs."""
         return sum(self.depths) // self.tiles.step
 
     @property
-    def multiplies_by_warps(self) -> bool:
-        """Returns whether `pallas_kernels.matmul.warp_products` multiplies the tiles."""
-        return self.is_quantized and self.tiles.block_m <= warp_products.MOST_ROWS
-
-    @property
     def holds(self) -> bool:
-        """Returns whether a compute warpgroup stores a tile while it multiplies the next one.
-
-        If so, its registers hold the finished tile's results next to the accumulators of the next
-        tile. If not, it stores each tile before it multiplies the next one.
-        """
-        # Decoding needs registers, too.
-        return not (self.is_quantized and self.tiles.block_m > 128)
+        """Whether a compute warpgroup stores a tile while it multiplies the next one."""
+        # Its registers then also hold the finished tile's results.
+        return self.matrices.leaves_registers(self.tiles)
 
     def results(
         self,
@@ -311,17 +243,9 @@ class Product(Kernel):
     ) -> tuple[jax.Array, ...]:
         """Computes some elements of the outputs from the accumulators: the kernel's epilogue.
 
-        Args:
-          total: float32 accumulators [tiles.part, num_matrices * tiles.block_m] of a compute
-            warpgroup. They hold the transposed product of the tile's rows and each matrix, side by
-            side.
-          biases: float32 [tiles.part], the biases of the warpgroup's columns, if there are any.
-          dtype: dtype of the outputs.
-          columns: the columns to return, counted in the warpgroup's half of the tile.
-          rows: the rows of the tile to return.
-
-        Returns:
-          For each output an array [columns, rows] of `dtype`.
+        `total`, float32 [tiles.part, num_matrices * tiles.block_m], is the transposed product of
+        the tile's rows and each matrix, side by side; `biases` are float32 [tiles.part]. Returns
+        for each output an array [columns, rows] of `dtype`.
         """
         return (total[columns, rows].astype(dtype),)
 
@@ -332,7 +256,7 @@ class Product(Kernel):
                 f"is {self.tiles.block_n}."
             )
         step = self.tiles.step
-        if any(depth % step for depth in self.depths) or (step > STEP and not self.is_quantized):
+        if any(depth % step for depth in self.depths) or step > self.matrices.longest_step:
             raise ValueError(
                 f"step must divide K, and be {STEP} for matrices that are not in MXFP4, but is "
                 f"{step} for K of {self.depths}."
@@ -344,221 +268,247 @@ class Product(Kernel):
             )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
-        tiles = self.tiles
-        right = (tiles.block_n, STEP) if self.transpose_rhs else (STEP, tiles.block_n)
-        # A compute warpgroup stores a 32 x 64 chunk of every output at a time, each through its own
-        # buffer. So it needs at least as many buffers as there are outputs.
-        num_buffers = max(tiles.num_buffers, self.outputs)
-        types: dict[str, Any] = dict(
-            ring=OperandRing.types(
-                dtype, tiles.num_stages, (tiles.block_m, tiles.step), right, self.num_matrices
-            ),
-            buffers=Buffers.types(dtype, num_buffers, self.interpreted),
-        )
-        if self.is_quantized:
-            stages = tiles.num_stages
-            several = (self.num_matrices,) if self.num_matrices > 1 else ()
-            pieces = tiles.step // STEP
-            shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
-            transforms = () if self.interpreted else transforms_of_numbers(pieces)
-            ring = types["ring"]
-            if self.multiplies_by_warps and not self.interpreted:
-                rows = plgpu.SMEM(ring.left.shape, dtype, transforms=warp_products.ROW_TRANSFORMS)
-                ring = dataclasses.replace(ring, left=rows)
-            types["ring"] = dataclasses.replace(
-                ring,
-                right=plgpu.SMEM(shape, jnp.uint8, transforms=transforms),
-                # The loader also arrives when it has stored the scales.
-                full=plgpu.Barrier(num_arrivals=2 + self.num_matrices, num_barriers=stages),
-            )
-            types["staged"] = Staged.types(
-                stages,
-                pieces,
-                columns=self.num_matrices * tiles.block_n,
-                parts=self.num_matrices * tiles.part // CHUNK * pieces,
-                interpreted=self.interpreted,
-            )
-        return types
+        # A chunk of every output is stored at a time, each through its own buffer.
+        num_buffers = max(self.tiles.num_buffers, self.outputs)
+        buffers = buffers_type(dtype, num_buffers)
+        return dict(buffers=buffers, **self.matrices.types(self, dtype))
+
+    def run(
+        self, operands: Sequence[jax.Array], groups: Groups, num_rows: int, name: str
+    ) -> list[jax.Array]:
+        """Launches the kernel; returns its outputs, of `num_rows` rows."""
+        dtype = operands[0].dtype
+        out_type = [jax.ShapeDtypeStruct((num_rows, self.width), dtype)] * self.outputs
+        table = table_of(groups, self.tiles.heights, num_rows)
+        call = launch(self, self.scratch_types(dtype), out_type, name)
+        return call(*operands, table)
 
     def __call__(
         self,
         *refs: Any,
         ring: OperandRing,
-        buffers: Buffers,
-        staged: Staged | None = None,
+        buffers: Any,
+        staged: Any = None,
         **scratch: Any,
     ) -> None:
+        # The references are operands, biases, the table of row tiles, and outputs.
         *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
-        count = len(others) - self.num_biases
-        operands, biases = others[:count], others[count:]
-        last = table.shape[0] - 1
-        row_tiles = _RowTiles(table, self.tiles.heights, table[last, 0], table[last, 1])
-        decoder, loader = None, _Loader(self, ring, row_tiles, operands)
-        if staged is not None:
-            lhs, *others = operands
-            matrices = [Scaled(*others[i : i + 2]) for i in range(0, len(others), 2)]
-            decoder = Decoder(matrices, ring.right, staged, self.tiles.block_n)
-            operands = [lhs, *(values for values, _ in matrices)]
-            loader = _QuantizedLoader(self, ring, row_tiles, operands, decoder)
+        num_operands = len(others) - self.num_biases
+        operands, biases = others[:num_operands], others[num_operands:]
+        totals = table.shape[0] - 1
+        row_tiles = RowTiles(
+            table, self.tiles.heights, count=table[totals, 0], num_rows=table[totals, 1]
+        )
+        matrices = self.matrices(self, ring, operands, staged)
+        tiles = self.block_tiles(row_tiles.count * self.tile_columns)
+        loader = matrices.loader(row_tiles)
+        feeder = Feeder(loader, tiles, ring.empty, ring.num_stages, self.has_loader)
 
         def compute(number: jax.Array) -> None:
-            if decoder is not None:
-                decoder.fill_table(number)
-            sizes = self.tiles.block_m, self.tiles.part
-            store = Store(outs, buffers.of(number), *sizes, self.interpreted)
-            self.computer(ring, row_tiles, store, number, decoder, biases, **scratch).run()
+            store = Store(
+                outs, buffers.at[number], block_m=self.tiles.block_m, part=self.tiles.part
+            )
+            self.computer(matrices, row_tiles, store, number, biases, feeder, **scratch).run()
 
-        self.take_roles(loader.run, compute)
+        self.take_roles(feeder.run, compute)
 
     def computer(self, *work: Any) -> Computer:
-        """Returns the work of a compute warpgroup, for the fields of `Computer` past the first."""
+        """Returns a warpgroup's work; the arguments are the fields of `Computer` after `kernel`."""
         return Computer(self, *work)
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowTiles:
-    """The row tiles of all groups, read from the table that the kernel takes as an operand.
+class RowTiles:
+    """The row tiles of all groups, read from the table that the kernel takes as an operand."""
 
-    Attributes:
-      table: a reference to the result of `row_tiles`, [most_tiles + 1, 4] int32.
-      heights: the numbers of rows that a tile may have, in rising order.
-      count: int32, the number of row tiles.
-      num_rows: int32, the number of rows that belong to groups.
-    """
-
+    # The result of `row_tiles`.
     table: Any
     heights: tuple[int, ...]
+    # The number of row tiles, and of rows in groups, int32.
     count: jax.Array
     num_rows: jax.Array
 
     def height_index(self, tile: jax.Array) -> jax.Array:
         """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
         rows = self.table[tile, END] - self.table[tile, FIRST]
-        lower = (rows > height for height in self.heights[:-1])
-        return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
+        too_low = (rows > height for height in self.heights[:-1])
+        return sum((each.astype(jnp.int32) for each in too_low), jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loader:
-    """The loader warpgroup's work: copies the operand tiles of each output tile into the ring.
+class Loader:
+    """Copies the operand tiles of output tiles into the ring, step by step, pair by pair.
 
-    `operands` are references to the operands: for each pair its lhs, and then its arrays of
-    matrices.
+    A tile is the number of its row tile and its first column.
     """
 
     kernel: Product
     ring: OperandRing
-    row_tiles: _RowTiles
+    row_tiles: RowTiles
     operands: Sequence[Any]
 
-    def run(self) -> None:
-        total = self.row_tiles.count * self.kernel.tile_columns
-        used = self.kernel.walk(total, self._look_up, self._load_tile, jnp.int32(0))
-        self.ring.drain(used)
+    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.kernel.tile_position(index, self.row_tiles.count)
 
-    def _look_up(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what the loader must know of output tile number `index`.
+    def describe(self, tile: Any) -> tuple[jax.Array, ...]:
+        """Returns a tile's group, first row of lhs, first column, and index of its height."""
+        (row_tile, left_edge), table = tile, self.row_tiles.table
+        first = jnp.int32(0) if self.kernel.shared_rows else table[row_tile, FIRST]
+        return table[row_tile, GROUP], first, left_edge, self.row_tiles.height_index(row_tile)
 
-        The result is (group, first row, first column, index in `heights` of the tile's height).
-        """
-        tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
-        table = self.row_tiles.table
-        first = jnp.int32(0) if self.kernel.shared_rows else table[tile, FIRST]
-        return table[tile, GROUP], first, left_edge, self.row_tiles.height_index(tile)
+    def steps_of(self, _: Any) -> int:
+        return self.kernel.steps
 
-    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
-        """Copies all operand tiles of an output tile into the ring, step by step, pair by pair.
+    def read_ahead(self, tile: Any, step: jax.Array) -> Any:
+        return ()
 
-        `tile` is a result of `_look_up`. `used` is the number of steps that this block has copied
-        into the ring before this tile. Returns the number after this tile.
-        """
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         # The number of operands of a pair: its lhs and its arrays of matrices.
-        together = 1 + self.kernel.num_matrices
-        for k, depth in enumerate(self.kernel.depths):
-            lhs, *rhs = self.operands[k * together : (k + 1) * together]
-            fill = functools.partial(self._fill_stage, tile, lhs, rhs)
-            used = lax.fori_loop(0, depth // self.kernel.tiles.step, fill, used)
-        return used
+        per_pair = 1 + self.kernel.num_matrices
+        # A tile's steps run through the depth of one pair after the other.
+        first_step = 0
+        for pair, depth in enumerate(self.kernel.depths):
+            steps = depth // self.kernel.tiles.step
+            operands = self.operands[pair * per_pair : (pair + 1) * per_pair]
+            fill = functools.partial(self._fill, tile, operands, step - first_step, number)
+            if len(self.kernel.depths) == 1:
+                fill()
+            else:
+                pl.when((step >= first_step) & (step < first_step + steps))(fill)
+            first_step += steps
 
-    def _fill_stage(
-        self, tile: Sequence[jax.Array], lhs: Any, rhs: Sequence[Any], i: jax.Array, used: jax.Array
-    ) -> jax.Array:
-        group, first, left_edge, height_index = tile
-        step = self.kernel.tiles.step
-        inner = of_rhs = pl.ds(i * step, step)
-        if self.kernel.is_quantized:
-            num_bytes = step // STEP * NUMBER_BYTES
-            of_rhs = pl.ds(i * num_bytes, num_bytes)
+    def _fill(self, tile: Any, operands: Sequence[Any], step: jax.Array, number: jax.Array) -> None:
+        """Fills the stage of step `number` by the operands of a pair, at its step `step`."""
+        group, first_row, left_edge, height_index = tile
+        (lhs, *rhs), length = operands, self.kernel.tiles.step
+        inner = pl.ds(step * length, length)
+        rhs_inner = self.stored_range(step, inner)
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
-        index = (columns, of_rhs) if self.kernel.transpose_rhs else (of_rhs, columns)
-        of_heights = [
-            lhs.at[pl.ds(aligned(first), height), inner] for height in self.row_tiles.heights
+        index = (columns, rhs_inner) if self.kernel.transpose_rhs else (rhs_inner, columns)
+        lhs_tiles = [
+            lhs.at[pl.ds(aligned(first_row), height), inner] for height in self.row_tiles.heights
         ]
         rights = [TileSource([matrix.at[group, *index]]) for matrix in rhs]
-        return self.ring.fill(used, TileSource(of_heights, height_index), rights)
+        self.ring.fill(number, TileSource(lhs_tiles, height_index), rights)
+
+    def stored_range(self, step: jax.Array, inner: Any) -> Any:
+        """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""
+        del step
+        return inner
 
 
 @dataclasses.dataclass(frozen=True)
-class _QuantizedLoader(_Loader):
-    """The loader warpgroup's work where matrices are in MXFP4: it also copies their scales.
+class Matrices:
+    """Unquantized matrices: what loads them to the ring, and what multiplies rows by them.
 
-    Bulk copies cannot copy a few bytes of each column, so the threads of the warpgroup do. They
-    load the scales of a step two steps before they store them.
+    A subclass does the same for another format.
     """
 
-    decoder: Decoder
+    kernel: Product
+    ring: OperandRing
+    # For each pair its lhs, and then its arrays of matrices.
+    operands: Sequence[Any]
+    # What else of `types` is in shared memory.
+    staged: Any = None
 
-    def _load_tile(self, tile: Sequence[jax.Array], _: Any, used: jax.Array) -> jax.Array:
-        (lhs, *rhs), decoder = self.operands, self.decoder
-        group, _, left_edge, _ = tile
-        steps = self.kernel.steps
+    longest_step: ClassVar[int] = STEP
 
-        def load(i: Any) -> jax.Array:
-            return decoder.load_scales(group, left_edge, jnp.minimum(i, steps - 1))
+    @classmethod
+    def leaves_registers(cls, tiles: Tiles) -> bool:
+        """Whether registers have room for a tile's results while the next one is multiplied."""
+        return True
 
-        def one_step(i: jax.Array, carry: Any) -> Any:
-            used, codes, following = carry
-            last = load(i + 2)
-            stage = self.ring.stage_of(used)
-            used = self._fill_stage(tile, lhs, rhs, i, used)
-            decoder.stage_scales(stage, codes)
-            plgpu.barrier_arrive(self.ring.full.at[stage])
-            return used, following, last
+    @classmethod
+    def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
+        """Returns the types of the format's shared memory: "ring", and what a subclass adds."""
+        tiles = kernel.tiles
+        left = tiles.block_m, tiles.step
+        right = (tiles.block_n, STEP) if kernel.transpose_rhs else (STEP, tiles.block_n)
+        return dict(
+            ring=OperandRing.types(dtype, tiles.num_stages, left, right, kernel.num_matrices)
+        )
 
-        carry = used, load(jnp.int32(0)), load(jnp.int32(1))
-        return lax.fori_loop(0, steps, one_step, carry)[0]
+    def loader(self, row_tiles: RowTiles) -> Loader:
+        return Loader(self.kernel, self.ring, row_tiles, self.operands)
+
+    def begin(self, computer: jax.Array) -> None:
+        """Prepares the compute warpgroup of index `computer`, while the first copies arrive."""
+
+    def sum_products(
+        self,
+        computer: jax.Array,
+        share: Share,
+        height_index: jax.Array,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        *options: Any,
+    ) -> tuple[jax.Array, Feed | None]:
+        """Sums the products of a tile of heights[height_index] rows with the columns in `share`.
+
+        The products with several matrices lie side by side. `options` are the last arguments of
+        `OperandRing.accumulate`, from `feeder` on; see there for the other arguments, too.
+        """
+        del computer
+
+        def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+            def of_height(height: int) -> None:
+                rows = transposed(self.ring.left.at[stage, :height])
+                for i, (matrix, first) in enumerate(share):
+                    left = i * self.kernel.tiles.block_m
+                    columns = self._columns(stage, matrix, first)
+                    plgpu.wgmma(accumulator.at[:, left : left + height], columns, rows)
+
+            heights = self.kernel.tiles.heights
+            lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
+
+        return self.ring.accumulate(len(share), used, steps, shape, multiply, *options)
+
+    def _columns(self, stage: jax.Array, matrix: Any, first: Any) -> Any:
+        """Returns the columns of a stage's tile of a matrix from column `first` on, [part, 64]."""
+        tile, columns = self.ring.right_tile(stage, matrix), pl.ds(first, self.kernel.tiles.part)
+        return tile.at[columns] if self.kernel.transpose_rhs else transposed(tile.at[:, columns])
+
+
+# By what a compute warpgroup multiplies rows: (index of a matrix, first column in its tile) each.
+Share = Sequence[tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Computer:
-    """The work of a compute warpgroup: computes and stores half of the columns of each output tile.
-
-    `number` is the index of the warpgroup, 0 or 1. `row_tiles` describes the row tiles, and `store`
-    writes results to the outputs. `decoder` decodes quantized matrices, and is None for others.
-    `biases` are references to arrays [L, N], one for each matrix of a group, or there are none.
-    """
+    """The work of a compute warpgroup, 0 or 1: half of the columns of each output tile."""
 
     kernel: Product
-    ring: OperandRing
-    row_tiles: _RowTiles
+    matrices: Matrices
+    row_tiles: RowTiles
     store: Store
     number: jax.Array
-    decoder: Decoder | None
     biases: Sequence[Any]
+    feeder: Feeder
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
-        total = self.row_tiles.count * kernel.tile_columns
-        nothing = zeros(self._shape, self._dtype, plgpu.Layout.WGMMA, kernel.interpreted)
-        held = (nothing,) * kernel.outputs if kernel.holds else ()
-        # Before the first tile, there is no tile to store. The carry then has the position of tile
-        # 0 with an empty range of rows, [begin, begin). A constant would not do: the position must
-        # vary over the same mesh axes (vma) as those of later tiles.
-        some, *_ = self._look_up(zero)
-        carry = zero, (some._replace(end=some.begin), held)
-        kernel.walk(total, self._look_up, self._compute_tile, carry, once_more=kernel.holds)
+        feed = self._begin()
+        empty_results = zeros(self._shape, self._dtype)
+        held = (empty_results,) * kernel.outputs if kernel.holds else ()
+        # The carry: the number of steps multiplied, the feed, and the tile held to be stored, which
+        # is (its position, its results). Before the first tile, that is the position of tile 0 with
+        # an empty range of rows, [begin, begin). A constant would not vary over the mesh axes (vma)
+        # of later positions.
+        position, *_ = self._look_up(zero)
+        carry = zero, feed, (position._replace(end=position.begin), held)
+        used, *_ = self.feeder.tiles.walk(
+            self._look_up, self._compute_tile, carry, once_more=kernel.holds
+        )
+        self.feeder.finish(used)
         self._zero_unused()
+
+    def _begin(self) -> Feed | None:
+        """Starts the first copies, and prepares for them meanwhile; returns the feed."""
+        feed = self.feeder.start()
+        self.matrices.begin(self.number)
+        return feed
 
     def _zero_unused(self) -> None:
         """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
@@ -574,26 +524,20 @@ class Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape [columns, rows] in which this warpgroup computes its half of an output tile.
-
-        The tensor cores compute the transpose of a tile, since the second dimension of their
-        result, here the tile's rows, may be any multiple of 8.
-        """
+        """The shape [columns, rows] in which this warpgroup computes its half of an output tile."""
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     @property
     def _first_column(self) -> Any:
-        """Returns the first column of an output tile that this warpgroup computes."""
+        """The first column of an output tile that this warpgroup computes."""
         return self.number * self.kernel.tiles.part
 
-    def _look_up(self, index: jax.Array) -> tuple[Position, jax.Array, jax.Array]:
-        """Looks up what this warpgroup must know of output tile number `index`.
+    @property
+    def _share(self) -> Share:
+        return [(i, self._first_column) for i in range(self.kernel.num_matrices)]
 
-        Returns:
-          position: the position in the outputs of the half tile that this warpgroup computes.
-          height_index: the index of the tile's height in `self.row_tiles.heights`.
-          group: the tile's group.
-        """
+    def _look_up(self, index: jax.Array) -> tuple[Position, jax.Array, jax.Array]:
+        """Returns a tile's position, the index of its height in `heights`, and its group."""
         tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
         left_edge += self._first_column
         first, begin, end = (self.row_tiles.table[tile, column] for column in (FIRST, BEGIN, END))
@@ -601,166 +545,51 @@ class Computer:
         return position, self.row_tiles.height_index(tile), self.row_tiles.table[tile, GROUP]
 
     def _load_biases(self, group: jax.Array, left_edge: jax.Array) -> list[jax.Array]:
-        """Loads the biases of a group for the columns of this warpgroup, from `left_edge` on.
-
-        Returns float32 [tiles.part] for each of `self.biases`, in the layout
-        `plgpu.Layout.WGMMA.reduce(1)`. Those past the last column repeat its bias.
-        """
+        """Loads the biases of a group, float32 [tiles.part] in the layout `WGMMA.reduce(1)`."""
         part, width = self.kernel.tiles.part, self.kernel.width
-        if self.kernel.interpreted:
-            own = pl.ds(jnp.minimum(left_edge, width - part), part)
-            return [each[group, own].astype(jnp.float32) for each in self.biases]
         return [
-            register_tiles.load_column(each.at[group], left_edge, part, width - 1)
+            register_tiles.load_column(each.at[group], left_edge, count=part, last=width - 1)
             for each in self.biases
         ]
 
     def _compute_tile(
         self, tile: tuple[Position, jax.Array, jax.Array], exists: Any, carry: Any
     ) -> Any:
-        """Computes this warpgroup's half of a tile, and stores that half or the previous tile's.
-
-        If `self.kernel.holds`, the previous tile is stored from registers while this tile is
-        multiplied. Else this tile is stored after it is multiplied.
-
-        Args:
-          tile: the result of `_look_up`.
-          exists: whether there is a tile to compute. It is False only in a call after the last
-            tile, which stores the last tile.
-          carry: (the number of steps that this warpgroup has multiplied so far, (the position of
-            the previous tile, its results in registers)).
-
-        Returns:
-          The carry for the next tile.
-        """
-        used, (position_before, held) = carry
+        """Computes this warpgroup's half of a tile, and stores that half or the previous tile's."""
+        # If no tile exists any more, only the previous one is stored, in steps without matmuls.
+        used, feed, (position_before, held) = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
         steps = self.kernel.steps
         own_steps = jnp.where(exists, steps, 0)
         num_chunks = self.store.num_chunks
-        at_a_step = -(-num_chunks // steps)
+        per_step = -(-num_chunks // steps)
 
         def store_held(step: jax.Array) -> None:
             results = functools.partial(_cut, held)
-            self.store.chunks(step * at_a_step, at_a_step, position_before, results)
+            self.store.chunks(step * per_step, per_step, position_before, results)
 
-        total = self._sum_up(
+        meanwhile, least_steps = (store_held, steps) if self.kernel.holds else (None, 0)
+        total, feed = self.matrices.sum_products(
+            self.number,
+            self._share,
+            height_index,
             used,
             own_steps,
             (self.kernel.tiles.part, self.kernel.num_matrices * self.kernel.tiles.block_m),
-            height_index,
-            store_held if self.kernel.holds else None,
-            steps if self.kernel.holds else 0,
+            self.feeder,
+            feed,
+            meanwhile,
+            least_steps,
         )
         results = functools.partial(self.kernel.results, total, biases, self._dtype)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
             self.store.chunks(0, num_chunks, position, results)
-        return used + own_steps, (position, held)
-
-    def _sum_up(
-        self,
-        used: jax.Array,
-        steps: Any,
-        shape: tuple[int, int],
-        height_index: jax.Array,
-        meanwhile: Callable[[jax.Array], None] | None = None,
-        least_steps: int = 0,
-    ) -> jax.Array:
-        """Sums the products of a tile of heights[height_index] rows over the next `steps` steps.
-
-        The other arguments are those of `OperandRing.accumulate`.
-        """
-        if self.decoder is None or not self.kernel.multiplies_by_warps:
-            multiply = functools.partial(self._multiply, height_index)
-            return self.ring.accumulate(
-                used, steps, shape, multiply, meanwhile, least_steps, self._running
-            )
-
-        # `warp_products` multiplies all pieces of a part. Parts are in the order of their places.
-        in_order = sorted(self._encoded_parts, key=lambda part: part[0])
-        parts = [each for _, (piece, *each) in in_order if piece == 0]
-        decoder, left = self.decoder, self.ring.left
-
-        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
-            def of_height(height: int) -> jax.Array:
-                return warp_products.add_products(totals, left, stage, decoder, parts, height)
-
-            branches = [functools.partial(of_height, height) for height in self.row_tiles.heights]
-            return lax.switch(height_index, branches)
-
-        nothing = zeros(shape, jnp.float32, plgpu.Layout.WGMMA, self.kernel.interpreted)
-        return self.ring.accumulate_complete(used, steps, nothing, add, meanwhile, least_steps)
-
-    @property
-    def _running(self) -> int:
-        """The number of matmuls of a step that may still run when the step ends."""
-        return (
-            self.kernel.num_matrices if self.decoder is None else min(len(self._encoded_parts), 2)
-        )
-
-    def _multiply(
-        self, height_index: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array
-    ) -> None:
-        """Starts the matmuls of stage `stage`, for a tile of heights[height_index] rows."""
-        if self.decoder is None:
-            of_height = functools.partial(self._multiply_staged, accumulator, stage)
-        else:
-            of_height = functools.partial(self._multiply_decoded, accumulator, stage, self.decoder)
-        lax.switch(
-            height_index,
-            [functools.partial(of_height, height) for height in self.row_tiles.heights],
-        )
-
-    def _multiply_staged(self, accumulator: Any, stage: jax.Array, height: int) -> None:
-        rows = transposed(self.ring.left.at[stage, :height])
-        for i, columns in enumerate(self._staged_columns(stage)):
-            first = i * self.kernel.tiles.block_m
-            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
-
-    def _multiply_decoded(
-        self, accumulator: Any, stage: jax.Array, decoder: Decoder, height: int
-    ) -> None:
-        """Decodes part by part, while the tensor cores multiply the part before."""
-        parts = self._encoded_parts
-        loaded = decoder.load(stage, *parts[0][1])
-        for i, ((top, left), (piece, _, _)) in enumerate(parts):
-            # The tensor cores may read registers until their matmul is complete. So before a part
-            # is decoded, the matmul of the part that these registers held last must be complete.
-            plgpu.wgmma_wait(min(len(parts) - 1, 1))
-            columns = decoder.decode(loaded, self.number, i)
-            position = slice(top, top + CHUNK), slice(left, left + height)
-            rows = self.ring.left.at[stage, :height, piece * STEP : (piece + 1) * STEP]
-            plgpu.wgmma(accumulator.at[position], columns, transposed(rows))
-            if i + 1 < len(parts):
-                loaded = decoder.load(stage, *parts[i + 1][1])
-
-    @property
-    def _encoded_parts(self) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
-        """The parts in which this warpgroup decodes its columns of each matrix.
-
-        A part is a piece of 64 columns. It is described by the first column and row of its product
-        in the accumulator, and by (the piece, the index of the matrix, the first column in the
-        tile).
-        """
-        tiles = self.kernel.tiles
-        return [
-            ((first, i * tiles.block_m), (piece, i, self._first_column + first))
-            for piece in range(tiles.step // STEP)
-            for i in range(self.kernel.num_matrices)
-            for first in range(0, tiles.part, CHUNK)
-        ]
-
-    def _staged_columns(self, stage: jax.Array) -> list[Any]:
-        """Returns references to this warpgroup's columns of each matrix, [part, 64], in a stage."""
-        mine = pl.ds(self._first_column, self.kernel.tiles.part)
-        tiles = self.ring.right_tiles(stage)
-        if self.kernel.transpose_rhs:
-            return [tile.at[mine] for tile in tiles]
-        return [transposed(tile.at[:, mine]) for tile in tiles]
+        return used + own_steps, feed, (position, held)
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+    """Returns the elements [columns, rows] of each array."""
     return tuple(array[columns, rows] for array in arrays)

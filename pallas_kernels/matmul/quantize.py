@@ -1,19 +1,19 @@
 """Kernels that quantize rows or matrices to float8, and also transpose them, in one memory pass.
 
-Tensor cores require float8 operands whose contraction dimension is innermost. A grouped matmul
-contracts the columns of the rows. The gradient of the rows needs the matrices transposed. The
-gradient of the matrices needs the rows and their gradients transposed, with scales that are shared
-by 128 rows. `pallas_kernels.matmul.transpose` transposes rows that are already quantized.
+Tensor cores require float8 operands whose contraction dimension is innermost. The gradient of the
+rows needs the matrices transposed, and the gradient of the matrices the rows and their gradients.
+Tensor cores add 128 products before the sum is multiplied by a scale, so 128 of these rows share a
+scale. If rows are quantized already, `transpose_rows` takes the largest of their scales, and rounds
+their values again.
 
-A thread block handles a tile of 128 rows by 128 columns, and a thread a patch of 8 columns. The
-patch has 8 rows of 16-bit elements, or 4 of float32:
+A thread block handles a tile of 128 rows by 128 columns, and a thread a patch of 8 columns, and 8
+rows of 16-bit elements, or 4 of float32:
 
             4 patches                    A warp handles 32 columns, and 64 or 32 rows. It stores 32
          +--+--+--+--+                   bytes of each row: each thread 8 bytes. Of each column it
     8    |  |  |  |  |                   stores 64 or 32 bytes. Until the scales are known, the
-  patches+--+--+--+--+                   elements stay as they were loaded, two 16-bit numbers in
-         |  |  |  |  |                   a word. They are rounded before the transposition, which
-                                         then only moves bytes.
+  patches+--+--+--+--+                   elements stay as they were loaded. They are rounded before
+         |  |  |  |  |                   the transposition, which then only moves bytes.
 
 In the transposed rows each group starts at a multiple of 128, so that each sum of 128 products
 belongs to one group. The padding between groups is zero.
@@ -28,20 +28,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.matmul.packed import Packed
+from pallas_kernels.formats import FLOAT8_ROWS, Scaled
 from pallas_kernels.matmul.quantized_tiles import (
     ACROSS,
+    PER_WORD,
+    PTX_TYPE,
+    Packed,
     Place,
-    Scaled,
     Tile,
+    load_words,
     max_of,
     on_tiles,
     past,
     place_of,
     pointer_to,
-    rounded_word,
+    rounded_words,
     scale_of,
     share,
     shared_numbers,
@@ -55,11 +59,11 @@ from pallas_kernels.matmul.quantized_tiles import (
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
-# A thread's patch has 8 columns, and as many rows as 32 registers can hold. Four float8 values make
-# a 32-bit word.
+# A thread's patch has 8 columns, and as many rows as 32 registers can hold.
 _COLUMNS = 8
 _REGISTERS = 32
-_WORD = 4
+# A thread's patch of rows that are quantized already: rows, columns.
+_TRANSPOSED = 8, 16
 # The number of warps that cover 128 columns.
 _SIDES = sides_of(_COLUMNS)
 
@@ -67,19 +71,10 @@ _SIDES = sides_of(_COLUMNS)
 def quantize_rows(
     rows: jax.Array, blocks: jax.Array, *, return_rows: bool
 ) -> tuple[Scaled | None, TransposedRows]:
-    """Quantizes rows to float8_e4m3fn, and transposes them.
+    """Quantizes floating rows [R, K] to float8_e4m3fn, and transposes them; K is a multiple of 128.
 
-    Args:
-      rows: [R, K] bfloat16, float16 or float32; K is a multiple of 128.
-      blocks: [P / 128, 2] int32, each block's first row and number of rows: the first result of
-        `row_blocks`. P is the number of rows with padding, in which each group starts at a
-        multiple of 128.
-      return_rows: whether to return the quantized rows also without the transposition, with a scale
-        for each 128 columns of a row.
-
-    Returns:
-      (quantized rows [R, K], or None without `return_rows`; transposed rows [K, P]). Past the last
-      group, the contents of both are undefined.
+    `blocks` are the first result of `row_blocks`. Returns rows [R, K], or None without
+    `return_rows`, and transposed rows [K, P]. Past the last group, both are undefined.
     """
     (num_rows, width), num_row_blocks = rows.shape, blocks.shape[0]
     packed, tiles = Packed(rows.dtype), width // BLOCK
@@ -100,14 +95,15 @@ def quantize_rows(
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
         with mosaic.when(mosaic.equal(patch.place.thread, mosaic.i32(0))):
-            llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, 4))
+            llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, size=4))
         if kept:
+            # The rows themselves get a scale for each row, the transposed rows one for the tile.
             patch.finish_rows(shared, kept[1], num_rows)
             mosaic.block_barrier()
             patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
         top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.place.row)
         height = num_row_blocks * BLOCK
-        start = pointer_to(transposed, patch.left, height, top, 1)
+        start = pointer_to(transposed, patch.left, height, top, size=1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
 
     *kept, values, scales = on_tiles(
@@ -124,28 +120,22 @@ def quantize_rows(
         num_warps=_warps_of(packed),
         num_shared=_SIDES * BLOCK + _warps_of(packed),
     )
-    in_order = Scaled(kept[0], kept[1].T) if return_rows else None
-    return in_order, TransposedRows(values, scales)
+    quantized = Scaled(kept[0], kept[1].T) if return_rows else None
+    return quantized, TransposedRows(values, scales)
 
 
 def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
-    """Quantizes matrices to float8_e4m3fn; returns the quantized matrices and their transposes.
+    """Quantizes floating matrices [L, K, N] to float8_e4m3fn; returns them and their transposes.
 
-    A scale belongs to a block of 128 rows by 128 columns. So a matrix and its transpose have the
-    same float8 values and scales.
-
-    Args:
-      matrices: [L, K, N] bfloat16, float16 or float32; K and N are multiples of 128.
-
-    Returns:
-      (matrices [L, K, N], transposed matrices [L, N, K]).
+    K and N are multiples of 128. A matrix and its transpose [L, N, K] have the same values and
+    scales.
     """
     num_matrices, height, width = matrices.shape
     packed, tile_columns, tile_rows = Packed(matrices.dtype), width // BLOCK, height // BLOCK
 
     def emit(memrefs: Any, *of_tile: Value) -> None:
         i32 = mosaic.i32
-        source, values, transposed, scales, scales_turned, shared = memrefs
+        source, values, transposed, scales, transposed_scales, shared = memrefs
         patch = _Patch.of_thread(packed, width, *of_tile, is_full=True)
         rows = patch.load(source)
         patch.share_largest(shared, packed.largest([word for words in rows for word in words]))
@@ -154,26 +144,26 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         # The tile is in row `tile_row` of the tiles of its matrix.
         matrix, tile_row = (op(patch.block, i32(tile_rows)) for op in (arith.divui, arith.remui))
         with mosaic.when(mosaic.equal(patch.place.thread, i32(0))):
-            llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, 4))
-            turned_row = arith.addi(arith.muli(matrix, i32(tile_columns)), patch.column)
-            llvm.store(scale, pointer_to(scales_turned, turned_row, tile_rows, tile_row, 4))
+            llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, size=4))
+            scale_row = arith.addi(arith.muli(matrix, i32(tile_columns)), patch.column)
+            llvm.store(scale, pointer_to(transposed_scales, scale_row, tile_rows, tile_row, size=4))
         rounded = patch.rounded(rows, [factor] * len(rows))
         patch.store_rows(values, rounded)
         column = arith.addi(arith.muli(matrix, i32(width)), patch.left)
         row = arith.addi(arith.muli(tile_row, i32(BLOCK)), patch.place.row)
-        patch.store_transposed(pointer_to(transposed, column, height, row, 1), height, rounded)
+        patch.store_transposed(pointer_to(transposed, column, height, row, size=1), height, rounded)
 
-    values, transposed, scales, turned = on_tiles(
+    values, transposed, scales, transposed_scales = on_tiles(
         "quantize_matrices",
         [matrices.reshape(-1, width)],
-        None,
-        [
+        blocks=None,
+        out_type=[
             jax.ShapeDtypeStruct((num_matrices * height, width), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_matrices * tile_rows, tile_columns), jnp.float32),
             jax.ShapeDtypeStruct((num_matrices * tile_columns, tile_rows), jnp.float32),
         ],
-        emit,
+        emit=emit,
         width=width,
         num_warps=_warps_of(packed),
         num_shared=_SIDES * BLOCK + _warps_of(packed),
@@ -185,7 +175,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         ),
         Scaled(
             transposed.reshape(num_matrices, width, height),
-            turned.reshape(num_matrices, tile_columns, tile_rows),
+            transposed_scales.reshape(num_matrices, tile_columns, tile_rows),
         ),
     )
 
@@ -196,7 +186,6 @@ def _rows_of(packed: Packed) -> int:
 
 
 def _warps_of(packed: Packed) -> int:
-    """Returns the number of warps that cover a tile."""
     return warps_of(_rows_of(packed), _COLUMNS)
 
 
@@ -204,22 +193,18 @@ def _warps_of(packed: Packed) -> int:
 class _Patch(Tile):
     """A thread's patch of a tile. Its methods emit code of one thread.
 
-    Shared memory holds two arrays of 32-bit numbers. The first has the largest magnitude of each
-    row in the columns of each side of the tile, and later, for the first side, 1 / scale of the
-    row. The second, from `_SIDES * BLOCK` on, has the largest magnitude of each warp.
-
-    Attributes:
-      packed: the dtype of the elements.
-      width: the number of columns of the input.
-      is_full: whether the tile has 128 rows in any case.
-      place: where the patch lies in the tile.
-      left: the first column of the patch, counted in the input.
+    Shared memory has the largest magnitude of each row in the columns of each side of the tile, and
+    later, for the first side, 1 / scale of the row; and from `_SIDES * BLOCK` on, the largest
+    magnitude of each warp.
     """
 
+    # The dtype of the elements.
     packed: Packed
     width: int
+    # Whether the tile has 128 rows in any case.
     is_full: bool
     place: Place
+    # The first column of the patch, counted in the input.
     left: Value
 
     @classmethod
@@ -234,16 +219,13 @@ class _Patch(Tile):
         *,
         is_full: bool = False,
     ) -> _Patch:
-        """Computes where this thread's patch of a tile lies; see `Tile` and `_Patch`."""
+        """Returns this thread's patch of the tile with the fields `block` to `count` of `Tile`."""
         place = place_of(_rows_of(packed), _COLUMNS)
         left = arith.addi(arith.muli(column, mosaic.i32(BLOCK)), place.column)
         return cls(block, column, first, count, packed, width, is_full, place, left)
 
     def load(self, source: Any) -> list[list[Value]]:
-        """Loads the patch: the words of each of its rows, with NaN in place of infinities.
-
-        Rows that the tile does not have are zero.
-        """
+        """Loads the words of each row, with NaN for infinities, and zeros past the tile's rows."""
         rows, size = [], self.packed.size
         for i in range(_rows_of(self.packed)):
             row = arith.addi(self.place.row, mosaic.i32(i))
@@ -256,7 +238,7 @@ class _Patch(Tile):
             if exists is not None:
                 words = [arith.select(exists, word, mosaic.i32(0)) for word in words]
             rows.append(words)
-        return [[self.packed.without_infinities(word) for word in words] for words in rows]
+        return [self.packed.without_infinities(words) for words in rows]
 
     def share_largest(self, shared: Any, largest: Value) -> None:
         """Stores the warp's largest magnitude in `shared`; `largest` is the thread's."""
@@ -267,11 +249,12 @@ class _Patch(Tile):
     def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
         """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
         starts = (_SIDES * BLOCK + i for i in range(0, _warps_of(self.packed), 4))
-        fours = [shared_words(shared, mosaic.i32(start), 4) for start in starts]
+        fours = [shared_words(shared, mosaic.i32(start), count=4) for start in starts]
         return scale_of(max_of(size for four in fours for size in four))
 
     def share_largest_of_rows(self, shared: Any, largest: list[Value]) -> None:
         """Stores the largest magnitudes of rows in the warp's columns; `largest` is the patch's."""
+        # The `ACROSS` threads that have the same rows are neighbours.
         for distance in (1, 2):
             largest = with_shuffled(largest, distance)
         at = arith.addi(arith.muli(self.place.side, mosaic.i32(BLOCK)), self.place.row)
@@ -282,10 +265,7 @@ class _Patch(Tile):
                 share(shared, arith.addi(at, mosaic.i32(i)), largest[i : i + 4])
 
     def finish_rows(self, shared: Any, scales: Any, num_rows: int) -> None:
-        """Computes the scale of each row in one thread, and stores it to `scales`, [K / 128, R].
-
-        1 / scale takes the place of one of the row's magnitudes in `shared`.
-        """
+        """Stores the scale of each row to `scales`, [K / 128, R], and 1 / scale to `shared`."""
         i32 = mosaic.i32
         with mosaic.when(mosaic.below(self.place.thread, i32(BLOCK))):
             sides = [arith.addi(self.place.thread, i32(side * BLOCK)) for side in range(_SIDES)]
@@ -293,29 +273,27 @@ class _Patch(Tile):
             share(shared, self.place.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
             with mosaic.when(mosaic.below(self.place.thread, self.count)):
                 row = arith.addi(self.first, self.place.thread)
-                llvm.store(scale, pointer_to(scales, self.column, num_rows, row, 4))
+                llvm.store(scale, pointer_to(scales, self.column, num_rows, row, size=4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
         """Returns 1 / scale of each row of the patch."""
         return [
             factor
             for i in range(0, _rows_of(self.packed), 4)
-            for factor in shared_numbers(shared, arith.addi(self.place.row, mosaic.i32(i)), 4)
+            for factor in shared_numbers(shared, arith.addi(self.place.row, mosaic.i32(i)), count=4)
         ]
 
     def rounded(self, rows: list[list[Value]], factors: Sequence[Value]) -> list[list[Value]]:
         """Multiplies each row by its factor, and rounds it to float8; returns words of rows."""
-        found = []
-        for words, factor in zip(rows, factors, strict=True):
-            numbers = [number for word in words for number in self.packed.numbers(word)]
-            fours = (numbers[i : i + _WORD] for i in range(0, _COLUMNS, _WORD))
-            found.append([rounded_word(four, [factor] * _WORD) for four in fours])
-        return found
+        return [
+            rounded_words(self.packed.numbers(words), [factor] * _COLUMNS)
+            for words, factor in zip(rows, factors, strict=True)
+        ]
 
     def store_rows(self, out: Any, rounded: list[list[Value]]) -> None:
         """Stores the patch's rounded rows, as far as the tile has them."""
         row = arith.addi(self.first, self.place.row)
-        start = pointer_to(out, row, self.width, self.left, 1)
+        start = pointer_to(out, row, self.width, self.left, size=1)
         for i, words in enumerate(rounded):
             at = past(start, i * self.width)
             if self.is_full:
@@ -325,11 +303,96 @@ class _Patch(Tile):
                 store_words(words, at)
 
     def store_transposed(self, start: Value, height: int, rounded: list[list[Value]]) -> None:
-        """Stores columns of the patch: the first at `start`, each `height` after the one before."""
-        for j in range(_COLUMNS // _WORD):
-            squares = [
-                transposed_bytes([words[j] for words in rounded[i : i + _WORD]])
-                for i in range(0, len(rounded), _WORD)
+        """Stores the patch's columns as rows of `height` bytes; the first begins at `start`."""
+        for j in range(_COLUMNS // PER_WORD):
+            _store_columns([words[j] for words in rounded], start, height, j * PER_WORD)
+
+
+def _store_columns(words: Sequence[Value], start: Value, height: int, first: int) -> None:
+    """Stores four columns of a patch, given a word of each row; `start` is that of column 0."""
+    squares = [transposed_bytes(words[i : i + PER_WORD]) for i in range(0, len(words), PER_WORD)]
+    for i, of_column in enumerate(zip(*squares, strict=True)):
+        store_words(of_column, past(start, (first + i) * height))
+
+
+def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
+    """Transposes float8_e4m3fn rows [R, K], with one scale for each 128 rows by 128 columns.
+
+    `blocks` are the first result of `row_blocks`. Returns values [K, P] and scales [P / 128, K /
+    128]. Past the rows of a block, numbers are zero; blocks without rows are undefined.
+    """
+    width, num_row_blocks = rows.values.shape[1], blocks.shape[0]
+
+    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
+        _Transposed(block, column, first, count, width, num_row_blocks * BLOCK).emit(*memrefs)
+
+    results = on_tiles(
+        "transpose_rows",
+        rows,
+        blocks,
+        [
+            jax.ShapeDtypeStruct((width, num_row_blocks * BLOCK), rows.values.dtype),
+            jax.ShapeDtypeStruct((num_row_blocks, width // BLOCK), jnp.float32),
+        ],
+        emit,
+        width=width,
+        num_warps=warps_of(*_TRANSPOSED),
+        num_shared=BLOCK,
+    )
+    return TransposedRows(*results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transposed(Tile):
+    """A tile that a thread block transposes, from `width` columns to rows of `height` columns."""
+
+    width: int
+    height: int
+
+    def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
+        """Emits the code by which a thread transposes its patch."""
+        (num_rows, num_columns), i32, f32 = _TRANSPOSED, mosaic.i32, mosaic.float_type()
+        thread, _, lane, _, row, place = place_of(*_TRANSPOSED)
+        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
+
+        words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(num_rows)]
+        # The scales of the rows lie far from each other in memory, so each thread loads one.
+        row_scale = self.load_scale(scales, thread)
+        share(shared, thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
+        mosaic.block_barrier()
+        # Each warp finds the largest scale. Positive float32 numbers compare like their bits.
+        of_lane = [word_at(shared, arith.addi(lane, i32(start))) for start in range(0, BLOCK, WARP)]
+        bits = mosaic.warp_max(max_of(of_lane))
+        largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
+        inverse = float8.reciprocal(largest)
+        factors = [
+            arith.mulf(scale, inverse)
+            for start in range(0, num_rows, 4)
+            for scale in shared_numbers(shared, arith.addi(row, i32(start)), count=4)
+        ]
+        with mosaic.when(mosaic.equal(thread, i32(0))):
+            at = pointer_to(out_scales, self.block, self.width // BLOCK, self.column, size=4)
+            llvm.store(largest, at)
+
+        row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+        start = pointer_to(out, left, self.height, row_of_out, size=1)
+        for word in range(num_columns // PER_WORD):
+            rounded = [
+                rounded_words(float8.widened(PTX_TYPE, words[i][word]), [factor] * PER_WORD)[0]
+                for i, factor in enumerate(factors)
             ]
-            for k, of_column in enumerate(zip(*squares, strict=True)):
-                store_words(of_column, past(start, (_WORD * j + k) * height))
+            _store_columns(rounded, start, self.height, word * PER_WORD)
+
+    def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
+        """Loads 16 float8 values of a row, from column `left` on; zeros past the block."""
+        exists, row = self.find(row)
+        words = load_words(
+            pointer_to(values, row, self.width, left, size=1), _TRANSPOSED[1] // PER_WORD
+        )
+        return [arith.select(exists, word, mosaic.i32(0)) for word in words]
+
+    def load_scale(self, scales: Any, row: Value) -> Value:
+        """Loads the scale of a row of the tile, or 0 if the tile's block has no such row."""
+        exists, row = self.find(row)
+        at = pointer_to(scales, row, self.width // BLOCK, self.column, size=4)
+        return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))

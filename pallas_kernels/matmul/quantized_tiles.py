@@ -1,9 +1,4 @@
-"""Shared code of the kernels that quantize tiles of rows or matrices to float8.
-
-Each of these kernels has a thread block for each tile of 128 rows by 128 columns. `on_tiles` runs
-such a kernel. Most of the other functions emit code of one thread, which loads or stores elements
-of a tile, or computes their scale.
-"""
+"""Shared code of the kernels that quantize tiles of 128 rows by 128 columns to float8."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric import compiler, float8, mosaic
 from pallas_kernels.fabric.fabric import update_in_place
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
@@ -30,26 +25,11 @@ PTX_TYPE = float8.PTX_TYPES[jnp.dtype(jnp.float8_e4m3fn)]
 # The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
 ACROSS = 4
 _DOWN = WARP // ACROSS
+# Float8 values in a word.
+PER_WORD = 4
 # The most words that one instruction loads.
 _MOST_WORDS = 4
-
-
-class Scaled(NamedTuple):
-    """Quantized rows or matrices: float8 values, and a float32 scale for each block of values.
-
-    A value stands for a number: the value times the scale of its block. In rows, a block is 128
-    columns of one row; in matrices, it is 128 rows by 128 columns. Matrices may also be in MXFP4
-    (`pallas_kernels.mxfp4`), which has other values, scales and blocks.
-
-    Attributes:
-      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128. Or matrices
-        in MXFP4, [L, N, K / 2] uint8.
-      scales: [R, K / 128] for rows, or [L, N / 128, K / 128] for matrices, float32. Or those of
-        MXFP4, [L, N, K / 32] float8_e8m0fnu.
-    """
-
-    values: Any
-    scales: Any
+_PACKED_TYPES = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}
 
 
 def on_tiles(
@@ -66,24 +46,15 @@ def on_tiles(
 ) -> list[jax.Array]:
     """Runs a kernel with a thread block for each tile of 128 rows by 128 columns.
 
-    The rows come in blocks of up to 128. For a block without rows the kernel computes and writes
-    nothing.
-
     Args:
-      name: the kernel's name in profiles.
-      operands: the kernel's operands, without `blocks`.
       blocks: [number of blocks, 2] int32, each block's first row and number of rows, at most 128;
-        None: the rows of the first operand, 128 in each block.
-      out_type: shapes and dtypes of the results.
+        None: the rows of the first operand, 128 in each block. A block without rows is left out.
       emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
-        the operands, the arrays `into`, the results and, with `num_shared`, the shared memory.
-        `block` is the index of the tile's block of rows, and the tile's columns begin at
-        128 * column. `first` and `count` are the block's first row and its number of rows.
+        the operands, the arrays `into`, the results and, if `num_shared` is not 0, shared memory.
+        The numbers are the fields of `Tile`.
       width: number of columns, a multiple of 128.
-      num_warps: number of warps of a thread block.
-      num_shared: number of 32-bit numbers in shared memory.
-      into: arrays that the kernel updates in place. An array that is still used elsewhere is copied
-        first.
+      num_shared: how many 32-bit numbers the shared memory has.
+      into: arrays that the kernel updates in place, copied first if still used elsewhere.
 
     Returns:
       The updated arrays `into`, and then the results of the types `out_type`.
@@ -111,14 +82,14 @@ def on_tiles(
         if blocks is None:
             run()
         else:
-            # The condition also reads the first row, so that it is loaded together with the number
-            # of rows, not after the branch.
+            # The condition on `first` always holds. It makes the kernel load `first` together with
+            # `count`, not after the branch.
             _, _, first, count = numbers
             pl.when((count > 0) & (first >= 0))(run)
 
     num_row_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
-    call = mosaic.kernel(
+    call = compiler.kernel(
         kernel,
         out_type=list(out_type),
         scratch_types=shared,
@@ -136,44 +107,31 @@ def on_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile of 128 rows by 128 columns that a thread block handles. All attributes are i32.
+    """The tile of 128 rows by 128 columns that a thread block handles; all numbers are i32."""
 
-    Attributes:
-      block: the index of the tile's block of rows.
-      column: the tile's columns begin at 128 * column.
-      first: the block's first row in the operands.
-      count: the number of rows in the block, at most 128.
-    """
-
+    # The index of the tile's block of rows. Its columns begin at 128 * column.
     block: Value
     column: Value
+    # The block's first row in the operands, and its number of rows.
     first: Value
     count: Value
 
     def find(self, row: Value) -> tuple[Value, Value]:
-        """Returns whether the tile's block has row `row` of the tile (i1), and which row to read.
-
-        The row to read is counted in the operands. A block may have fewer than 128 rows, and the
-        operands may end after it. So past the block's last row, the row to read is its first row.
-        """
+        """Returns whether the block has row `row` of the tile (i1), and which row to read."""
+        # The operands may end after the block, so past its last row the row to read is its first.
         exists = mosaic.below(row, self.count)
         return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
 
 
 class Place(NamedTuple):
-    """Where a thread's patch lies in a tile. All attributes are i32.
-
-    Attributes:
-      thread: the index of the thread.
-      warp, lane: the index of its warp, and of the thread in the warp.
-      side: the index of the warp's columns: warps lie side by side, and then above each other.
-      row, column: the first row and column of the patch, counted in the tile.
-    """
+    """Where a thread's patch lies in a tile; i32."""
 
     thread: Value
     warp: Value
     lane: Value
+    # The index of the warp's columns: warps lie side by side, and then above each other.
     side: Value
+    # The first row and column of the patch, counted in the tile.
     row: Value
     column: Value
 
@@ -200,10 +158,7 @@ def place_of(num_rows: int, num_columns: int) -> Place:
 
 
 def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
-    """Returns a pointer to element (row, column) of `ref`, an array [rows, width].
-
-    `size` is the number of bytes of an element.
-    """
+    """Emits a pointer to element (row, column), of `size` bytes, of an array [rows, width]."""
     wide = mosaic.integer_type(64)
     at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
     at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
@@ -211,6 +166,7 @@ def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Va
 
 
 def past(pointer: Value, num_bytes: int) -> Value:
+    """Emits the pointer `num_bytes` after `pointer`."""
     return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
 
 
@@ -244,11 +200,8 @@ def _shared(ref: Any, at: Value, count: int, element: Any) -> list[Value]:
 
 
 def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
-    """Returns the bits of the scale 2^(code - 127), or of NaN for code 255, as i32.
-
-    They are those of a float dtype with 8 exponent bits, such as float32, and `fraction_bits`
-    fraction bits. 2^-127, the scale with code 0, is a subnormal number.
-    """
+    """Emits the bits of the scale 2^(code - 127) in a float dtype with 8 exponent bits, as i32."""
+    # 2^-127, the scale with code 0, is subnormal; code 255 is NaN.
     half = 1 << (fraction_bits - 1)
     bits = arith.shli(code, mosaic.i32(fraction_bits))
     bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(half), bits)
@@ -256,33 +209,36 @@ def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
     return arith.select(mosaic.equal(code, mosaic.i32(255)), nan, bits)
 
 
+def _integers(*numbers: int) -> list[Value]:
+    return [mosaic.i32(number) for number in numbers]
+
+
 def max_of(sizes: Any) -> Value:
     return functools.reduce(arith.maxui, sizes)
 
 
 def with_shuffled(sizes: list[Value], distance: int) -> list[Value]:
-    """Returns the elementwise maximum of the magnitudes `sizes` of this lane and another one.
-
-    The other lane of the warp is the one whose index is this lane's index XOR `distance`.
-    """
+    """Emits the elementwise maximum of this lane's `sizes` and those of lane XOR `distance`."""
     return [arith.maxui(size, mosaic.shuffle(size, distance)) for size in sizes]
 
 
 def scale_of(largest: Value) -> tuple[Value, Value]:
-    """Returns the scale of a quantization block, and 1 / scale.
-
-    `largest` is the bits of the largest magnitude in the block. The function uses
-    `float8.reciprocal`, since with `float8.branchless_reciprocal` some kernels would need more than
-    64 registers per thread. A multiprocessor would then run one thread block at a time, not two.
-    """
+    """Returns a block's scale and 1 / scale, from the bits of its largest magnitude."""
+    # With `float8.branchless_reciprocal` some kernels would need more than 64 registers per thread.
+    # A multiprocessor would then run one thread block at a time, not two.
     scale = float8.scale(FLOAT8_ROWS, largest)
     return scale, float8.reciprocal(scale)
 
 
-def rounded_word(numbers: Any, factors: Any) -> Value:
-    """Multiplies four float32 numbers by their factors, and packs them as float8 in a word."""
-    four = [arith.mulf(number, factor) for number, factor in zip(numbers, factors, strict=True)]
-    return float8.packed(PTX_TYPE, four)
+def rounded_words(numbers: Sequence[Value], factors: Sequence[Value]) -> list[Value]:
+    """Multiplies float32 numbers by their factors, and packs them as float8, four in a word."""
+    words = []
+    for i in range(0, len(numbers), PER_WORD):
+        word = slice(i, i + PER_WORD)
+        pairs = zip(numbers[word], factors[word], strict=True)
+        four = [arith.mulf(number, factor) for number, factor in pairs]
+        words.append(float8.packed(PTX_TYPE, four))
+    return words
 
 
 def load_words(pointer: Value, count: int) -> list[Value]:
@@ -296,18 +252,83 @@ def load_words(pointer: Value, count: int) -> list[Value]:
 
 
 def store_words(words: Sequence[Value], pointer: Value) -> None:
-    """Stores adjacent 32-bit words."""
+    """Stores adjacent 32-bit words; `pointer` must be a multiple of their number of bytes."""
     of_all = mosaic.vector_type(len(words), mosaic.integer_type(32))
     llvm.store(vector.from_elements(of_all, words), pointer, alignment=4 * len(words))
 
 
-def transposed_bytes(rows: list[Value]) -> list[Value]:
+def transposed_bytes(rows: Sequence[Value]) -> list[Value]:
     """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
-    a, b, c, d = rows
-
-    def chosen(low: Value, high: Value, bytes_of_both: int) -> Value:
-        return mosaic.chosen_bytes(low, high, mosaic.i32(bytes_of_both))
-
+    (a, b, c, d), chosen = rows, mosaic.chosen_bytes
     # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
-    pairs = [(chosen(a, b, order), chosen(c, d, order)) for order in (0x5140, 0x7362)]
-    return [chosen(upper, lower, order) for upper, lower in pairs for order in (0x5410, 0x7632)]
+    pairs = [(chosen(a, b, order), chosen(c, d, order)) for order in _integers(0x5140, 0x7362)]
+    orders = _integers(0x5410, 0x7632)
+    return [chosen(upper, lower, order) for upper, lower in pairs for order in orders]
+
+
+# ------------------------------------------------------- numbers packed in words, as in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """32-bit words of one float32, or of two bfloat16 or float16, low half first.
+
+    Kernels keep numbers packed until they know a block's scale, in half of the registers.
+    """
+
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    def load(self, pointer: Value, count: int) -> list[Value]:
+        """Loads the words with `count` adjacent numbers: one word, two, or a multiple of four."""
+        return load_words(pointer, count * self.size // 4)
+
+    def numbers(self, words: Sequence[Value]) -> list[Value]:
+        """Converts the numbers of words to float32."""
+        f32, size = mosaic.float_type(), self.size
+        if size == 4:
+            return [arith.bitcast(f32, word) for word in words]
+        numbers = []
+        if self.dtype == jnp.bfloat16:
+            # A bfloat16 number is the upper half of the float32 number.
+            half, upper = mosaic.i32(16), mosaic.i32(0xFFFF0000)
+            for word in words:
+                both = arith.shli(word, half), arith.andi(word, upper)
+                numbers += [arith.bitcast(f32, each) for each in both]
+            return numbers
+        two, places = mosaic.vector_type(2, mosaic.element_type(self.dtype)), _integers(0, 1)
+        for word in words:
+            pair = llvm.bitcast(two, word)
+            numbers += [arith.extf(f32, llvm.extractelement(pair, i)) for i in places]
+        return numbers
+
+    def without_infinities(self, words: Sequence[Value]) -> list[Value]:
+        """Returns the words with NaN in place of infinities."""
+        # x * 0 + x is x, or NaN if x is not finite.
+        zero = mosaic.i32(0)
+        return [self._emit("fma.rn.{type} $0, $1, $2, $1;", word, zero) for word in words]
+
+    def largest(self, words: Sequence[Value]) -> Value:
+        """Returns the float32 bits of the largest magnitude of finite numbers and NaN, or 0."""
+        # Up to four maxima, so that few instructions wait for the one before them.
+        parts = (functools.reduce(self._larger, words[i::4]) for i in range(min(4, len(words))))
+        largest = functools.reduce(self._larger, parts, mosaic.i32(0))
+        word = mosaic.integer_type(32)
+        signed = [arith.bitcast(word, number) for number in self.numbers([largest])]
+        magnitudes = [arith.andi(bits, mosaic.i32(0x7FFFFFFF)) for bits in signed]
+        return functools.reduce(arith.maxui, magnitudes)
+
+    def _larger(self, a: Value, b: Value) -> Value:
+        """Returns the larger magnitudes of two words' numbers, with any sign, ignoring NaN."""
+        return self._emit("max.xorsign.abs.{type} $0, $1, $2;", a, b)
+
+    def _emit(self, text: str, *words: Value) -> Value:
+        constraints = ",".join(["=r"] + ["r"] * len(words))
+        text = text.format(type=_PACKED_TYPES[jnp.dtype(self.dtype).name])
+        return llvm.inline_asm(mosaic.integer_type(32), list(words), text, constraints)
+
+
+BFLOAT16 = Packed(jnp.bfloat16)

@@ -1,9 +1,4 @@
-"""Moves tiles and columns between registers, shared memory and global memory.
-
-The functions are called while a kernel is traced. `store_rows`, `store_rows_through` and
-`store_column` store results of the tensor cores to global memory, `store_transposed` to shared
-memory. `write_registers` and `read_registers` pass an array from one warpgroup to another.
-"""
+"""Moves tiles and columns between registers, shared memory and global memory."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
@@ -33,23 +27,12 @@ def store_rows(
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
 
-    No other row is written. Each thread stores its elements directly, without a detour through
-    shared memory.
-
-    Args:
-      out: a reference to the 2D output.
-      values: [rows, columns] in registers.
-      top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. The address of out[top, left] must be a
-        multiple of the size of a thread's vectors.
-      begin: the first row of `values` to store.
-      end: the row after the last one to store.
-      layout: the register layout of `values`. In it, each vector that a thread holds consists of
-        neighbouring elements of a row.
+    Element [0, 0] belongs to out[top, left], whose address must be a multiple of the size of a
+    vector. In the register layout `layout`, a thread's vectors are neighbouring elements of a row.
     """
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
-        top, left, begin, end = (mosaic.scalar(number) for number in scalars)
+        top, left, begin, end = map(mosaic.scalar, scalars)
         word, width = mosaic.integer_type(32), mosaic.i64(mosaic.width_of(out))
 
         def wide(number: Value) -> Value:
@@ -84,84 +67,66 @@ def store_rows_through(
     left: jax.Array,
     begin: jax.Array,
     end: jax.Array,
-    *,
-    interpreted: bool,
 ) -> None:
     """Stores rows [begin, end) of an array from registers to global memory, through shared memory.
 
-    No other row is written. In registers, each thread has pieces of several rows. Each warp puts
-    its 16 rows into shared memory, and reads them such that 8 threads store 128 bytes of a row. The
-    warps need not wait for each other. All threads of a warp must reach the call, even if `begin`
-    and `end` exclude some of the warp's rows.
+    In registers, each thread has pieces of several rows. Each warp puts its 16 rows into shared
+    memory, and reads them such that 8 threads store 128 bytes of a row. The warps need not wait for
+    each other. All threads of a warp must reach the call.
 
     Args:
-      room: a reference to [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
-      out: a reference to the 2D output in global memory.
-      values: [64, columns] in the layout `plgpu.Layout.WGMMA`, of `out`'s dtype, or float32 if
-        `out` is float8.
-      top: the row of `out` for row 0 of `values`.
-      left: the column of `out` for column 0 of `values`. The address of every stored row,
-        out[top + i, left], must be a multiple of 16; so must the bytes of a row of `out`.
-      begin: the first row of `values` to store.
-      end: the row after the last one to store.
-      interpreted: whether Pallas' GPU interpreter runs the kernel.
+      room: [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
+      out: 2D in global memory. Rows have a multiple of 16 bytes, and so has the address of out[top,
+        left].
+      values: [64, columns] in the layout WGMMA, of `out`'s dtype, or float32 if `out` is float8.
     """
     num_rows, columns = values.shape
     size = jnp.dtype(out.dtype).itemsize
     assert num_rows == 64 and columns * size == 128, (values.shape, out.dtype)
-    if interpreted:
-        room[...] = values.astype(room.dtype)
-        whole = (begin <= 0) & (end >= num_rows)
-
-        @pl.when(whole)
-        def _():
-            out[pl.ds(top, num_rows), pl.ds(left, columns)] = room[...]
-
-        def one_row(row, _):
-            @pl.when((row >= begin) & (row < end))
-            def _():
-                out[top + row, pl.ds(left, columns)] = room[row]
-
-        pl.when(~whole)(lambda: lax.fori_loop(0, num_rows, one_row, None))
-        return
     out_dtype = out.dtype
 
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
-        top, left, begin, end = (mosaic.scalar(number) for number in scalars)
-        byte, word, wide = (mosaic.integer_type(bits) for bits in (8, 32, 64))
-        line = mosaic.vector_type(4, word)
+        top, left, begin, end = map(mosaic.scalar, scalars)
+        byte, half, word, wide = map(mosaic.integer_type, (8, 16, 32, 64))
+        line, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
+        shift, seven, fifteen, row_bytes = map(mosaic.i32, (4, 7, 15, 128))
 
         def in_room(row: Value, column: Value) -> Value:
-            # The row's units of 16 bytes are swizzled, so that the threads of a warp access
-            # different banks of shared memory.
-            unit = arith.xori(arith.shrui(column, mosaic.i32(4)), arith.andi(row, mosaic.i32(7)))
-            offset = arith.ori(arith.shli(unit, mosaic.i32(4)), arith.andi(column, mosaic.i32(15)))
-            offset = arith.addi(arith.muli(row, mosaic.i32(128)), offset)
-            return mosaic.element_pointer(mosaic.pointer(room), offset, byte)
+            """Returns the offset of a byte of the array in `room`."""
+            # Units of 16 bytes are swizzled, so that a warp's threads access different banks.
+            unit = arith.xori(arith.shrui(column, shift), arith.andi(row, seven))
+            offset = arith.ori(arith.shli(unit, shift), arith.andi(column, fifteen))
+            return arith.addi(arith.muli(row, row_bytes), offset)
 
-        for pair, (row, column) in mosaic.placed_registers(values):
+        registers = list(mosaic.placed_registers(values))
+        of_number = mosaic.i32(size)
+        offsets = [in_room(row, arith.muli(column, of_number)) for _, (row, column) in registers]
+        for (pair, _), offset in zip(registers, offsets, strict=True):
             if size == 1:
                 numbers = [vector.extract(pair, [], [i]) for i in range(2)]
                 kind = float8.PTX_TYPES[jnp.dtype(out_dtype)]
                 text = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
-                pair = mosaic.asm(text, "=h,f,f", *numbers, returns=mosaic.integer_type(16))
-            at = in_room(row, arith.muli(column, mosaic.i32(size)))
-            llvm.store(pair, at, alignment=2 * size)
+                pair = mosaic.asm(text, "=h,f,f", *numbers, returns=half)
+            place = mosaic.element_pointer(start_of_room, offset, byte)
+            llvm.store(pair, place, alignment=2 * size)
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
         # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
         # loaded before the first is stored, and no branch is in between, so that a warp waits once.
-        number = mosaic.warpgroup_thread()
-        first = arith.shli(arith.shrui(number, mosaic.i32(5)), mosaic.i32(4))
-        first = arith.addi(first, arith.andi(arith.shrui(number, mosaic.i32(3)), mosaic.i32(3)))
-        column = arith.shli(arith.andi(number, mosaic.i32(7)), mosaic.i32(4))
+        thread = mosaic.warpgroup_thread()
+        # The thread's first row is 16 * its warp + its lane / 8; its column is counted in bytes.
+        first = arith.shli(arith.shrui(thread, mosaic.i32(5)), mosaic.i32(4))
+        first = arith.addi(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
+        column = arith.shli(arith.andi(thread, mosaic.i32(7)), mosaic.i32(4))
         stride = mosaic.width_of(out) * size
         offset = arith.muli(arith.extui(wide, arith.addi(top, first)), mosaic.i64(stride))
         left_bytes = arith.addi(arith.muli(left, mosaic.i32(size)), column)
         start = arith.addi(offset, arith.extui(wide, left_bytes))
         start = llvm.ptrtoint(wide, mosaic.element_pointer(mosaic.pointer(out), start, byte))
         rows = [arith.addi(first, mosaic.i32(i)) for i in range(0, 16, 4)]
-        lines = [llvm.load(line, in_room(row, column), alignment=16) for row in rows]
+        offsets = [in_room(row, column) for row in rows]
+        places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
+        lines = [llvm.load(line, place, alignment=16) for place in places]
         for i, (row, loaded) in enumerate(zip(rows, lines, strict=True)):
             mosaic.asm(
                 "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
@@ -169,7 +134,7 @@ def store_rows_through(
                 "l,r,r,r,r,r",
                 arith.addi(start, mosaic.i64(4 * i * stride)),
                 arith.extui(word, mosaic.within(row, begin, end)),
-                *(vector.extract(loaded, [], [j]) for j in range(4)),
+                *[vector.extract(loaded, [], [j]) for j in range(4)],
             )
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
@@ -187,36 +152,14 @@ def store_column(
     end: jax.Array,
     *,
     to_row: bool = False,
-    interpreted: bool,
 ) -> None:
-    """Stores elements [begin, end) of a float32 vector in registers to a column of an array.
+    """Stores values[i] to out[top + i, column] for begin <= i < end, and nothing else.
 
-    For begin <= i < end, values[i] is stored to out[top + i, column]. Nothing else is written.
-
-    Args:
-      out: a reference to the 2D float32 output.
-      values: [rows] float32 in registers, in the layout of a row reduction of WGMMA accumulators,
-        `plgpu.Layout.WGMMA.reduce(1)`.
-      top: the row of `out` for element 0 of `values`.
-      column: the column of `out`.
-      begin: the first element to store.
-      end: the element after the last one to store.
-      to_row: whether `out` is the transpose of such an array, so that the elements are stored to
-        row `column`, from column `top` on.
-      interpreted: whether Pallas' GPU interpreter runs the kernel.
+    `values` is float32 in the layout `WGMMA.reduce(1)`. With `to_row`, `out` is transposed.
     """
-    if interpreted:
-
-        def store(i: Any, _: Any) -> None:
-            @pl.when((i >= begin) & (i < end))
-            def _() -> None:
-                out[(column, top + i) if to_row else (top + i, column)] = values[i]
-
-        jax.lax.fori_loop(0, values.shape[0], store, None)
-        return
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
-        top, column, begin, end = (mosaic.scalar(number) for number in scalars)
+        top, column, begin, end = map(mosaic.scalar, scalars)
         # Each element is held by four neighbouring threads. The first of them stores it.
         is_first = mosaic.equal(arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3)), mosaic.i32(0))
         for register, (row,) in mosaic.placed_registers(values):
@@ -234,23 +177,18 @@ def store_column(
 
 
 def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
-    """Loads floats from global memory, a number for each row of an array of the tensor cores.
+    """Loads `count` floats, a multiple of 64, from ref[first:] in global memory.
 
-    Args:
-      ref: [N], a reference to global memory that the kernel does not write.
-      first: the index of the first number.
-      count: the number of numbers, a multiple of 64.
-      last: the largest index; numbers past it are those at this index.
-
-    Returns:
-      [count] float32, in the layout `plgpu.Layout.WGMMA.reduce(1)`.
+    Numbers past the index `last` are the one there. Returns float32 in the layout
+    `WGMMA.reduce(1)`.
     """
 
     def emit(ref: Value, first: Array) -> Array:
-        kind, own, values = mosaic.element_of(ref), mosaic.tensor_core_row(), []
+        # A thread has the elements of two rows, 8 apart, of each 64.
+        kind, row, values = mosaic.element_of(ref), mosaic.tensor_core_row(), []
         for tile in range(0, count, 64):
             for half in (0, 8):
-                index = arith.addi(arith.addi(mosaic.scalar(first), own), mosaic.i32(tile + half))
+                index = arith.addi(arith.addi(mosaic.scalar(first), row), mosaic.i32(tile + half))
                 value = mosaic.element_at(ref, arith.minui(index, mosaic.i32(last)))
                 is_wide = kind == mosaic.float_type()
                 values.append(value if is_wide else arith.extf(mosaic.float_type(), value))
@@ -261,40 +199,36 @@ def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:
-    """Stores the transpose of an array [columns, rows] in registers to shared memory.
-
-    The array has 16-bit floats, in the layout `plgpu.Layout.WGMMA` of tensor core accumulators.
-    `ref` is [rows, columns], with a 128-byte swizzle.
-    """
+    """Stores the transpose of 16-bit floats in the layout WGMMA to swizzled shared memory."""
     ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def zero_rows_outside(
-    ref: Any, begin: jax.Array, end: jax.Array, transforms: Sequence[Any]
+    ref: Any,
+    begin: jax.Array,
+    end: jax.Array,
+    transforms: Sequence[Any],
+    worker: jax.Array,
+    num_workers: int,
 ) -> None:
-    """Zeroes all rows of a tile in shared memory but the rows [begin, end).
-
-    `ref` is the tile, [rows, columns] of 16-bit floats. `transforms` are its Mosaic transforms: it
-    is stored as blocks of 8 rows of 128 bytes, with a 128-byte swizzle. The swizzle only permutes
-    pieces of 16 bytes within a row of a block. The function zeroes whole rows, so it can ignore the
-    swizzle.
-    """
+    """Zeroes all rows of a tile but [begin, end): warpgroup `worker`'s share of `num_workers`."""
+    # The tile is stored as blocks of 8 rows of 128 bytes, with a swizzle. A swizzle only permutes
+    # pieces of 16 bytes within a row of a block, so zeroing whole rows can ignore it.
     rows, columns = ref.shape
-    # A block is 8 rows by 64 columns (128 bytes). Each 8 rows of `ref` are stored as `blocks`
-    # blocks, from left to right. A row of `ref` is cut into pieces of 16 bytes: 8 in each of these
-    # blocks, `pieces` in total.
+    # A block is 8 rows by 64 columns (128 bytes); a row has `pieces` pieces of 16 bytes.
     blocks = columns // 64
     pieces = 8 * blocks
     begin = jnp.clip(begin, 0, rows)
     end = jnp.clip(end, begin, rows)
 
     def emit(ref: Value, first: Array, *scalars: Array) -> None:
-        begin, end, count = (mosaic.scalar(number) for number in scalars)
+        begin, end, count = map(mosaic.scalar, scalars)
         index = arith.addi(mosaic.scalar(first), mosaic.warpgroup_thread())
         row = arith.divui(index, mosaic.i32(pieces))
         piece = arith.remui(index, mosaic.i32(pieces))
-        before = mosaic.below(row, begin)
-        row = arith.select(before, row, arith.addi(row, arith.subi(end, begin)))
+        # The rows to zero are numbered without those of [begin, end).
+        is_before = mosaic.below(row, begin)
+        row = arith.select(is_before, row, arith.addi(row, arith.subi(end, begin)))
         block = arith.addi(
             arith.muli(arith.divui(row, mosaic.i32(8)), mosaic.i32(blocks)),
             arith.divui(piece, mosaic.i32(8)),
@@ -317,20 +251,18 @@ def zero_rows_outside(
     count = (rows - (end - begin)) * pieces
 
     def step(i: jax.Array, _: None) -> None:
-        numbers = [i * WARPGROUP, begin, end, count]
+        numbers = [(i * num_workers + worker) * WARPGROUP, begin, end, count]
         layouts = [plgpu.RefType(tuple(transforms)), *[mosaic.SCALAR] * len(numbers)]
         mosaic.inline(emit, [ref, *numbers], layouts)
 
-    lax.fori_loop(0, lax.div(count + (WARPGROUP - 1), jnp.int32(WARPGROUP)), step, None)
+    at_once = num_workers * WARPGROUP
+    lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), step, None)
 
 
 def write_registers(room: Any, values: jax.Array) -> None:
-    """Writes each thread's registers of an array to shared memory, for `read_registers`.
+    """Writes an array of 16-bit floats, [64, columns] in the layout WGMMA, for `read_registers`.
 
-    Waits until all threads of the warpgroup have done so.
-
-    The array is [64, columns] of 16-bit floats in the layout `plgpu.Layout.WGMMA`. `room` is a
-    reference to shared memory of the same shape and dtype, in which elements get another order.
+    Waits until all threads of the warpgroup have done so. Elements get another order in `room`.
     """
 
     def emit(room: Value, values: Array) -> None:
@@ -344,6 +276,7 @@ def write_registers(room: Any, values: jax.Array) -> None:
                 mosaic.vector_type(count, word), words[first : first + count]
             )
             llvm.store(several, place, alignment=4 * count)
+        # The compiler must not move the stores past the barrier.
         mosaic.asm("", "~{memory}")
         mosaic.barrier()
 
@@ -351,16 +284,15 @@ def write_registers(room: Any, values: jax.Array) -> None:
 
 
 def read_registers(room: Any) -> jax.Array:
-    """Returns the array that another warpgroup has written to `room` by `write_registers`.
-
-    Waits until all threads of the warpgroup have read it. A thread reads the places to which it
-    would write, so the warpgroup may then write to `room`.
-    """
+    """Returns the array that another warpgroup has written to `room` by `write_registers`."""
+    # A thread reads the places to which it would write, and all threads wait until all have read
+    # them. So the warpgroup may then write to `room`.
     shape, dtype = room.shape, jnp.dtype(room.dtype)
 
     def emit(room: Value) -> Array:
         word, kind = mosaic.integer_type(32), mosaic.element_of(room)
         words: list[Value] = []
+        # The compiler must not move the loads before the caller's wait.
         mosaic.asm("", "~{memory}")
         for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * WARPGROUP)):
             several = llvm.load(mosaic.vector_type(count, word), place, alignment=4 * count)
@@ -377,20 +309,12 @@ def read_registers(room: Any) -> jax.Array:
 
 
 def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
-    """Emits pointers to a thread's `num_words` words in shared memory, for up to 4 words each.
-
-    Neighbouring threads have neighbouring places, so that a warp accesses all banks.
-
-    Yields:
-      (first, count, pointer): `pointer` is the place of the words `first` to `first` + `count` - 1.
-    """
+    """Yields (first, count, pointer): where `count` of a thread's words, from `first` on, are."""
+    # Neighbouring threads have neighbouring places, so that a warp accesses all banks.
     count = math.gcd(num_words, 4)
     for first in range(0, num_words, count):
-        own = arith.addi(
+        at = arith.addi(
             arith.muli(mosaic.warpgroup_thread(), mosaic.i32(count)), mosaic.i32(first * WARPGROUP)
         )
-        yield (
-            first,
-            count,
-            mosaic.element_pointer(mosaic.pointer(room), own, mosaic.integer_type(32)),
-        )
+        pointer = mosaic.element_pointer(mosaic.pointer(room), at, mosaic.integer_type(32))
+        yield first, count, pointer

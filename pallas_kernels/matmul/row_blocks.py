@@ -19,30 +19,19 @@ BLOCK = 128
 class TransposedRows(NamedTuple):
     """The transpose of rows [R, K] that are quantized to float8, for sums over each group's rows.
 
-    Each group's rows are padded with zeros to a multiple of 128, so that each group starts at a
-    multiple of 128.
-
-    Attributes:
-      values: [K, P] float8, where P is `padded_rows(R, num_groups)`.
-      scales: [P / 128, K / 128] float32, a scale for each 128 rows by 128 columns, as they were
-        before the transposition.
+    Each group's rows are padded with zeros, so that each group starts at a multiple of 128.
     """
 
+    # [K, P] float8, where P is `padded_rows(R, num_groups)`.
     values: Any
+    # [P / 128, K / 128] float32, a scale for each 128 rows by 128 columns.
     scales: Any
 
 
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns where each group begins and ends: (its first row, the row after its last).
+    """Returns each group's first row and the row after its last, [L] int32 each.
 
-    Args:
-      group_sizes: [L] int32, the number of rows of each group, in order. A negative size counts as
-        0.
-      num_rows: the number of rows of the array. Groups are cut off there, if their sizes add up to
-        more. L * num_rows must be below 2^31.
-
-    Returns:
-      Two arrays [L] int32.
+    Negative sizes count as 0. Groups are cut off at `num_rows`. L * num_rows must be below 2^31.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
@@ -50,25 +39,19 @@ def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
-    """Returns an upper bound of the number of rows after each group is padded to a multiple of 128.
-
-    `num_rows` is the number of rows of all groups without the padding.
-    """
+    """Returns an upper bound of the rows after each group is padded to a multiple of 128."""
     return (-(-num_rows // BLOCK) + num_groups) * BLOCK
 
 
 def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Cuts each group's rows into the blocks of 128 rows that `TransposedRows` consists of.
 
-    Args:
-      group_sizes: [L] int32, the number of rows of each group, in order.
-      num_rows: R, the number of rows of the array; groups are cut off at this row.
+    Groups are cut off at `num_rows`.
 
     Returns:
-      (blocks, group_blocks). `blocks` is [P / 128, 2] int32, where P is `padded_rows(R, L)`: for
-      each block its first row in the array, and its number of rows. This number is 128, but less in
-      a group's last block, and 0 past the last group. `group_blocks` is [L, 2] int32: for each
-      group its first block, and its number of blocks.
+      blocks: [P / 128, 2] int32: each block's first row in the array, and its number of rows: 128,
+        but less in a group's last block, and 0 past the last group.
+      group_blocks: [L, 2] int32, each group's first block and number of blocks.
     """
     num_groups = group_sizes.shape[0]
     starts, ends = row_ranges(group_sizes, num_rows)
@@ -76,13 +59,13 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     block_ends = jnp.cumsum(counts, dtype=jnp.int32)
     first_blocks = block_ends - counts
     block = jnp.arange(padded_rows(num_rows, num_groups) // BLOCK, dtype=jnp.int32)
+    # The group of each block.
     group = jnp.sum(block[:, None] >= block_ends[None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, num_groups - 1)
     first = starts[group] + (block - first_blocks[group]) * BLOCK
     count = jnp.clip(ends[group] - first, 0, BLOCK)
     count = jnp.where(block < block_ends[-1], count, 0)
-    # A block without rows gets 0 as its first row. Kernels may read the first row of any block, so
-    # it must be a row that exists.
+    # Kernels may read the first row of any block, so it must be a row that exists.
     first = jnp.where(count > 0, first, 0)
     return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)
 
@@ -90,15 +73,9 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each block of quantized rows one scale, the largest of the scales of its rows.
 
-    A value is multiplied by its row's scale, divided by the block's scale, and rounded again.
-
-    Args:
-      values: [..., 128, C] float8, the rows of the blocks, C columns each.
-      scales: [..., 128] float32, the scale of each row. If a block has fewer than 128 rows, the
-        scales of the others are 0.
-
-    Returns:
-      (values [..., 128, C] float8, scales [...] float32).
+    Values [..., 128, C] float8 are multiplied by their row's scale, from scales [..., 128], 0 past
+    the rows of a block, divided by the block's scale, and rounded again. Returns values and scales
+    [...].
     """
     largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
     factors = scales * (1 / largest)[..., None]

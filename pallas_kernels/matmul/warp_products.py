@@ -1,23 +1,21 @@
 """Multiplies a few rows by MXFP4 matrices, by tensor core instructions of single warps.
 
-Where groups have few rows, a grouped matmul by MXFP4 matrices does little besides decoding them.
-The instructions of a warpgroup, for which `pallas_kernels.matmul.decoder` decodes, then cost more
-than they compute: the warpgroup waits for each of them before it may write to its registers again.
-So the warps multiply by `mma.sync` (PTX ISA, "Matrix fragments for mma.m16n8k16"), which is
-complete when it returns. It multiplies 16 columns by 8 rows, and sums over 16 of K.
+Where groups have few rows, a grouped matmul by MXFP4 matrices does little besides decoding them. A
+warpgroup waits for each of its instructions before it may write to its registers again. So the
+warps multiply by `mma.sync` (PTX ISA, "Matrix fragments for mma.m16n8k16"), which is complete when
+it returns. It multiplies 16 columns by 8 rows, and sums over 16 of K.
 
-**Order of K.** The order in which an instruction sums over K does not matter, if the columns and
-the rows have the same one. It is chosen such that each thread finds its numbers side by side. Let q
-be the index of a thread in its quad, lane mod 4. Of each column, the thread holds 8 neighbouring
-numbers of a block of 32, and of each row the 8 numbers at the same places in K. They are the
-operands of two instructions:
+The order in which an instruction sums over K is chosen such that each thread finds its numbers side
+by side. Let q be the index of a thread in its quad, lane mod 4. Of each column, the thread holds 8
+neighbouring numbers of a block of 32, and of each row the 8 numbers at the same places in K. They
+are the operands of two instructions:
 
   places in a block of 32     0 .. 7     8 .. 15    16 .. 23   24 .. 31
   thread of the quad          q = 0      q = 1      q = 2      q = 3
   its numbers                 1 word of a column, 4 words of a row
 
-**Scales.** The two instructions of a block sum over numbers that have the same scale. Each thread
-multiplies its sums of a block by this scale, and adds them to its totals.
+The two instructions of a block sum over numbers that have the same scale. Each thread multiplies
+its sums of a block by this scale, and adds them to its totals.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
@@ -43,8 +40,8 @@ from pallas_kernels.matmul.decoder import (
     place_of_quad,
     transforms_of_numbers,
 )
-from pallas_kernels.matmul.kernel import CHUNK, STEP
-from pallas_kernels.matmul.packed import BFLOAT16
+from pallas_kernels.matmul.kernel import STEP
+from pallas_kernels.matmul.quantized_tiles import BFLOAT16
 from pallas_kernels.mxfp4 import MXFP4
 
 # The most rows of a tile that warps multiply.
@@ -56,12 +53,10 @@ _BLOCKS = STEP // _BLOCK
 _ROWS = ROW_ALIGNMENT
 # A thread holds 8 numbers of a column's block: 4 bytes, in one word.
 _COLUMN_BYTES = WORD_BYTES
-# Rows are stored as tiles of 8 rows by a block of 32 of K. These are the bytes of a row of a tile,
-# and of a tile.
+# Rows are stored as tiles of 8 rows by a block of 32 of K, swizzled, so that 8 threads load 16
+# bytes from different banks at once.
 _LINE_BYTES = 2 * _BLOCK
 _TILE_BYTES = _ROWS * _LINE_BYTES
-# By these Mosaic transforms, they are swizzled, so that 8 threads load 16 bytes from different
-# banks at once.
 ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_LINE_BYTES)
 
 
@@ -73,27 +68,19 @@ def add_products(
     parts: Sequence[Sequence[Any]],
     height: int,
 ) -> jax.Array:
-    """Multiplies the rows in a stage by staged columns, and adds the products to totals.
+    """Multiplies the first `height` rows in a stage by columns; adds the products to totals.
 
     Args:
-      totals: float32 in the layout `plgpu.Layout.WGMMA`. It holds the transposed products of rows
-        and parts, [64, block_m] for each part, side by side or below each other.
-      left: [stages, block_m, step] bfloat16 in shared memory, the rows of all stages, stored by
-        `ROW_TRANSFORMS`.
-      stage: the index of the stage.
-      decoder: decodes the staged columns.
+      totals: float32 in the layout `plgpu.Layout.WGMMA`: the transposed products of rows and parts,
+        [64, block_m] for each part, side by side or below each other.
+      left: [stages, block_m, step] bfloat16 in shared memory, stored by `ROW_TRANSFORMS`.
       parts: for each part in `totals`, from left to right and then from top to bottom, the index of
         the matrix, and the first of its 64 columns in the tile.
-      height: the number of rows to multiply, the first ones of the stage; a multiple of 8.
-
-    Returns:
-      The new totals; those of other rows than the first `height` of each part are as before.
     """
     block_m, pieces = left.shape[1], decoder.pieces
-    if decoder.interpreted:
-        return _interpreted(totals, left[stage, :height], stage, decoder, parts, block_m)
 
     def emit(*operands: Any) -> Any:
+        # The sums stay in registers from the first piece to the last one of the step.
         values, scales, table, rows, stage, *lines, totals = operands
         thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
@@ -104,18 +91,21 @@ def add_products(
         per_part = block_m // _ROWS
         columns = [thread.first_column(mosaic.scalar(line)) for line in lines]
         for piece in range(pieces):
-            scales_of = [thread.load_scales(column, piece) for column in columns]
+            # part_scales[part][i][block] is the scale of a block of column i of the thread's two.
+            part_scales = [thread.load_scales(column, piece) for column in columns]
             for block in range(_BLOCKS):
-                of_rows = [thread.load_rows(i, piece, block) for i in range(height // _ROWS)]
+                row_words = [thread.load_rows(i, piece, block) for i in range(height // _ROWS)]
                 for part, column in enumerate(columns):
-                    pairs_of = [thread.load_pairs(column, piece, block, i) for i in range(2)]
-                    scale = [scales_of[part][i][block] for i in range(2)]
-                    for i, words in enumerate(of_rows):
+                    column_pairs = [thread.load_pairs(column, piece, block, i) for i in range(2)]
+                    block_scales = [part_scales[part][i][block] for i in range(2)]
+                    for i, words in enumerate(row_words):
                         at = part * per_part + i
-                        sums[at] = _added(sums[at], pairs_of, words, scale)
+                        sums[at] = _added(sums[at], column_pairs, words, block_scales)
         two = mosaic.vector_type(2, mosaic.float_type())
-        new = [vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)]
-        return mosaic.tensor_core_array(new, totals_shape, mosaic.float_type())
+        pairs = [
+            vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)
+        ]
+        return mosaic.tensor_core_array(pairs, totals_shape, mosaic.float_type())
 
     totals_shape = totals.shape
     lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
@@ -135,40 +125,8 @@ def add_products(
     return mosaic.inline(emit, operands, layouts, result)
 
 
-def _interpreted(
-    totals: jax.Array,
-    rows: jax.Array,
-    stage: jax.Array,
-    decoder: Decoder,
-    parts: Sequence[Sequence[Any]],
-    block_m: int,
-) -> jax.Array:
-    """Computes `add_products` by JAX operations in Pallas' interpreter."""
-    beside = totals.shape[1] // block_m
-    for piece in range(decoder.pieces):
-        own = rows[:, piece * STEP : (piece + 1) * STEP].astype(jnp.float32)
-        for i, part in enumerate(parts):
-            columns = decoder.load(stage, piece, *part).astype(jnp.float32)
-            products = lax.dot(columns, own.T)
-            starts = [
-                index * size
-                for index, size in zip(divmod(i, beside), (CHUNK, block_m), strict=True)
-            ]
-            sizes = zip(totals.shape, starts, products.shape, strict=True)
-            edges = [(start, total - start - size, 0) for total, start, size in sizes]
-            totals += lax.pad(products, jnp.float32(0), edges)
-    return totals
-
-
 class _Thread:
-    """Emits the loads of one thread of a warpgroup.
-
-    Args:
-      decoder: decodes the staged columns.
-      memrefs: the stages of numbers and of scales, the table, and the stages of rows.
-      stage: the index of the stage.
-      block_m: the number of rows for which a stage has room.
-    """
+    """The loads of a thread of a warpgroup, from a stage and the table in shared memory."""
 
     def __init__(self, decoder: Decoder, memrefs: Sequence[Value], stage: Value, block_m: int):
         values, scales, table, rows = memrefs
@@ -176,6 +134,7 @@ class _Thread:
         self.line_bytes = self.pieces * NUMBER_BYTES
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
+        # Where the thread's word is in a block of a column, in bytes.
         self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
         self.stage = stage
         self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
@@ -192,16 +151,13 @@ class _Thread:
         )
 
     def first_column(self, line: Value) -> Value:
-        """Returns the first of this thread's columns among all lines of a stage.
-
-        `line` is the first of the 64 lines of a part.
-        """
+        """Returns the first of this thread's columns of a part, whose first line is `line`."""
         return _sum(line, mosaic.tensor_core_row())
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
-        """Loads 8 numbers of a row in a block: four words, with two bfloat16 in each."""
+        """Loads 8 numbers of a row of tile `tile` in a block: four words of two bfloat16."""
         at = (tile * self.tiles_of_rows + piece * _BLOCKS + block) * _TILE_BYTES
-        return _load(self.rows, at, 4)
+        return _load(self.rows, at, count=4)
 
     def load_scales(self, column: Value, piece: int) -> list[list[Value]]:
         """Loads the two scales of a piece, as float32, for each of both columns."""
@@ -211,8 +167,8 @@ class _Thread:
         )
         at = arith.muli(_sum(of_piece, column), mosaic.i32(WORD_BYTES))
         start = _sum(self.scales, at)
-        loaded = [_load(start, i * APART * WORD_BYTES, 1)[0] for i in range(2)]
-        return [BFLOAT16.numbers(word) for word in loaded]
+        loaded = [_load(start, i * APART * WORD_BYTES, count=1)[0] for i in range(2)]
+        return [BFLOAT16.numbers([word]) for word in loaded]
 
     def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
         """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""
@@ -220,7 +176,7 @@ class _Thread:
         start = _sum(self.values, arith.muli(line, mosaic.i32(self.line_bytes)), self.word)
         place = place_of_quad(piece * _BLOCKS + block, self.down, self.pieces)
         start = _sum(start, arith.muli(place, mosaic.i32(VECTOR_BYTES)))
-        (word,) = _load(start, i * APART * self.line_bytes, 1)
+        (word,) = _load(start, i * APART * self.line_bytes, count=1)
         return [look_up(self.table, word, mosaic.i32(0x4440 + j)) for j in range(_COLUMN_BYTES)]
 
 
@@ -247,7 +203,7 @@ def _added(
     rows: Sequence[Value],
     scales: Sequence[Value],
 ) -> list[Value]:
-    """Adds the products of a block of two columns and a row's numbers, times their scales."""
+    """Returns `totals` plus a block's products of two columns and rows, times the scales."""
     sums = [mosaic.f32(0.0)] * 4
     for i in range(0, _COLUMN_BYTES, 2):
         four = [pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]]

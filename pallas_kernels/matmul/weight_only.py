@@ -1,20 +1,18 @@
 """Matmuls of a few bfloat16 rows by quantized matrices (weight-only quantization).
 
 In decoding, a matmul takes the time to read the matrices of the groups that the rows chose
-(`pallas_kernels.matmul.chosen_groups`). This kernel reads them as they are stored, in float8 or
-MXFP4. Rows keep their precision.
+(`chosen_groups`). This kernel reads them as they are stored, in float8 or MXFP4. A matrix [K, N] is
+stored transposed, [N, K]. A thread block computes some columns of the output for one chosen group.
+Each of its 8 warps computes 16 columns, for all T rows, and sums over every `splits`-th chunk of
+128 of K; then `splits` warps add up their sums in shared memory. With 4 splits, the warps divide
+the matrix like this:
 
-A matrix [K, N] is stored transposed, [N, K]. A thread block computes some columns of the output for
-one chosen group. It has 8 warps. A warp computes 16 columns, for all T rows, and sums over every
-`splits`-th chunk of 128 of K. Together, `splits` warps sum over all of K; they add up their sums in
-shared memory. With 4 splits, the warps of a block divide the matrix like this:
-
-             K: 128   128   128   128   128   128   ...
-                +-----+-----+-----+-----+-----+-----+
-  16 columns    |  0  |  1  |  2  |  3  |  0  |  1  |
-                +-----+-----+-----+-----+-----+-----+
-  16 columns    |  4  |  5  |  6  |  7  |  4  |  5  |
-                +-----+-----+-----+-----+-----+-----+
+               K: 128   128   128   128   128   128   ...
+                  +-----+-----+-----+-----+-----+-----+
+    16 columns    |  0  |  1  |  2  |  3  |  0  |  1  |
+                  +-----+-----+-----+-----+-----+-----+
+    16 columns    |  4  |  5  |  6  |  7  |  4  |  5  |
+                  +-----+-----+-----+-----+-----+-----+
 
 **Tensor cores multiply float16.** float16 represents every float8_e4m3fn number, and every float4
 number divided by 64; a few instructions convert them. A number of a row is divided by a scale, a
@@ -43,18 +41,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import float8, mosaic
+from pallas_kernels.fabric import compiler, float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, bitcast
+from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, Scaled, bitcast
 from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import quotient_and_rest
-from pallas_kernels.matmul.packed import BFLOAT16
 from pallas_kernels.matmul.quantized_tiles import (
+    BFLOAT16,
     PTX_TYPE,
-    Scaled,
     bits_of_e8m0,
     max_of,
     pointer_to,
@@ -88,10 +85,7 @@ _MOST_BYTES = 128 * 1024
 
 
 def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) -> str | None:
-    """Returns why the kernel cannot multiply T rows by matrices [depth, width], or None if it can.
-
-    `format` is the format in which the transposes of the matrices are stored. `num_rows` is T.
-    """
+    """Returns why the kernel cannot multiply T rows by matrices [depth, width], or None."""
     if format not in (FLOAT8_MATRICES, MXFP4):
         return f"it decodes float8_e4m3fn with blocks of 128 x 128, and MXFP4, not {format.name}"
     of_depth, of_width = format.block[1], max(_COLUMNS, format.block[0])
@@ -106,7 +100,7 @@ def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) ->
     return None
 
 
-def product(
+def weight_only_matmul(
     rows: jax.Array,
     matrices: Sequence[Scaled],
     biases: Sequence[jax.Array | None],
@@ -115,26 +109,21 @@ def product(
     num_rows: int,
     format: Format,
     gating: Elementwise | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """Multiplies all rows by the matrices of each chosen group, and applies `gating`.
 
     In each chunk of 128 of a row, a number is represented exactly if its magnitude is at least
     2^-29 times the largest one, and else with an error of at most 2^-37 times the largest one.
-    `ChosenGroups` describes the S chosen groups and the height of their tiles.
 
     Args:
-      rows: [T, K] bfloat16 for all S groups, or [S * height, K]: T rows of each group, from row
-        s * height on.
+      rows: [T, K] bfloat16 for all S groups, or [S * height, K]: T rows of each group, from row s *
+        height on.
       matrices: one array of matrices, or two, [K, N] for each of L groups, given as their
         transposes [L, N, K] in `format`, with values and scales.
       biases: for each array of matrices, [L, N] bfloat16, float16 or float32, or None.
       groups: the chosen groups.
       num_rows: T.
-      format: the format of the transposes: `MXFP4`, or float8_e4m3fn with blocks of 128 x 128.
-        `unsupported_reason` says which formats and sizes the kernel supports.
       gating: an elementwise function of the products as float32; None returns the only product.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       [S * height, N] bfloat16: gating(product + bias, ...). The products are summed in float32 and
@@ -145,12 +134,12 @@ def product(
         raise ValueError(f"the kernel cannot multiply: {reason}.")
     total = output_rows(groups, len(rows))
     job = _Job(
-        num_rows,
-        depth,
-        width,
-        len(matrices),
-        format,
-        gating,
+        num_rows=num_rows,
+        depth=depth,
+        width=width,
+        num_matrices=len(matrices),
+        format=format,
+        gating=gating,
         shared_rows=len(rows) < total,
         has_bias=tuple(bias is not None for bias in biases),
     )
@@ -166,16 +155,12 @@ def product(
         tile, block = quotient_and_rest(lax.axis_index("tile"), jnp.int32(job.blocks_of_columns))
         group, first, begin, end = (table[tile, each] for each in (GROUP, FIRST, BEGIN, END))
 
+        # Tiles past the last, and those of a choice of no group, are left out.
         @pl.when((tile < table[table.shape[0] - 1, 0]) & (begin < end))
         def _() -> None:
-            memrefs = [*refs[:-2], out]
-            if interpret:
-                is_first = lax.axis_index("warpgroup") == 0
-                pl.when(is_first)(lambda: job.interpreted(memrefs, group, block, first))
-            else:
-                job.run([*memrefs, *scratch.values()], group, block, first)
+            job.run([*refs[:-2], out, *scratch.values()], group, block, first)
 
-    return mosaic.kernel(
+    return compiler.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((total, width), rows.dtype),
         scratch_types=job.scratch_types(),
@@ -184,32 +169,22 @@ def product(
         grid=((len(groups.table) - 1) * job.blocks_of_columns,),
         grid_names=("tile",),
         auto_barriers=False,
-        interpret=interpret,
         kernel_name=f"weight_only_{'' if gating is None else 'gated_'}{format.name}",
     )(*operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel of `product`.
+    """The kernel of `weight_only_matmul`."""
 
-    Attributes:
-      num_rows: T, the number of rows of a group.
-      depth: K, the length of a row.
-      width: N, the number of columns of the output.
-      num_matrices: the number of arrays of matrices, 1 or 2.
-      format: the format of the matrices.
-      gating: the elementwise function of the products, or None.
-      shared_rows: whether all groups multiply the same rows.
-      has_bias: for each array of matrices, whether it has a bias.
-    """
-
+    # T, K and N.
     num_rows: int
     depth: int
     width: int
     num_matrices: int
     format: Format
     gating: Elementwise | None
+    # Whether all groups multiply the same rows.
     shared_rows: bool
     has_bias: tuple[bool, ...]
 
@@ -224,16 +199,12 @@ class _Job:
 
     @property
     def splits(self) -> int:
-        """The number of warps that together compute the same columns.
-
-        It is the largest of 8, 4 and 2 with which each warp has at least two whole chunks of K, so
-        that it has enough to load at a time, or else 1.
-        """
+        """The number of warps that together compute the same columns."""
+        # With at least two whole chunks of K, each warp has enough to load at a time.
         return next((n for n in (8, 4, 2) if self.depth // _CHUNK >= 2 * n), 1)
 
     @property
     def steps(self) -> int:
-        """The number of chunks that a warp handles, if it is the one with the most."""
         return -(-self.chunks // self.splits)
 
     @property
@@ -243,11 +214,8 @@ class _Job:
 
     @property
     def rounds(self) -> int:
-        """The number of groups of 16 * `parts` columns that a thread block computes in turn.
-
-        Every block scales all rows. With more rows, this takes longer, and a block then computes
-        more columns.
-        """
+        """The number of groups of 16 * `parts` columns that a thread block computes in turn."""
+        # Every block scales all rows, which takes longer with more rows.
         columns = -(-self.width // (_COLUMNS * self.parts))
         return min(self.num_rows, 8, columns)
 
@@ -256,14 +224,9 @@ class _Job:
         """The number of thread blocks of a group. The last one may reach past the last column."""
         return -(-self.width // (_COLUMNS * self.parts * self.rounds))
 
-    # --------------------------------------------------------------------------- on a GPU
-
     def scratch_types(self) -> dict[str, Any]:
-        """Returns the arrays in shared memory.
-
-        They are the scaled rows, [T, K] float16, and zeros after them; the scales of the chunks of
-        each row, [T, chunks]; and the sums of the warps, [warps, num_matrices, T, 16].
-        """
+        # Scaled rows, [T, K] float16, and zeros after them; scales of chunks, [T, chunks]; sums of
+        # warps, [warps, num_matrices, T, 16].
         words_of_rows = self.num_rows * self.chunks * _CHUNK // 2
         sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
         return dict(
@@ -273,52 +236,44 @@ class _Job:
         )
 
     def run(self, refs: Any, group: Any, block: Any, first: Any) -> None:
-        """Computes the columns of a thread block.
+        """Computes and stores the columns of block `block` of a group, from row `first` on."""
 
-        Args:
-          refs: references to the operands without the table, the output, and the scratch.
-          group: the chosen group.
-          block: the index of the columns that this thread block computes.
-          first: the group's first row in the output.
-        """
-
-        def compute(index: Any, is_first: bool) -> None:
-            numbers = [group, index, first]
+        # Rows are scaled in the first round, and stay in shared memory.
+        def compute(round_index: Any, is_first: bool) -> None:
+            numbers = [group, round_index, first]
             layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(functools.partial(self.emit, is_first), [*refs, *numbers], layouts)
 
-        compute(block * self.rounds, True)
+        compute(block * self.rounds, is_first=True)
         if self.rounds > 1:
             lax.fori_loop(
-                1, self.rounds, lambda i, _: compute(block * self.rounds + i, False), None
+                1, self.rounds, lambda i, _: compute(block * self.rounds + i, is_first=False), None
             )
 
     def emit(self, is_first: bool, *values: Any) -> None:
-        """Emits the code by which one thread computes its part of 16 * `parts` columns.
-
-        `values` are memrefs, and the scalars of `run`. If `is_first`, the code also scales the
-        rows.
-        """
+        """Emits the code by which one thread computes its part of 16 * `parts` columns."""
+        # `values` are the kernel's references, the group, the index of the round among those of all
+        # blocks, and the first row of the output.
         *memrefs, out, rows, scales, sums = values[:-3]
-        group, block, first = (mosaic.scalar(each) for each in values[-3:])
+        group, round_index, first = (mosaic.scalar(each) for each in values[-3:])
         thread = mosaic.thread()
         warp, lane = _divided(thread, WARP)
         part, split = _divided(warp, self.splits)
         down, across = _divided(lane, _QUAD)
-        column = arith.minui(self.column(block, part), mosaic.i32(self.width - _COLUMNS))
+        column = arith.minui(self.column(round_index, part), mosaic.i32(self.width - _COLUMNS))
         operands = []
         for i in range(self.num_matrices):
             values_ref, scales_ref = memrefs[1 + 2 * i : 3 + 2 * i]
             operands.append(_Operand(self, values_ref, scales_ref, group, column, split, lane))
         # The first loads of rows come before those of matrices, which take longer.
-        loads = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
-        of_rows = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in loads[:_ROW_LOADS]]
+        starts = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
+        chunks = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in starts[:_ROW_LOADS]]
         ahead = max(1, _AHEAD // (2 * self.num_matrices * (2 if self.is_float8 else 1)))
         loaded = [[each.load(step) for each in operands] for step in range(min(ahead, self.steps))]
         if is_first:
-            for i in loads[_ROW_LOADS:]:
-                of_rows.append(self.load_chunk(memrefs[0], first, warp, lane, i))
-            for i, words in zip(loads, of_rows, strict=True):
+            for i in starts[_ROW_LOADS:]:
+                chunks.append(self.load_chunk(memrefs[0], first, warp, lane, i))
+            for i, words in zip(starts, chunks, strict=True):
                 self.scale_chunk(words, rows, scales, warp, lane, i)
             with mosaic.when(mosaic.below(thread, mosaic.i32(_ZEROS // WORD_BYTES))):
                 share(rows, _plus(thread, self.zeros // WORD_BYTES), [mosaic.i32(0)])
@@ -331,9 +286,22 @@ class _Job:
                 operand.decode(words) for operand, words in zip(operands, loaded[step], strict=True)
             ]
             for row in range(0, self.num_rows, _TOGETHER):
-                words, found = self.load_rows(rows, scales, row, step, split, lane)
+                words, row_scales = self.load_rows(rows, scales, row, step, split, lane)
                 for operand, columns in zip(operands, decoded, strict=True):
-                    operand.multiply(columns, words, found, row)
+                    operand.multiply(columns, words, row_scales, row)
+        self.share_sums(operands, sums, warp, down, across)
+        # All warps have stored their sums.
+        mosaic.block_barrier()
+        results = self.parts * self.num_rows * _COLUMNS
+        for start in range(0, results, _WARPS * WARP):
+            index = _plus(thread, start)
+            with mosaic.when(mosaic.below(index, mosaic.i32(results))):
+                self.finish(memrefs, out, sums, group, round_index, first, index)
+
+    def share_sums(
+        self, operands: Sequence[_Operand], sums: Value, warp: Value, down: Value, across: Value
+    ) -> None:
+        """Adds up the sums of the threads of each quad, and stores them in shared memory."""
         for i, operand in enumerate(operands):
             for row in range(self.num_rows):
                 totals = [mosaic.warp_sum(each, _QUAD) for each in operand.totals[row]]
@@ -341,21 +309,14 @@ class _Job:
                     for j, total in enumerate(totals):
                         at = self.place(warp, i, row, _plus(down, j * _APART))
                         share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
-        # All warps have stored their sums.
-        mosaic.block_barrier()
-        results = self.parts * self.num_rows * _COLUMNS
-        for start in range(0, results, _WARPS * WARP):
-            index = _plus(thread, start)
-            with mosaic.when(mosaic.below(index, mosaic.i32(results))):
-                self.finish(memrefs, out, sums, group, block, first, index)
 
-    def column(self, block: Value, part: Value) -> Value:
-        """Returns the first of 16 columns: those of part `part` in round `block` of all rounds."""
-        index = arith.addi(arith.muli(block, mosaic.i32(self.parts)), part)
+    def column(self, round_index: Value, part: Value) -> Value:
+        """Returns the first of the 16 columns that are part `part` of a round."""
+        index = arith.addi(arith.muli(round_index, mosaic.i32(self.parts)), part)
         return arith.muli(index, mosaic.i32(_COLUMNS))
 
     def place(self, warp: Value, matrix: int, row: Any, column: Value) -> Value:
-        """Returns where a warp's sum for a matrix, a row and a column is in shared memory."""
+        """Returns the index in shared memory of a warp's sum for a matrix, a row and a column."""
         row = mosaic.i32(row) if isinstance(row, int) else row
         of_warp = _plus(arith.muli(warp, mosaic.i32(self.num_matrices)), matrix)
         at = arith.addi(arith.muli(of_warp, mosaic.i32(self.num_rows)), row)
@@ -363,34 +324,32 @@ class _Job:
 
     @property
     def zeros(self) -> int:
-        """Where in shared memory the zeros after the rows begin, in bytes."""
+        """The first byte of the zeros, which follow the scaled rows in shared memory."""
         return 2 * self.num_rows * self.chunks * _CHUNK
 
     def chunk_of_row(
         self, warp: Value, lane: Value, start: int
     ) -> tuple[Value, Value, Value, Value]:
-        """Returns which numbers of the rows a thread scales: four of a chunk of a row.
-
-        All chunks of all rows are numbered, and the warps take turns at them, from `start` on.
-        Returns the index of the chunk; whether it exists; the row; and the first of the four
-        numbers in it. If the chunk does not exist, the row and the numbers are those of the last.
-        """
+        """Returns which four numbers a thread scales: (chunk, exists, row, first number)."""
+        # Chunks are numbered through all rows, and the first number is counted in its row. The
+        # warps take turns at the chunks, from `start` on. Past the last chunk, the row and the
+        # numbers are those of the last.
         count, index = self.num_rows * self.chunks, _plus(warp, start)
         exists = mosaic.below(index, mosaic.i32(count))
         index = arith.minui(index, mosaic.i32(count - 1))
-        row, chunk = _divided(index, self.chunks)
-        own = arith.addi(_times_integer(chunk, _CHUNK), _times_integer(lane, 4))
-        return index, exists, row, own
+        row, chunk_of_row = _divided(index, self.chunks)
+        number = arith.addi(_times_integer(chunk_of_row, _CHUNK), _times_integer(lane, 4))
+        return index, exists, row, number
 
     def load_chunk(
         self, source: Value, first: Value, warp: Value, lane: Value, start: int
     ) -> list[Value]:
         """Loads the numbers of `chunk_of_row`, two in a word; zeros past the end of the row."""
-        _, _, row, own = self.chunk_of_row(warp, lane, start)
-        inside = mosaic.below(own, mosaic.i32(self.depth))
-        own = arith.select(inside, own, mosaic.i32(0))
+        _, _, row, number = self.chunk_of_row(warp, lane, start)
+        inside = mosaic.below(number, mosaic.i32(self.depth))
+        number = arith.select(inside, number, mosaic.i32(0))
         row = row if self.shared_rows else arith.addi(first, row)
-        address = _address(source, row, self.depth, own, 2)
+        address = _address(source, row, self.depth, number, size=2)
         words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
@@ -403,27 +362,26 @@ class _Job:
         lane: Value,
         start: int,
     ) -> None:
-        """Scales a chunk of a row, and stores it as float16 in shared memory.
-
-        `words` is the result of `load_chunk` for the same `warp`, `lane` and `start`.
-        """
-        index, exists, row, own = self.chunk_of_row(warp, lane, start)
-        numbers = [number for word in words for number in BFLOAT16.numbers(word)]
-        largest = mosaic.warp_max(max_of(float8.magnitude(number)[1] for number in numbers))
+        """Scales the result of `load_chunk`, and stores float16 numbers and the chunk's scale."""
+        index, exists, row, number = self.chunk_of_row(warp, lane, start)
+        numbers = BFLOAT16.numbers(words)
+        largest = mosaic.warp_max(max_of(float8.magnitude(each)[1] for each in numbers))
         # The scale is a power of two: the exponent of the largest number, less _LARGEST.
         exponent = arith.maxui(
             arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST + 1) << 23)
         )
         scale = arith.subi(exponent, mosaic.i32(_LARGEST << 23))
+        # The biased exponents of 2^e and 2^-e add up to 254.
         inverse = arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
-        scaled = [arith.mulf(number, inverse) for number in numbers]
+        scaled = [arith.mulf(each, inverse) for each in numbers]
         # Of each 8 numbers of a row, the order is that of `_Operand.decode`.
         pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
-        start = _times_integer(arith.addi(_times_integer(row, self.chunks * _CHUNK), own), 2)
+        byte = _times_integer(arith.addi(_times_integer(row, self.chunks * _CHUNK), number), 2)
         if not self.is_float8:
-            start = arith.subi(start, arith.andi(own, mosaic.i32(4)))
+            # Of the two threads that have 8 numbers, the second one's pairs follow the first one's.
+            byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
-            at = _plus(start, i * (4 if self.is_float8 else 8))
+            at = _plus(byte, i * (4 if self.is_float8 else 8))
             pointer = mosaic.element_pointer(mosaic.pointer(rows), at, mosaic.integer_type(8))
             both = _float16_pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
@@ -432,26 +390,23 @@ class _Job:
             share(scales, index, [scale])
 
     def inside(self, step: int, split: Value, across: Value) -> Value | None:
-        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do.
-
-        In the last step, the warp or some of its threads may be past the end of K. `across` is the
-        index of the thread in its quad.
-        """
+        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do."""
         if (step + 1) * self.splits * _CHUNK <= self.depth:
             return None
         chunk = _plus(split, step * self.splits)
-        own = _times_integer(across, 0 if self.is_float8 else self.format.block[1])
-        at = arith.addi(_times_integer(chunk, _CHUNK), own)
-        return mosaic.below(at, mosaic.i32(self.depth))
+        in_chunk = _times_integer(across, 0 if self.is_float8 else self.format.block[1])
+        number = arith.addi(_times_integer(chunk, _CHUNK), in_chunk)
+        return mosaic.below(number, mosaic.i32(self.depth))
 
     def load_rows(
         self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads a thread's numbers of up to two rows from shared memory.
+        """Loads a thread's 16 words of one of two rows, or zeros, and the chunks' scales of both.
 
-        Returns 16 words, two numbers in each: the thread's row of the instruction for each of the
-        quad's threads. And the scale of the chunk of each row.
+        The rows are `first` and, if it exists, the one after it.
         """
+        # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
+        # at the places of thread `down` / 2 of a quad.
         down, across = _divided(lane, _QUAD)
         of_thread, row = _divided(down, _TOGETHER)
         count = min(_TOGETHER, self.num_rows - first)
@@ -460,9 +415,9 @@ class _Job:
         if (step + 1) * self.splits > self.chunks:
             chunk = arith.minui(chunk, mosaic.i32(self.chunks - 1))
         # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
-        own = _times_integer(across, 16 if self.is_float8 else 32)
+        in_chunk = _times_integer(across, 16 if self.is_float8 else 32)
         at = arith.addi(_times_integer(row, self.chunks), chunk)
-        at = _times_integer(arith.addi(_times_integer(at, _CHUNK), own), 2)
+        at = _times_integer(arith.addi(_times_integer(at, _CHUNK), in_chunk), 2)
         # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
         is_own = mosaic.equal(of_thread, across)
         if (inside := self.inside(step, split, across)) is not None:
@@ -476,11 +431,11 @@ class _Job:
             for j in range(0, 32, VECTOR_BYTES):
                 start = _plus(at if i == 0 else arith.addi(at, apart), j)
                 words += _load_shared(rows, start)
-        found = [
-            shared_numbers(scales, _plus(chunk, (first + i) * self.chunks), 1)[0]
+        row_scales = [
+            shared_numbers(scales, _plus(chunk, (first + i) * self.chunks), count=1)[0]
             for i in range(count)
         ]
-        return words, found
+        return words, row_scales
 
     def finish(
         self,
@@ -488,93 +443,47 @@ class _Job:
         out: Value,
         sums: Value,
         group: Value,
-        block: Value,
+        round_index: Value,
         first: Value,
         index: Value,
     ) -> None:
-        """Adds up the sums of several warps, and stores a number of the output.
-
-        `index` is (index of the 16 columns * T + row) * 16 + column.
-        """
+        """Computes number `index` of a round's results from the warps' sums, and stores it."""
+        # `index` is (part * T + row) * 16 + column of the part.
         index, down = _divided(index, _COLUMNS)
         part, row = _divided(index, self.num_rows)
-        column = arith.addi(self.column(block, part), down)
+        column = arith.addi(self.column(round_index, part), down)
         biases = iter(memrefs[1 + 2 * self.num_matrices :])
         numbers = []
         for i, has_bias in enumerate(self.has_bias):
             of_warps = []
             for split in range(self.splits):
                 warp = _plus(arith.muli(part, mosaic.i32(self.splits)), split)
-                of_warps += shared_numbers(sums, self.place(warp, i, row, down), 1)
+                of_warps += shared_numbers(sums, self.place(warp, i, row, down), count=1)
             number = _rounded(functools.reduce(arith.addf, of_warps))
             if has_bias:
-                own = arith.minui(column, mosaic.i32(self.width - 1))
-                number = arith.addf(number, self.bias(next(biases), group, own))
+                # The last block may reach past the last column.
+                existing = arith.minui(column, mosaic.i32(self.width - 1))
+                number = arith.addf(number, self.bias(next(biases), group, existing))
             numbers.append(number)
         result = numbers[0] if self.gating is None else self.gating.emit(*numbers)
         narrow = mosaic.element_type(jnp.bfloat16)
         with mosaic.when(mosaic.below(column, mosaic.i32(self.width))):
-            pointer = pointer_to(out, arith.addi(first, row), self.width, column, 2)
+            pointer = pointer_to(out, arith.addi(first, row), self.width, column, size=2)
             llvm.store(arith.truncf(narrow, result), pointer)
 
     def bias(self, memref: Value, group: Value, column: Value) -> Value:
+        """Loads the bias of a column of a group's matrix, as float32."""
         kind = mosaic.element_of(memref)
         at = pointer_to(memref, group, self.width, column, mosaic.bytes_of(kind))
         bias = llvm.load(kind, at)
         return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
 
-    # ------------------------------------------------------------------------ interpreted
-
-    def interpreted(self, refs: Any, group: Any, block: Any, first: Any) -> None:
-        """Computes the columns of a thread block by JAX operations in Pallas' interpreter.
-
-        `refs` are references to the operands without the table, and to the output.
-        """
-        count = self.parts * self.rounds
-
-        def compute(i: Any, _: Any) -> None:
-            begin = (block * count + i) * _COLUMNS
-
-            @pl.when(begin < self.width)
-            def _() -> None:
-                self.interpreted_columns(refs, group, first, begin)
-
-        lax.fori_loop(0, count, compute, None)
-
-    def interpreted_columns(self, refs: Any, group: Any, first: Any, begin: Any) -> None:
-        """Computes 16 columns of the output, from column `begin` on, as `interpreted` does."""
-        rows_ref, *others, out = refs
-        columns = pl.ds(begin, _COLUMNS)
-        rows = rows_ref[pl.ds(0 if self.shared_rows else first, self.num_rows)]
-        biases = iter(others[2 * self.num_matrices :])
-        numbers = []
-        for i in range(self.num_matrices):
-            values, scales = others[2 * i][group, columns], others[2 * i + 1]
-            if self.is_float8:
-                of_columns = jnp.repeat(scales[group, lax.div(begin, _CHUNK)], _CHUNK)
-                decoded = values.astype(jnp.float32) * of_columns
-            else:
-                of_columns = bitcast(scales[group, columns], E8M0)
-                decoded = self.format.decode((values, of_columns), jnp.float32)
-            total = jnp.dot(rows.astype(jnp.float32), decoded.T)
-            total = lax.reduce_precision(total, 8, 7)
-            if self.has_bias[i]:
-                total += next(biases)[group, columns].astype(jnp.float32)
-            numbers.append(total)
-        result = numbers[0] if self.gating is None else self.gating(*numbers, interpreted=True)
-        out[pl.ds(first, self.num_rows), columns] = result.astype(jnp.bfloat16)
-
 
 class _Operand:
     """A thread's numbers of one array of matrices, and its sums of products with them.
 
-    Args:
-      job: the kernel.
-      values, scales: memrefs of the array.
-      group: the index of the group.
-      column: the first of the warp's 16 columns.
-      split: the index of the warp among those that compute these columns.
-      lane: the index of the thread in its warp.
+    `column` is the first of the warp's 16 columns, `split` the index of the warp among those that
+    compute them.
     """
 
     def __init__(
@@ -589,8 +498,9 @@ class _Operand:
     ) -> None:
         self.job, self.split = job, split
         down, self.across = _divided(lane, _QUAD)
+        # All groups' columns are numbered one after the other.
         of_group = arith.muli(group, mosaic.i32(job.width))
-        own = arith.addi(of_group, arith.addi(column, down))
+        thread_column = arith.addi(of_group, arith.addi(column, down))
         # The bytes of a chunk, and of a column.
         self.chunk_bytes = _CHUNK // job.format.numbers_per_value
         self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
@@ -598,24 +508,22 @@ class _Operand:
             arith.muli(split, mosaic.i32(self.chunk_bytes)),
             _times_integer(self.across, VECTOR_BYTES),
         )
-        self.values = _address(values, own, self.column_bytes, begin, 1)
+        self.values = _address(values, thread_column, self.column_bytes, begin, size=1)
         if job.is_float8:
             block = arith.divui(arith.addi(of_group, column), mosaic.i32(_CHUNK))
-            self.scales = _address(scales, block, job.chunks, split, 4)
+            self.scales = _address(scales, block, job.chunks, split, size=4)
         else:
             # The number of scales of a column.
             self.column_scales = job.depth // job.format.block[1]
             begin = arith.addi(_times_integer(split, _QUAD), self.across)
-            self.scales = _address(scales, own, self.column_scales, begin, 1)
+            self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
 
     def load(self, step: int) -> tuple[list[list[Value]], list[Value]]:
-        """Starts to load the thread's numbers of a step.
+        """Starts to load the words of a step of the thread's two columns, and the columns' scales.
 
-        Returns the words of each of the thread's two columns; and the scales of both columns, as
-        float32, or in MXFP4 as codes. If the numbers do not exist, the words are zero. The scales
-        are then 1 in MXFP4, and in float8 that of other numbers of the same columns.
+        Scales are float32, or codes in MXFP4. If the numbers do not exist, the words are zero.
         """
         job, inside = self.job, self.job.inside(step, self.split, self.across)
         chunk = step * job.splits
@@ -640,10 +548,8 @@ class _Operand:
     def decode(
         self, loaded: tuple[list[list[Value]], list[Value]]
     ) -> tuple[list[list[Value]], list[Value]]:
-        """Returns the result of `load` as pairs of float16 in words, and scales as float32.
-
-        In MXFP4, the numbers of each word get another order: 0, 2, 4, 6, 1, 3, 5, 7.
-        """
+        """Converts the result of `load` to words of float16 pairs, and scales to float32."""
+        # In MXFP4, the numbers of each word get another order: 0, 2, 4, 6, 1, 3, 5, 7.
         columns, scales = loaded
         if not self.job.is_float8:
             columns = [[part for w in words for part in _float8_of_float4(w)] for words in columns]
@@ -660,12 +566,9 @@ class _Operand:
         scales_of_rows: Sequence[Value],
         first: int,
     ) -> None:
-        """Adds the products of a step with up to two rows, from row `first` on, to the sums.
-
-        `decoded` is a result of `decode`; `rows` and `scales_of_rows` are those of
-        `_Job.load_rows`.
-        """
+        """Adds the products of a step with up to two rows, from row `first` on, to the sums."""
         (left, right), scales = decoded
+        # sums[2 * i + row] is that of the thread's column i and one of the two rows.
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
             four = [left[i], right[i], left[i + 1], right[i + 1]]
@@ -688,11 +591,9 @@ _FLOAT4 = 64.0
 
 
 def _float8_of_float4(word: Value) -> list[Value]:
-    """Converts the 8 float4 numbers in a word to float8, divided by 64: two words, first the even.
+    """Converts 8 float4 numbers to float8, divided by 64: words of the even, the odd ones."""
 
-    Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8.
-    """
-
+    # Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8.
     def merged(signs: Value, sizes: Value) -> Value:
         sign = arith.andi(signs, mosaic.i32(0x80808080))
         return arith.ori(sign, arith.andi(sizes, mosaic.i32(0x1C1C1C1C)))
@@ -718,7 +619,7 @@ def _float16_of_float8(word: Value) -> list[Value]:
 
 
 def _float16_pair(low: Value, high: Value) -> Value:
-    """Rounds two float32 numbers to float16, in a word."""
+    """Rounds two float32 numbers to float16, and packs them into a word, `low` in the low half."""
     word = mosaic.integer_type(32)
     return llvm.inline_asm(word, [low, high], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f")
 
@@ -743,7 +644,6 @@ def _times_integer(value: Value, number: int) -> Value:
 
 
 def _address(memref: Value, row: Value, width: int, column: Value, size: int) -> Value:
-    """Returns the address of element (row, column) of an array; see `pointer_to`."""
     pointer = pointer_to(memref, row, width, column, size)
     return llvm.ptrtoint(mosaic.integer_type(64), pointer)
 
@@ -756,10 +656,7 @@ def _load(
     offset: int,
     inside: Value | None = None,
 ) -> Any:
-    """Loads `count` numbers from `address` + `offset`; returns a list of them if `count` > 1.
-
-    Where `inside` is false, loads from `address` instead.
-    """
+    """Loads `count` numbers from `address` + `offset`, or from `address` where not `inside`."""
     if inside is not None:
         address = arith.addi(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
         offset = 0

@@ -22,10 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 
@@ -48,44 +47,33 @@ def unavailable_reason(num_tokens: int, hidden: int, num_experts: int) -> str | 
     return None
 
 
-def logits(x: jax.Array, gate: jax.Array, *, interpret: Any = None) -> jax.Array:
+def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     """Multiplies tokens by the router's gate; products and sums are float32.
 
     Args:
       x: [T, H] bfloat16, T from 1 to 16.
       gate: [H, E] float32 or bfloat16; 4 divides E.
-      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       [T, E] float32.
     """
-    job = _Job(x.shape[0], x.shape[1], gate.shape[1], jnp.dtype(gate.dtype))
+    (num_tokens, hidden), num_experts = x.shape, gate.shape[1]
+    job = _Job(num_tokens, hidden, num_experts, jnp.dtype(gate.dtype))
 
     def kernel(x_ref: Any, gate_ref: Any, out: Any, shared: Any) -> None:
-        block = lax.axis_index("columns")
-        if interpret:
-            columns = pl.ds(block * _COLUMNS, _COLUMNS)
-
-            @pl.when(lax.axis_index("warpgroup") == 0)
-            def _() -> None:
-                numbers = gate_ref[:, columns].astype(jnp.float32)
-                out[:, columns] = jnp.dot(x_ref[...].astype(jnp.float32), numbers)
-
-            return
-        operands = [x_ref, gate_ref, out, shared, block]
+        operands = [x_ref, gate_ref, out, shared, lax.axis_index("columns")]
         layouts = [mosaic.REFERENCE] * 4 + [mosaic.SCALAR]
         mosaic.inline(job.emit, operands, layouts)
 
-    return mosaic.kernel(
+    return compiler.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((job.num_tokens, job.num_experts), jnp.float32),
-        scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.sums,), jnp.float32)),
+        scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.block_logits,), jnp.float32)),
         num_threads=_THREADS // WARPGROUP,
         thread_name="warpgroup",
         grid=(job.num_experts // _COLUMNS,),
         grid_names=("columns",),
         auto_barriers=False,
-        interpret=interpret,
         kernel_name="router_logits",
     )(x, gate)
 
@@ -97,10 +85,10 @@ class _Job:
     num_tokens: int
     hidden: int
     num_experts: int
-    dtype: Any
+    dtype: Any  # of the gate
 
     @property
-    def sums(self) -> int:
+    def block_logits(self) -> int:
         """The number of logits that a thread block computes."""
         return self.num_tokens * _COLUMNS
 
@@ -108,14 +96,20 @@ class _Job:
         self, x_ref: Value, gate_ref: Value, out: Value, shared: Value, block: mosaic.Array
     ) -> None:
         """Emits the code of one thread. `block` is the index of the block's columns."""
-        i32, f32 = mosaic.i32, mosaic.float_type()
         thread = mosaic.thread()
-        column = arith.muli(mosaic.scalar(block), i32(_COLUMNS))
+        column = arith.muli(mosaic.scalar(block), mosaic.i32(_COLUMNS))
+        sums = self.sums_of_thread(x_ref, gate_ref, thread, column)
+        self.add_up(sums, shared, out, thread, column)
+
+    def sums_of_thread(
+        self, x_ref: Value, gate_ref: Value, thread: Value, column: Value
+    ) -> list[list[Value]]:
+        """Returns what a thread's rows add to logits: [token][j] to that of column + j."""
         sums = [[mosaic.f32(0.0)] * _COLUMNS for _ in range(self.num_tokens)]
         steps = -(-self.hidden // _THREADS)
-        together = max(1, min(8, _AHEAD // self.num_tokens))
-        for start in range(0, steps, together):
-            of_steps = range(start, min(start + together, steps))
+        steps_at_once = max(1, min(8, _AHEAD // self.num_tokens))
+        for start in range(0, steps, steps_at_once):
+            of_steps = range(start, min(start + steps_at_once, steps))
             rows = [self.row(thread, step) for step in of_steps]
             loaded = [self.load(x_ref, gate_ref, row, exists, column) for row, exists in rows]
             for numbers, gate in loaded:
@@ -123,16 +117,26 @@ class _Job:
                     [llvm.intr_fma(x, w, total) for w, total in zip(gate, of_token, strict=True)]
                     for x, of_token in zip(numbers, sums, strict=True)
                 ]
+        return sums
+
+    def add_up(
+        self, sums: list[list[Value]], shared: Value, out: Value, thread: Value, column: Value
+    ) -> None:
+        """Stores to `out` the logits of the block: the sums of all its threads."""
+        i32, f32 = mosaic.i32, mosaic.float_type()
+        # Each warp adds up its threads' sums, and its first lane writes them to `shared`, an array
+        # [_WARPS, block_logits].
         warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
         totals = [mosaic.warp_sum(each, WARP) for of_token in sums for each in of_token]
         base = mosaic.pointer(shared)
         with mosaic.when(mosaic.equal(lane, i32(0))):
             for i, total in enumerate(totals):
-                at = arith.addi(arith.muli(warp, i32(self.sums)), i32(i))
+                at = arith.addi(arith.muli(warp, i32(self.block_logits)), i32(i))
                 llvm.store(total, mosaic.element_pointer(base, at, f32))
         mosaic.block_barrier()
-        with mosaic.when(mosaic.below(thread, i32(self.sums))):
-            places = (arith.addi(thread, i32(i * self.sums)) for i in range(_WARPS))
+        # Thread i then adds up the warps' sums of the block's logit i.
+        with mosaic.when(mosaic.below(thread, i32(self.block_logits))):
+            places = (arith.addi(thread, i32(i * self.block_logits)) for i in range(_WARPS))
             parts = [llvm.load(f32, mosaic.element_pointer(base, at, f32)) for at in places]
             token, number = (op(thread, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
             at = arith.addi(arith.muli(token, i32(self.num_experts)), arith.addi(column, number))
@@ -148,15 +152,15 @@ class _Job:
         row = arith.addi(thread, mosaic.i32(step * _THREADS))
         if (step + 1) * _THREADS <= self.hidden:
             return row, None
-        exists = mosaic.below(row, mosaic.i32(self.hidden))
+        exists = mosaic.below(row, self.hidden)
         return arith.select(exists, row, mosaic.i32(0)), exists
 
     def load(
         self, x_ref: Value, gate_ref: Value, row: Value, exists: Value | None, column: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads a number of each token, and 4 numbers of a row of the gate, as float32.
+        """Loads number `row` of each token, and 4 of the gate's `row` from `column`, as float32.
 
-        If the row does not exist, all of them are zero.
+        If `exists` is false, all of them are zero.
         """
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
@@ -168,12 +172,12 @@ class _Job:
         gate = [vector.extract(four, [], [i]) for i in range(_COLUMNS)]
         if self.dtype != jnp.float32:
             gate = [arith.extf(f32, each) for each in gate]
-        narrow = mosaic.element_type(jnp.bfloat16)
+        bfloat16 = mosaic.element_type(jnp.bfloat16)
         numbers = []
         for token in range(self.num_tokens):
             at = arith.addi(row, mosaic.i32(token * self.hidden))
-            pointer = mosaic.element_pointer(mosaic.pointer(x_ref), at, narrow)
-            numbers.append(arith.extf(f32, llvm.load(narrow, pointer)))
+            pointer = mosaic.element_pointer(mosaic.pointer(x_ref), at, bfloat16)
+            numbers.append(arith.extf(f32, llvm.load(bfloat16, pointer)))
         if exists is not None:
             gate = [arith.select(exists, each, zero) for each in gate]
             numbers = [arith.select(exists, each, zero) for each in numbers]

@@ -28,7 +28,7 @@ class Groups:
     Attributes:
       number: the number of groups, a divisor of the number of columns.
       kept: the number of groups from which a row chooses columns.
-      best: 1 or 2. Groups are compared by the sum of their `best` largest scores.
+      best: groups are compared by the sum of their `best` largest scores; the kernel has 1 and 2.
     """
 
     number: int
@@ -78,6 +78,8 @@ def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> st
         return f"it supports at most {MOST_COLUMNS} columns (experts), not {columns}"
     if k > MOST_CHOICES:
         return f"it supports at most {MOST_CHOICES} choices of each row, not {k}"
+    if groups is not None and groups.best > 2:
+        return f"it adds up at most 2 scores of a group, not {groups.best}"
     if groups is not None:
         lanes, rest = divmod(WARP, groups.number)
         if columns % WARP or rest or lanes < 1 or columns < groups.best * groups.number:

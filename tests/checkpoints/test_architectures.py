@@ -39,14 +39,17 @@ def test_a_row_names_fields_parameters_and_axes_that_there_are(row):
     for tensors in layouts(row):
         params = [param for tensor in tensors for param in tensor.params]
         assert len(params) == len(set(params))
-        assert {"gate", "wi_0", "wo"} <= set(params) <= set(PARAMETER_AXES)
+        assert {"wi_0", "wo"} <= set(params) <= set(PARAMETER_AXES)
+        assert ("gate" in params) or not tensors[0].params
         for tensor in tensors:
+            assert bool(tensor.params) == bool(tensor.axes)
             stored = tensor.axes.replace("1", "").replace(" ", "")
             assert ("G" in stored) == (len(tensor.params) == 2)
             each = "E" if "{e}" in tensor.name else ""
             for param in tensor.params:
                 axes = PARAMETER_AXES[param].replace("1", "")
-                assert sorted(stored.replace("G", "") + each) == sorted(axes)
+                held = stored.replace("G", "").replace("D", "H")
+                assert sorted(held + each) == sorted(axes)
             assert set(stored) - {"G", "R"} <= set(row.sizes)
 
 

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
+from support.published import E, F, H, config_of, deepseek_v3, mixtral, numbers, publish
 
-from jax_ep.checkpoints.architectures import PARAMETER_AXES, Tensor, architectures
-from jax_ep.checkpoints.block import Block, open_block, plan_block
-from jax_ep.checkpoints.encodings import Quantization
+from jax_ep.checkpoints.architectures import architectures
+from jax_ep.checkpoints.block import open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding
 
 WHOLE = slice(None)
 GATE, UP, DOWN = numbers(1, E, F, H), numbers(2, E, F, H), numbers(3, E, H, F)
 ROUTER = numbers(0, E, H)
-QWEN = {
-    "num_experts": E,
-    "num_experts_per_tok": K,
-    "hidden_size": H,
-    "moe_intermediate_size": F,
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-}
 SWAP = (0, 2, 1)
 LAYOUTS = {
     "a tensor for each expert": (
@@ -55,7 +44,7 @@ def open_layout(folder, name, root="model."):
     tensors = {"mlp.gate.weight": ROUTER} | tensors
     tensors = {f"{root}layers.3.{name}": array.copy("C") for name, array in tensors.items()}
     tensors[f"{root}layers.3.self_attn.q_proj.weight"] = np.zeros((2, 2), np.float32)
-    return open_block(publish(folder, {"model_type": model_type} | QWEN, tensors), 3)
+    return open_block(publish(folder, config_of(model_type), tensors), 3)
 
 
 def read(block, param, *index, dtype=np.float32):
@@ -103,23 +92,21 @@ def test_large_matrices_are_copied_piece_by_piece(tmp_path):
     np.testing.assert_array_equal(got[0], tensors[names.format("w2")].T[10:510])
 
 
-def test_kimi_k2_is_a_deepseek_v3(tmp_path):
+def test_kimi_k2_and_mimo_v2_flash_are_deepseek_v3s(tmp_path):
     config, tensors = deepseek_v3()
-    config |= {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
-    kimi = open_block(publish(tmp_path, config, tensors), 1)
-    assert (kimi.fields["score"], kimi.fields["num_groups"]) == ("sigmoid", 1)
-    assert set(kimi.params()) == {
-        "gate", "bias", "wi_0", "wi_1", "wo", "shared_wi_0", "shared_wi_1", "shared_wo"
-    }  # fmt: skip
+    config |= {"n_group": 1, "topk_group": 1}
+    kimi = publish(tmp_path / "kimi", config | {"model_type": "kimi_k2"}, tensors)
+    block = open_block(kimi, 1)
+    assert (block.fields["score"], block.fields["num_groups"]) == ("sigmoid", 1)
+    routed = {"gate", "bias", "wi_0", "wi_1", "wo"}
+    assert set(block.params()) == routed | {"shared_wi_0", "shared_wi_1", "shared_wo"}
 
-
-def test_mimo_v2_flash_has_null_for_a_scale_of_1(tmp_path):
-    config, tensors = deepseek_v3()
-    config |= {"model_type": "mimo_v2_flash", "n_group": 1, "topk_group": 1}
+    # MiMo-V2-Flash has null for a scale of 1.
+    config |= {"model_type": "mimo_v2_flash"}
     config |= {"routed_scaling_factor": None, "n_shared_experts": None}
     tensors = {name: tensor for name, tensor in tensors.items() if "shared" not in name}
-    mimo = open_block(publish(tmp_path, config, tensors), 1)
-    assert mimo.fields["scale"] == 1.0 and "shared_wo" not in mimo.params()
+    block = open_block(publish(tmp_path / "mimo", config, tensors), 1)
+    assert block.fields["scale"] == 1.0 and set(block.params()) == routed
 
 
 def test_the_dtype_of_a_parameter_has_the_numbers_of_all_experts(tmp_path):
@@ -135,14 +122,7 @@ def test_a_value_for_each_layer(tmp_path):
 
     Hunyuan-A13B has such lists.
     """
-    config = {
-        "model_type": "hunyuan_v1_moe",
-        "num_experts": E,
-        "moe_topk": [1, 5],
-        "hidden_size": H,
-        "intermediate_size": F,
-        "hidden_act": "silu",
-    }
+    config = config_of("hunyuan_v1_moe") | {"moe_topk": [1, 5]}
     prefix = "model.layers.1.mlp."
     tensors = {prefix + "gate.wg.weight": ROUTER}
     tensors |= {
@@ -162,7 +142,7 @@ def test_a_value_for_each_layer(tmp_path):
 
 
 def refused(tmp_path, config, tensors, layer=1):
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+    with pytest.raises(ValueError) as error:
         open_block(publish(tmp_path / "model", config, tensors), layer)
     return str(error.value)
 
@@ -190,14 +170,16 @@ def test_unknown_models_are_refused(tmp_path):
     assert "scoring_func must be 'sigmoid' or" in said and "but is 'softmax'" in said
     quantized = {"quantization_config": {"quant_method": "gptq"}}
     said = refused(tmp_path, config | quantized, tensors)
-    assert "quant_method among fp8, mxfp4, but has 'gptq'" in said
+    assert "quant_method among fp8, mxfp4, mxfp8, " in said and "but has 'gptq'" in said
     said = refused(tmp_path, config | {"n_shared_experts": "two"}, tensors)
-    assert "n_shared_experts*moe_intermediate_size of" in said and "['two', 12]" in said
+    assert (
+        "n_shared_experts|num_shared_experts*moe_intermediate_size of" in said
+        and "['two', 12]" in said
+    )
 
 
 def test_a_missing_or_damaged_config_is_named(tmp_path):
-    config, tensors = mixtral()
-    folder = publish(tmp_path, config, tensors)
+    folder = publish(tmp_path, *mixtral())
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="must hold config.json"):
         open_block(folder, 1)
@@ -252,23 +234,17 @@ def renamed(tensors, before, after):
     "module._orig_mod.model.language_model.", "_forward_module.model.", "base_model.model.",
     "base_model.model.language_model.model.", "backbone.", "model._fsdp_wrapped_module.",
 ])  # fmt: skip
-def test_names_of_wrapped_modules_are_found(tmp_path, root):
+@pytest.mark.parametrize("wrapper", ["", "_checkpoint_wrapped_module."])
+def test_names_of_wrapped_modules_are_found(tmp_path, root, wrapper):
     config, tensors = deepseek_v3()
-    named = renamed(tensors, "model.", root)
+    named = renamed(renamed(tensors, "model.", root), "layers.1.", "layers.1." + wrapper)
     # Another decoder in the file has a layer of the same number.
     named |= {f"mtp.layers.1.{DEEPSEEK_GATE}": ROUTER}
     block = open_block(publish(tmp_path, config, named), 1)
-    assert block.prefix == root + "layers.1."
+    assert block.prefix == f"{root}layers.1.{wrapper}"
     np.testing.assert_array_equal(
         read(block, "gate", WHOLE, WHOLE), tensors["model.layers.1." + DEEPSEEK_GATE].T
     )
-
-
-def test_a_layer_that_is_wrapped_itself_is_found(tmp_path):
-    config, tensors = deepseek_v3()
-    tensors = renamed(tensors, "layers.1.", "layers.1._checkpoint_wrapped_module.")
-    block = open_block(publish(tmp_path, config, tensors), 1)
-    assert block.prefix == "model.layers.1._checkpoint_wrapped_module."
 
 
 @pytest.mark.parametrize("name", [
@@ -307,49 +283,33 @@ def test_two_blocks_of_one_layer_are_refused(tmp_path):
     assert "must have one MoE block, but has 2: model.layers.1.mlp.gate.weight, module." in said
 
 
-# The names in published files of model.safetensors.index.json at huggingface.co begin so.
-ROOTS = dict.fromkeys(architectures(), "model.") | {
-    "qwen3_vl_moe_text": "model.language_model.",
-    "qwen3_5_moe_text": "model.language_model.",
-    "glm4v_moe_text": "model.language_model.",
-    "llama4_text": "language_model.model.",
-    "nemotron_h": "backbone.",
-    "deepseek_v4": "",
+# How the names in published files of model.safetensors.index.json at huggingface.co begin, by
+# model_type, and whether the decoder is a part of a multimodal model.
+PREFIXES = {
+    ("qwen3_moe", False): "model.layers.1.",
+    ("qwen3_moe", True): "language_model.model.layers.1.",
+    ("qwen3_vl_moe_text", True): "model.language_model.layers.1.",
+    ("llama4_text", True): "language_model.model.layers.1.",
+    ("nemotron_h", False): "backbone.layers.1.",
+    ("deepseek_v4", False): "layers.1.",
+    ("dbrx", False): "transformer.blocks.1.",
+    ("gemma4_text", True): "model.language_model.layers.1.",
+    ("mistral_large4_text", True): "layers.1.",
+    ("qwen3_omni_moe_talker_text", True): "talker.model.layers.1.",
 }
 
 
-def config_of(model_type):
-    """Returns a config.json with exactly the keys that the table's row for this model reads."""
-    row = architectures()[model_type]
-    sizes = {"E": E, "H": H, "F": F, "S": 2 * F}
-    config = {"model_type": model_type}
-    for letter, key in row.sizes.items():
-        for factor in key.split("*"):
-            config[factor.split("|")[0]] = sizes[letter] if "*" not in key else 2
-    for letter in "EHF":
-        if letter in row.sizes:
-            config[row.sizes[letter].split("|")[0]] = sizes[letter]
-    values = {"activation": "silu", "normalize": True}
-    for field, key in row.fields.items():
-        config.setdefault(key.split("|")[0], values.get(field, 1))
-    for key, allowed in row.only.items():
-        if allowed:
-            config[key] = allowed[0]
-    return config | {"use_expert_bias": True}
-
-
-@pytest.mark.parametrize("model_type", ROOTS)
+@pytest.mark.parametrize("model_type", architectures())
 @pytest.mark.parametrize("is_part", [False, True])
 def test_names_of_a_new_block_are_as_published(tmp_path, model_type, is_part):
-    config, root = config_of(model_type), ROOTS[model_type]
+    config = config_of(model_type)
     if is_part:
         config = {"model_type": "of several media", "text_config": config}
-        root = root if "language_model" in root else "language_model." + root
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    block = plan_block(tmp_path, 1)
-    assert block.prefix == root + "layers.1."
+    block = plan_block(publish(tmp_path, config), 1)
+    assert block.prefix == PREFIXES.get((model_type, is_part), block.prefix)
     dtypes = dict.fromkeys(block.params(), np.dtype(np.float32))
-    with adding(block.directory, "new.safetensors", block.new_tensors(dtypes)):
+    others = dict.fromkeys(block.others(), np.zeros(1, np.float32))
+    with adding(block.directory, "new.safetensors", block.new_tensors(dtypes, others)):
         pass
     assert open_block(tmp_path, 1).prefix == block.prefix
     assert plan_block(tmp_path, 1) is None and plan_block(tmp_path, 2).like == block.prefix
@@ -363,10 +323,12 @@ def test_names_of_a_new_block_are_as_published(tmp_path, model_type, is_part):
     ("{}embed_tokens.weight", "language_model.model."), ("{}norm.weight", "backbone."),
 ])  # fmt: skip
 def test_names_of_a_new_block_follow_its_neighbours(tmp_path, neighbour, root):
-    config, _ = deepseek_v3()
-    x = numbers(0, 2, 2)
+    config, block = deepseek_v3(layer=0)
+    x = numbers(0, 2, config["hidden_size"])
     others = ("mtp.layers.1.mlp.gate.weight", "vision_tower.layers.1.norm.weight", "visual.norm")
     tensors = dict.fromkeys((*others, neighbour.format(root)), x)
+    if neighbour.endswith("mlp.gate.weight"):
+        tensors |= {name.replace("model.", root): array for name, array in block.items()}
     folder = publish(tmp_path, config, tensors, {"lm_head.weight": x})
     assert plan_block(folder, 1).prefix == f"{root}layers.1."
 
@@ -422,19 +384,3 @@ def test_a_new_block_is_encoded_as_config_json_says(tmp_path):
     stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
     assert stored["mlp.experts.0.gate_proj.weight"][0] == "float8_e4m3fn"
     assert stored["mlp.shared_expert_gate.weight"][0] == "bfloat16"
-
-
-@pytest.mark.parametrize("param", PARAMETER_AXES)
-def test_of_a_new_float8_block_the_matrices_of_mlps_are_quantized(param):
-    block = Block(
-        directory=None,  # type: ignore[arg-type]
-        architecture=architectures()["deepseek_v3"],
-        fields={},
-        sizes={},
-        prefix="",
-        tensors=(),
-        quantization=Quantization(method="fp8"),
-    )
-    scales = block._new_float8_scales(Tensor((param,), "a.weight", ""), 0)
-    is_matrix = param.removeprefix("shared_") in ("wi_0", "wi_1", "wo")
-    assert scales == (np.dtype(np.float32) if is_matrix else None)

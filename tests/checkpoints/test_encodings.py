@@ -45,18 +45,39 @@ def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
     np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), NUMBERS * SCALE_OF_EACH)
     for index in [(slice(1, 3), slice(1, 4)), (slice(0, 3, 2), slice(3, 4)), (slice(2, 3), WHOLE)]:
         np.testing.assert_array_equal(w.read(index), (NUMBERS * SCALE_OF_EACH)[index])
+    two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
+    two["w.weight_scale_inv"][1] *= 2
+    got = tensor(tmp_path, "w.weight", two).read((slice(1, 2), WHOLE, slice(2, 4)))
+    np.testing.assert_array_equal(got, 2 * (NUMBERS * SCALE_OF_EACH)[None, :, 2:])
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, 0.0])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_float8_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
-    """Writing the numbers that were read must leave all bytes of the file as they are.
+def test_a_scale_that_no_block_can_have_is_refused(tmp_path, scale, dtype):
+    """It must be refused where its block is read, in any way, and be replaced by a save."""
+    tensors = float8_tensors()
+    scales = tensors["w.weight_scale_inv"] = SCALES.astype(dtype)
+    scales[0, 0] = scale
+    w = tensor(tmp_path, "w.weight", tensors, writable=True)
+    beside = slice(2, 3), slice(0, 3)
+    np.testing.assert_array_equal(w.read(beside), (NUMBERS * SCALE_OF_EACH)[beside])
+    message = rf"w.weight_scale_inv in .* must hold scales .* but has {scale} \(1 of the "
+    for read in (w.read, w.read_parts):
+        with pytest.raises(ValueError, match=message):
+            read((slice(0, 2), slice(0, 3)))
+    w.write((WHOLE, WHOLE), NUMBERS)
+    np.testing.assert_allclose(w.read((WHOLE, WHOLE)), NUMBERS, rtol=2**-4, atol=2**-9)
 
-    The stored scales are none that encoding would choose, so they must not be computed anew.
-    """
-    w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
-    before = stored(w)
-    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
-    assert stored(w) == before
+
+def test_the_scale_of_zeros_may_be_zero(tmp_path):
+    tensors = float8_tensors()
+    tensors["w.weight"][:2, :3] = 0
+    tensors["w.weight_scale_inv"] = np.array([[0, 10], [0.25, 3]], np.float32)
+    w = tensor(tmp_path, "w.weight", tensors)
+    assert not w.read((slice(0, 2), slice(0, 3))).any()
+    tensors["w.weight_scale_inv"][0, 0] = np.nan
+    with pytest.raises(ValueError, match="but has nan"):
+        tensor(tmp_path, "w.weight", tensors).read((WHOLE, WHOLE))
 
 
 def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path):
@@ -91,15 +112,6 @@ def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_
     np.testing.assert_array_equal(np.argwhere(np.isnan(after)), [[0, 0], [0, 1]])
     finite = np.isfinite(after)
     np.testing.assert_allclose(after[finite], values[finite], rtol=2**-4, atol=1000 / 448 * 2**-10)
-
-
-@pytest.mark.parametrize("stored_as", [jnp.bfloat16, jnp.float16])
-def test_plain_numbers_keep_their_nan(tmp_path, stored_as):
-    bits = np.array([[0x7FC1, 0xFFC3, 0x3C00]], np.uint16)
-    w = tensor(tmp_path, "w.weight", {"w.weight": bits.view(stored_as)}, writable=True)
-    before = stored(w)
-    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(np.float32))
-    assert stored(w) == before
 
 
 def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
@@ -145,14 +157,6 @@ def test_float8_whose_scales_are_powers_of_two(tmp_path, dtype):
         )
 
 
-def test_float8_of_several_matrices(tmp_path):
-    two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
-    two["w.weight_scale_inv"][1] *= 2
-    w = tensor(tmp_path, "w.weight", two)
-    want = NUMBERS * SCALE_OF_EACH
-    np.testing.assert_array_equal(w.read((slice(1, 2), WHOLE, slice(2, 4))), 2 * want[None, :, 2:])
-
-
 # ----------------------------------------------------------------------------------- MXFP4
 
 FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -180,14 +184,6 @@ def test_mxfp4_is_a_float4_times_its_blocks_power_of_two(tmp_path):
     np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), want)
     for index in [(slice(1, 2), slice(5, 40)), (WHOLE, slice(33, 64, 2)), (WHOLE, slice(2, 3))]:
         np.testing.assert_array_equal(w.read(index), want[index])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_mxfp4_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
-    w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
-    before = stored(w)
-    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
-    assert stored(w) == before
 
 
 def test_mxfp4_of_a_changed_block_is_rounded_to_the_nearest(tmp_path):
@@ -221,7 +217,25 @@ def test_mxfp4_of_a_block_that_is_not_finite_is_nan(tmp_path, bad):
     assert stored(w) == before
 
 
-# --------------------------------------------------------------------- unquantized numbers
+# ------------------------------------------------------------------------ unchanged numbers
+
+NAN = np.array([[0x7FC1, 0xFFC3, 0x3C00]], np.uint16)
+UNCHANGED = {
+    # The stored scales are none that encoding would choose.
+    "float8": ("w.weight", float8_tensors()),
+    "MXFP4": ("w_blocks", mxfp4_tensors()[0]),
+    "bfloat16 with NaN": ("x", {"x": NAN.view(jnp.bfloat16)}),
+    "float16 with NaN": ("x", {"x": NAN.view(np.float16)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_what_did_not_change_keeps_its_bytes(tmp_path, case, dtype):
+    w = tensor(tmp_path, *UNCHANGED[case], writable=True)
+    before = stored(w)
+    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
+    assert stored(w) == before
 
 
 def test_a_plain_number_that_was_rounded_and_did_not_change_keeps_its_bits(tmp_path):
@@ -248,7 +262,7 @@ def test_errors_name_the_tensor(tmp_path):
         ValueError, match=r"w.weight_scale_inv must have shape \(2, 2\), .*\(1, 2\)"
     ):
         _ = tensor(tmp_path, "w.weight", wrong).shape
-    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((2, 2), np.uint8)}
+    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((2, 2), np.int32)}
     with pytest.raises(ValueError, match="w.weight_scale_inv must hold scales of a floating dtype"):
         _ = tensor(tmp_path, "w.weight", wrong).shape
     wrong = {"w_blocks": np.zeros((2, 2, 16), np.uint8), "w_scales": np.zeros((2, 3), np.uint8)}

@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 
 from jax_ep import MoEConfig
-from jax_ep.checkpoints.functions import activation, gpt_oss_gating, sparse_mixer
+from jax_ep.checkpoints.functions import (
+    activation,
+    gpt_oss_gating,
+    half_swiglu,
+    sparse_mixer,
+    step_gating,
+    swiglu,
+)
 
 
 def test_activations():
     x = jnp.array([-2.0, 0.0, 3.0])
     assert activation("relu2")(x).tolist() == [0, 0, 9]
     assert activation("silu") is jax.nn.silu
-    with pytest.raises(ValueError, match="one of silu, swish, relu, relu2, but is 'snake'"):
+    with pytest.raises(
+        ValueError, match="one of silu, swish, relu, relu2, gelu_.*, but is 'snake'"
+    ):
         activation("snake")
 
 
@@ -26,6 +35,14 @@ def test_gpt_oss_gating():
     got = gpt_oss_gating(1.5)(jnp.array([2.0, -1.0]), jnp.array([0.5, 3.0]))
     want = [2 / (1 + math.exp(-3)) * 1.5, -1 / (1 + math.exp(1.5)) * 4]
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_gatings_of_step_and_cohere():
+    gate, up = jnp.array([2.0, -1.0]), jnp.array([0.5, 3.0])
+    silu = np.array([2 / (1 + math.exp(-2)), -1 / (1 + math.exp(1))])
+    np.testing.assert_allclose(step_gating(1.5)(gate, up), [1.5 * 0.5, silu[1] * 1.5], rtol=1e-6)
+    assert step_gating(0.0) is swiglu and step_gating(1.5) is step_gating(1.5)
+    np.testing.assert_allclose(half_swiglu(gate, up), silu * [0.25, 1.5], rtol=1e-6)
 
 
 def test_sparse_mixer_weighs_among_logits_that_are_near():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,15 @@ from flax import nnx
 from support.contract import assert_bitwise_equal
 from support.float8 import error_of_norm
 from support.meshes import expert_mesh, mesh
-from support.published import E, deepseek_v3, gpt_oss_in_mxfp4, numbers, publish
+from support.published import (
+    E,
+    deepseek_v3,
+    files_of,
+    float8_model,
+    gpt_oss_in_mxfp4,
+    numbers,
+    publish,
+)
 
 import jax_ep
 from jax_ep import checkpoints
@@ -24,27 +32,12 @@ MATRICES = ("wi_0", "wi_1", "wo")
 H, F = 128, 256
 
 
-def float8_model(scale_dtype=np.float32, block=128, h=H, f=F):
-    """Returns config.json and tensors of a DeepSeek-V3 in float8, as it is published."""
-    config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=h, f=f)
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
-    for name in [name for name in tensors if "expert" in name]:
-        rows, columns = (-(-n // block) for n in tensors[name].shape)
-        scales = (np.abs(numbers(5, rows, columns)) + 0.01).astype(scale_dtype)
-        tensors[name + "_scale_inv"] = scales
-        tensors[name] = (100 * tensors[name].astype(np.float32)).astype(FLOAT8)
-    return config, tensors
-
-
-def bfloat16_scales():
-    return float8_model(jnp.bfloat16)
-
-
-MODELS = {"float8": float8_model, "bfloat16 scales": bfloat16_scales, "mxfp4": gpt_oss_in_mxfp4}
-
-
-def files_of(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+float8 = functools.partial(float8_model, h=H, f=F)
+MODELS = {
+    "float8": float8,
+    "bfloat16 scales": functools.partial(float8, scale_dtype=jnp.bfloat16),
+    "mxfp4": gpt_oss_in_mxfp4,
+}
 
 
 def bytes_of(array):
@@ -151,8 +144,7 @@ def test_experts_in_slots_are_kept_and_moved(tmp_path, model):
 
 @pytest.mark.parametrize("format", [FLOAT8_MATRICES, MXFP4], ids=lambda format: format.name)
 def test_experts_are_quantized_while_they_are_loaded(tmp_path, format):
-    config, tensors = deepseek_v3(dtype=jnp.bfloat16, h=H, f=F)
-    publish(tmp_path, config, tensors)
+    publish(tmp_path, *deepseek_v3(dtype=jnp.bfloat16, h=H, f=F))
     _, plain = checkpoints.load_moe_params(tmp_path, 1)
     assert not matrices_of(checkpoints.load_moe_params(tmp_path, 1, quantized="keep")[1])
     _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8), quantized=format)
@@ -174,7 +166,7 @@ def test_experts_are_quantized_while_they_are_loaded(tmp_path, format):
 
 
 def test_what_is_stored_in_the_asked_format_keeps_its_bytes(tmp_path):
-    publish(tmp_path, *float8_model())
+    publish(tmp_path, *float8())
     _, kept = checkpoints.load_moe_params(tmp_path, 1, quantized="keep")
     _, asked = checkpoints.load_moe_params(tmp_path, 1, quantized=FLOAT8_MATRICES)
     _, other = checkpoints.load_moe_params(tmp_path, 1, quantized=MXFP4)
@@ -192,9 +184,7 @@ def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):
     publish(tmp_path / "old", config, tensors)
     _, params = checkpoints.load_moe_params(tmp_path / "old", 1, quantized=FLOAT8_MATRICES)
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    new = tmp_path / "new"
-    new.mkdir()
-    (new / "config.json").write_text(json.dumps(config))
+    new = publish(tmp_path / "new", config)
     checkpoints.save_moe(params, new, 1)
     _, again = checkpoints.load_moe_params(new, 1, quantized="keep")
     for name in MATRICES:
@@ -221,11 +211,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load(tmp_path, 1, quantized=FLOAT8_MATRICES)
 
     split = dict(mesh=mesh((1, 4), ("expert", "tensor")), tensor_axis="tensor")
-    publish(tmp_path / "whole", *float8_model())
+    publish(tmp_path / "whole", *float8())
     with pytest.raises(ValueError, match=r"a device would hold \(8, 128, 64\): .* 128 x 128"):
         load(tmp_path / "whole", 1, quantized="keep", **split)
 
-    config, tensors = float8_model()
+    config, tensors = float8()
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     del tensors[name + "_scale_inv"]
     tensors[name] = tensors[name].astype(jnp.bfloat16)

@@ -268,6 +268,59 @@ def file_of(header, num_bytes):
     return len(text).to_bytes(8, "little") + text + bytes(24 + num_bytes)
 
 
+@pytest.mark.parametrize("offsets, more, message", [
+    ([(0, 12), (8, 20)], 0, "b in .* byte 12 .* where a ends, .* at 8: its data_offsets overlap"),
+    ([(0, 12), (0, 12)], 0, "b in .* byte 12 .* where a ends, .* at 0: its data_offsets overlap"),
+    ([(12, 24), (4, 16)], 0, "b in .* at byte 0 .* the header ends, .* leave a hole"),
+    ([(0, 12), (16, 28)], 4, "b in .* byte 12 .* where a ends, .* at 16: .* leave a hole"),
+    ([(4, 16), (16, 28)], 4, "a in .* at byte 0 .* where the header ends, .* leave a hole"),
+    ([(0, 12), (12, 24)], 4, "must have [0-9]+ bytes, as the data_offsets .* say, but has"),
+    ([(0, 12), (20, 32)], 0, "b in .* its data_offsets are 20 and 32: is the download complete"),
+    ([(0, 12), (-12, 0)], 0, "b in .* its data_offsets are -12 and 0"),
+    ([(0, 12), (24, 12)], 0, "b in .* its data_offsets are 24 and 12"),
+    ([(0, 12), (12, 20)], 0, "b in .* must have 12 bytes"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["F32", "F32_OF_TOMORROW"])
+def test_tensors_must_fill_a_file_without_overlap(tmp_path, offsets, more, message, kind):
+    entries = {
+        name: {"dtype": "F32", "shape": [3], "data_offsets": pair}
+        for name, pair in zip("ab", offsets, strict=True)
+    }
+    entries["b"]["dtype"] = kind
+    if kind != "F32" and offsets[1] == (12, 20):
+        message = "must have [0-9]+ bytes, as the data_offsets"
+    file = tmp_path / ONE_FILE
+    file.write_bytes(file_of(entries, more))
+    with pytest.raises(ValueError, match=message):
+        read_header(file)
+
+
+def test_tensors_may_follow_each_other_in_any_order_and_be_empty(tmp_path):
+    f32 = {"dtype": "F32", "shape": [3]}
+    none = {"dtype": "F32", "shape": [0, 3]}
+    header = {
+        "b": f32 | {"data_offsets": [12, 24]},
+        "between": none | {"data_offsets": [12, 12]},
+        "a": f32 | {"data_offsets": [0, 12]},
+        "last": none | {"data_offsets": [24, 24]},
+    }
+    (tmp_path / ONE_FILE).write_bytes(file_of(header, 0))
+    assert Directory(tmp_path).read("between", (WHOLE, WHOLE)).shape == (0, 3)
+    assert Directory(tmp_path).read("b", (WHOLE,)).tolist() == [0, 0, 0]
+
+
+def test_a_name_twice_is_refused(tmp_path):
+    entry = '{"dtype": "F32", "shape": [3], "data_offsets": [%d, %d]}'
+    text = f'{{"a": {entry % (0, 12)}, "a": {entry % (12, 24)}}}'.encode()
+    file = tmp_path / ONE_FILE
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+    with pytest.raises(ValueError, match="safetensors must name each tensor once, but has a twice"):
+        read_header(file)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    with pytest.raises(ValueError, match="json must name each tensor once, but has a twice"):
+        Directory(tmp_path)
+
+
 def test_errors_name_the_file_and_the_tensor(tmp_path):
     with pytest.raises(FileNotFoundError, match="must hold model.safetensors or model.safetensors"):
         Directory(tmp_path)
@@ -281,7 +334,8 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
     with pytest.raises(ValueError, match="its header is not JSON"):
         Directory(tmp_path)
 
-    for header in ("[1]", '{"a": 3}', '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}'):
+    no_name = '{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}'
+    for header in ("[1]", '{"a": 3}', '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}', no_name):
         file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
         with pytest.raises(ValueError, match="names no tensors|must have dtype, shape and two"):
             Directory(tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import types
 
 import jax
 import pytest
@@ -13,8 +15,9 @@ from support.processes import run_jax_ep
 
 import jax_ep.cli
 from jax_ep.cli import info
-from jax_ep.runtime import availability, hosts, jax_compat
-from pallas_kernels.fabric import mosaic
+from jax_ep.matmul import pallas, primitives
+from jax_ep.runtime import assembler, availability, environment, jax_compat
+from pallas_kernels.fabric import requirements
 
 
 def test_info_as_a_program(tmp_path):
@@ -23,41 +26,13 @@ def test_info_as_a_program(tmp_path):
     assert "\nxla            runs here\n" in done.stdout
     facts = json.loads((tmp_path / "info.json").read_text())
     assert facts["versions"]["jax"] == jax.__version__
-    assert facts["backend"] == "cpu"
-    assert len(facts["devices"]) >= 1
-    # The kernels are unavailable on a CPU.
-    assert facts["unavailable"]["pallas"]
-    assert facts["unavailable"]["xla"] is None
-
-
-def test_info_says_which_implementation_runs(capsys):
-    facts = info.collect()
-    one_host = {"two_level": "one host"}
-    text = info.render({**facts, "unavailable": {**one_host, "pallas": None, "xla": None}})
-    assert "default        pallas" in text
-    reasons = {**one_host, "pallas": "needs NVIDIA GPUs", "xla": None}
-    text = info.render({**facts, "unavailable": reasons})
-    assert "does not run: needs NVIDIA GPUs" in text
-    assert "default        xla" in text
-    assert len(facts["devices"]) == len(jax.devices())
-
-
-def test_info_shows_the_memory_that_gpus_share():
-    facts = info.collect()
-    assert "\nshared memory  none: symmetric memory needs NVIDIA GPUs\n" in info.render(
-        {**facts, "symmetric_memory": ["none: symmetric memory needs NVIDIA GPUs"]}
-    )
-    two = ["16 bytes on each of 2 GPUs", "GPU 0: device 0"]
-    text = info.render({**facts, "symmetric_memory": two})
-    assert f"\nshared memory  {two[0]}\n{15 * ' '}{two[1]}\n" in text
+    assert facts["machine"]["devices"].endswith(" x cpu on cpu")
+    assert facts["exchange"]["pallas"].startswith("does not run: it needs NVIDIA GPUs")
 
 
 def collected(monkeypatch, host_of_device):
-    """Returns what `info` reports on a machine on which the kernels run.
-
-    `host_of_device` has the host of each device.
-    """
-    monkeypatch.setattr(hosts, "hosts_of", lambda devices: host_of_device)
+    """Returns what `info` reports on a machine on which the kernels run."""
+    monkeypatch.setattr(environment, "hosts_of", lambda devices: host_of_device)
     monkeypatch.setattr(availability.Machine, "unavailable_reason", lambda *_: None)
     return info.collect()
 
@@ -88,32 +63,22 @@ def test_info_says_why_two_level_does_not_run(found, shown, reason, monkeypatch)
 
 
 @needs_kernels
-@pytest.mark.parametrize("module", mosaic._REQUIRED)
+@pytest.mark.parametrize("module", requirements.REQUIRED)
 def test_info_names_what_jax_lacks(module, monkeypatch):
     """The missing module must be named, even if kernels could not run without GPUs anyway."""
-    name = mosaic._REQUIRED[module][0]
-    for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+    name = requirements.REQUIRED[module][0]
+    for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
         cached.cache_clear()
     assert "\nkernels need   no name that this JAX lacks\n" in info.render(info.collect())
     forget(monkeypatch, module, name)
     try:
-        for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+        for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
             cached.cache_clear()
         assert f"lacks {module}.{name}\n" in info.render(info.collect())
     finally:
         monkeypatch.undo()
-        for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+        for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
             cached.cache_clear()
-
-
-@needs_kernels
-def test_info_gives_every_reason_at_once(monkeypatch):
-    monkeypatch.setattr(availability, "mosaic_unavailable_reason", lambda: "no Mosaic")
-    monkeypatch.setattr(jax_compat, "_requires_devices", None)
-    text = info.render(info.collect())
-    assert re.search(
-        r"^kernels need   no Mosaic; .* it lacks jax\._src\.dispatch\.prim_", text, re.M
-    )
 
 
 @pytest.mark.parametrize("path", jax_compat._OPTIONAL)
@@ -125,10 +90,7 @@ def test_info_names_what_jax_lacks_of_the_other_names(path, monkeypatch):
 
 
 def test_every_name_that_is_looked_for_is_known_to_info():
-    """`info` must know every name of JAX's internals that `jax_compat._find` looks up.
-
-    The name must be in a table of optional or required names, from which `info` prints.
-    """
+    """`info` must know every name of JAX's internals that `jax_compat._find` looks up."""
     text = inspect.getsource(jax_compat)
     looked_for = set(re.findall(r'_find\("([^"]+)"\)', text)) | set(jax_compat._MULTIMEM)
     assert looked_for and looked_for <= {*jax_compat._OPTIONAL, *jax_compat._REQUIRED}
@@ -154,20 +116,57 @@ def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys)
     assert capsys.readouterr().err.startswith("JAX finds no device: JAX_PLATFORMS=")
 
 
-def test_info_names_the_pairs_without_peer_access():
-    facts = {
-        "versions": {"jax": "1"},
-        "backend_error": None,
-        "backend": "gpu",
-        "processes": 1,
-        "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
-        "hosts": ["0", "0"],
-        "symmetric_memory": [],
-        "names_missing": None,
-        "optional_names_missing": [],
-        "unavailable": {"pallas": None, "xla": None},
-    }
-    assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})
-    one_way = [[True, False], [True, True]]
-    assert "missing between GPUs 0->1\n" in info.render({**facts, "peer_access": one_way})
-    assert "unknown" in info.render({**facts, "peer_access": None})
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        ([[True, True]] * 2, "between all GPUs"),
+        ([[True, False], [True, True]], "missing between GPUs 0->1"),
+        (None, "unknown: the driver does not say"),
+    ],
+)
+def test_info_names_the_pairs_without_peer_access(peers, text, monkeypatch):
+    monkeypatch.setattr(info.cuda_driver, "peer_access", lambda ids: peers)
+    gpu = types.SimpleNamespace(platform="gpu", process_index=0, local_hardware_id=0)
+    assert info.peer_access([gpu, gpu]) == text
+
+
+def on_hopper(monkeypatch, report, returncode=0):
+    """Returns what `info` prints where the matmuls' kernels run, and `report` is of the sample."""
+    monkeypatch.setattr(primitives, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(pallas, "_platform_reason", lambda platform: None)
+    done = subprocess.CompletedProcess([], returncode, "", report)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **options: done)
+    monkeypatch.setattr(assembler, "name", lambda: assembler.PTXAS)
+    monkeypatch.setattr(assembler, "version", lambda: "13.0")
+    return info.render(info.collect())
+
+
+REPORT = """
+ptxas info    : Compiling entry function 'grouped_matmul_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for grouped_matmul_mosaic_gpu_kernel
+    0 bytes stack frame, {spilled} bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 8 bytes cumulative stack size
+"""
+
+
+def test_info_says_that_a_matmul_is_slow_and_who_assembled_it(monkeypatch):
+    text = on_hopper(monkeypatch, REPORT.format(spilled=0))
+    assert "\nmatmuls        pallas (implementation=None, bfloat16)" in text
+    assert "\nassembler      ptxas 13.0\n" in text
+    assert text.endswith("\nsample kernel  grouped_matmul: 168 registers, spills none")
+    text = on_hopper(monkeypatch, REPORT.format(spilled=384))
+    assert text.endswith("168 registers, spills 384 bytes, so it is slow")
+    linked = REPORT.format(spilled=0) + "info    : used 168 registers, used 2 barriers\n"
+    text = on_hopper(monkeypatch, linked)
+    assert "\nassembler      libnvJitLink (expected was ptxas 13.0)\n" in text
+
+
+def test_info_says_why_matmuls_have_no_kernel(monkeypatch):
+    monkeypatch.setattr(primitives, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(pallas, "_platform_reason", lambda platform: "compute capability 10")
+    text = info.render(info.collect())
+    assert "\n               pallas does not run: compute capability 10\n" in text
+    assert text.endswith("\nsample kernel  none: compute capability 10")
+    monkeypatch.undo()
+    if jax.default_backend() != "gpu":
+        assert "\nassembler      none: JAX has no NVIDIA GPU here" in info.render(info.collect())

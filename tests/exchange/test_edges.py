@@ -57,17 +57,65 @@ def gradients(function: Any, mesh: Any = None, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
-@pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
+@pytest.mark.parametrize("alignment", [2**30, 2**31 - 1, 2**31])
 def test_an_alignment_whose_rows_cannot_be_counted_is_named(alignment, capacity):
     call = functools.partial(expert_major, expert_alignment=alignment, capacity=capacity)
     with pytest.raises(ValueError, match=rf"expert_alignment must be at most \d+.*{alignment}"):
         jax.eval_shape(mapped(call), X, TOPK_IDX, WEIGHTS)
 
 
-def test_an_alignment_past_int32_is_named():
-    call = functools.partial(expert_major, expert_alignment=2**31)
-    with pytest.raises(ValueError, match="expert_alignment must be at most 2147483647.*2147483648"):
-        jax.eval_shape(mapped(call), X, TOPK_IDX, WEIGHTS)
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_without_tokens_all_rows_and_gradients_are_zero(capacity, wire, implementation):
+    options: Any = dict(implementation=implementation)
+
+    def on_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
+        of_dispatch = dict(num_experts=4, axis_name=AXIS, wire_dtype=wire, **options)
+        got = jax_ep.dispatch(x, topk_idx, capacity=capacity, **of_dispatch)
+        like = jax_ep.dispatch_like(x, got.handle, wire_dtype=wire, **options)
+        out = jax_ep.combine(got.tokens + like, got.handle, weights, **options)
+        out += jax_ep.combine(got.tokens, got.handle, **options)
+        groups = got.group_sizes, got.expert_counts, got.dropped_counts, got.handle.routes.counts
+        return out, got.tokens, (groups, got.rows_needed[None], got.num_dropped[None])
+
+    def loss(x: Any, weights: Any) -> Any:
+        out, tokens, rest = mapped(on_rank)(x, TOPK_IDX[:0], weights)
+        return jnp.sum(out) + jnp.sum(tokens), (out, tokens, rest)
+
+    found = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(X[:0], WEIGHTS[:0])
+    grads, (out, tokens, rest) = found
+    assert out.shape == grads[0].shape == (0, 128) and grads[1].shape == (0, 2)
+    assert tokens.shape == (most_ranks(2) * (capacity or 0), 128)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((tokens, rest)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("output", ["dequantized", "quantized"])
+def test_without_tokens_the_rank_major_layout_is_empty(output, implementation):
+    wire: Any = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+
+    def on_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
+        got: Any = jax_ep.dispatch(
+            x, topk_idx, num_experts=4, axis_name=AXIS, layout="rank", topk_weights=weights,
+            output=output, **wire,
+        )  # fmt: skip
+        like = jax_ep.dispatch_like(x, got.handle, **wire)
+        grouped = jax_ep.group_by_expert(got, expert_alignment=4, implementation=implementation)
+        y = grouped.tokens if output == "dequantized" else grouped.tokens.dequantize()
+        sums = jax_ep.sum_by_token(y, grouped, got, implementation=implementation)
+        return jax_ep.combine(sums + like, got.handle), grouped.group_sizes
+
+    def loss(x: Any, weights: Any) -> Any:
+        out, sizes = mapped(on_rank)(x, TOPK_IDX[:0], weights)
+        return jnp.sum(out), (out, sizes)
+
+    if output == "quantized":
+        out, sizes = jax.jit(loss)(X[:0], WEIGHTS[:0])[1]
+    else:
+        grads, (out, sizes) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(X[:0], WEIGHTS[:0])
+        assert [grad.shape for grad in grads] == [(0, 128), (0, 2)]
+    assert out.shape == (0, 128) and not np.any(sizes)
 
 
 def test_the_largest_alignment_counts_its_rows():
@@ -192,10 +240,7 @@ def test_what_a_dispatch_returns_can_be_exported(layout):
     ids=str,
 )
 def test_the_number_of_tokens_may_be_symbolic(options):
-    """The number of tokens may be symbolic, in a program of one device.
-
-    JAX cannot run programs of several devices with symbolic shapes.
-    """
+    """The number of tokens may be symbolic, in a program of one device."""
     (num_tokens,) = export.symbolic_shape("t")
 
     def call(x: Any, topk_idx: Any) -> Any:

@@ -22,6 +22,7 @@ from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
+from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import memory_map
 
@@ -29,7 +30,7 @@ from pallas_kernels.fabric import memory_map
 pytestmark = needs_kernels
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
-COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
+COMBINE = "ep_combine"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,7 @@ def ranks(num_ranks: int) -> dict[str, Any]:
 
 
 def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any = None) -> str:
-    """Lowers `function(shapes, implementation, x, topk_idx, weights)` for CUDA; returns the text.
-
-    The program runs on `mesh`; if that is None, on a mesh of the sizes in `shapes`.
-    """
+    """Returns the text of `function(shapes, implementation, x, topk_idx, weights)` for CUDA."""
     names, sizes = zip(*shapes.mesh, strict=True)
     mesh = cuda_mesh(sizes, names) if mesh is None else mesh
 
@@ -81,10 +79,7 @@ def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any
 def kernels(text: str) -> list[str]:
     """Returns the sorted names of the exchange's kernels in a lowered program."""
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-    names = [
-        re.search(r"ep_dispatch_like|ep_dispatch|ep_combine_grad|ep_combine", call)
-        for call in calls
-    ]
+    names = [re.search(r"ep_dispatch_like|ep_dispatch|ep_combine", call) for call in calls]
     assert all(names), "a kernel without a name of ours"
     return sorted(name.group() for name in names if name)
 
@@ -113,10 +108,7 @@ def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights:
 
 
 def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Computes the gradients of `forward`: of a dispatch, a dispatch_like and two combines.
-
-    One of the combines has weights, the other has none.
-    """
+    """Computes the gradients of `forward`: of a dispatch, a dispatch_like and two combines."""
 
     def outputs(x: jax.Array, weights: jax.Array) -> Any:
         return forward(shapes, implementation, x, topk_idx, weights)
@@ -147,23 +139,18 @@ SHAPES = [
 ]
 
 
-BACKWARD = [COMBINE] * 4 + [GRADIENT, DISPATCH, LIKE, LIKE]
+BACKWARD = [COMBINE] * 4 + [DISPATCH, LIKE, LIKE, LIKE]
 
 
 @pytest.mark.parametrize("shapes", quick(SHAPES, SHAPES[-1]), ids=str)
 def test_lowers_to_the_kernels(shapes):
     best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
     assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
-    # The backward pass has two more plain combines, a dispatch of the plain combine's cotangent,
-    # and the gradient of the weighted combine.
+    assert kernels(lowered(shapes, None, backward)) == BACKWARD
+    # The backward pass has two more plain combines, and dispatches the cotangents of both combines.
     assert kernels(named) == BACKWARD
     for symbol in ("multimem", "nvshmem", "multicast"):
         assert symbol not in best and symbol not in named
-
-
-def test_none_lowers_its_gradients_to_the_kernels():
-    shapes = Shapes(17, 200, 3, 8, "float32", **ranks(4))
-    assert kernels(lowered(shapes, None, backward)) == BACKWARD
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[0], SHAPES[7]], ids=str)
@@ -178,7 +165,13 @@ def test_xla_lowers_without_a_kernel(shapes):
 @pytest.mark.parametrize("function", [forward, backward])
 @pytest.mark.slow
 def test_no_small_collectives_beside_the_kernels(function):
-    text = lowered(SHAPES[0], "pallas", function)
+    """Only the gradient of a weighted combine sends the weights and their cotangents by others."""
+
+    def unweighted(shapes, implementation, x, topk_idx, weights):
+        del weights
+        return function(shapes, implementation, x, topk_idx, None)
+
+    text = lowered(SHAPES[0], "pallas", unweighted)
     for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
         assert f"stablehlo.{collective}" not in text
 
@@ -202,13 +195,7 @@ def test_a_payload_that_cannot_be_served(shapes, reason):
         lowered(shapes, "pallas", tokens)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        None,
-        "xla",
-    ],
-)
+@pytest.mark.parametrize("implementation", [None, "xla"])
 def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
     """implementation=None must choose "xla" if the shard_map leaves out a mesh axis."""
 
@@ -236,7 +223,7 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 
     def types(x, topk_idx, weights):
         config = Config(axis_name=("expert",), num_experts=4, capacity=20, expert_alignment=2)
-        (tokens,), routes, groups = exchange.dispatch(x, topk_idx, config)
+        (tokens,), routes, groups = exchange.dispatch_by_choices(x, topk_idx, config)
         assert all(a.dtype == jnp.int32 for a in (*routes, *groups))
         (again,) = exchange.dispatch_like(x, routes, config)
         out = exchange.combine(tokens, weights, routes, config)
@@ -267,12 +254,12 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
         zeros = [jnp.zeros(shape, jnp.int32) for shape in ((2,), (2,), (1,), (1,))]
         return (x,), jnp.zeros((2, *topk_idx.shape), jnp.int32), counts, *zeros
 
-    monkeypatch.setattr(pallas_exchange.dispatch_kernel, "dispatch", kernel)
+    monkeypatch.setattr(dispatch_kernel, "expert_dispatch", kernel)
     monkeypatch.setattr(pallas_exchange.plans, "for_low_latency", lambda *_, **__: None)
     config = Config(axis_name=("expert",), ranks_per_host=2, num_experts=4, capacity=8)
 
     def dropped(x, topk_idx):
-        return pallas_exchange.dispatch(x, topk_idx, config)[2].dropped_counts
+        return pallas_exchange.dispatch_by_choices(x, topk_idx, config)[2].dropped_counts
 
     run = jax.shard_map(
         dropped, mesh=mesh((4,), ("expert",)), in_specs=P(), out_specs=P("expert"), check_vma=False
@@ -296,10 +283,7 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
     ids=str,
 )
 def test_none_always_lowers(shapes, supported):
-    """implementation=None must choose the kernels if they fit in shared memory, and else "xla".
-
-    The more experts or choices there are, the less shared memory is left for rows.
-    """
+    """implementation=None must choose the kernels if they fit in shared memory, and else "xla"."""
     by_default = lowered(shapes, None, backward)
     assert bool(kernels(by_default)) == supported
     if supported:
@@ -363,21 +347,24 @@ def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
 
     monkeypatch.setattr(fb, "kernel", note)
     found = kernels(lowered(Shapes(40, 512, 8, 256), "pallas", backward))
-    assert set(found) == {DISPATCH, LIKE, COMBINE, GRADIENT} and set(asked) == {num_blocks}
+    assert set(found) == {DISPATCH, LIKE, COMBINE} and set(asked) == {num_blocks}
 
 
-@pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])
-@pytest.mark.parametrize("value", ["0", "-3", "many", "nan", "", "1e30"])
-def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
+NO_NUMBERS = ["0", "-3", "many", "nan", "", "1e30"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        *(("JAX_EP_NUM_BLOCKS", value, "") for value in NO_NUMBERS),
+        *(("JAX_EP_TIMEOUT_SECONDS", value, "") for value in NO_NUMBERS),
+        ("JAX_EP_NUM_BLOCKS", "2049", " must be .* at most 2048, .* '2049'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(variable, value, message, monkeypatch):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=variable):
+    with pytest.raises(ValueError, match=variable + message):
         lowered(Shapes(16, 64, 2, 8), "pallas", forward)
-
-
-def test_more_blocks_than_memory_is_laid_out_for_are_refused(monkeypatch):
-    monkeypatch.setenv("JAX_EP_NUM_BLOCKS", "2049")
-    with pytest.raises(ValueError, match="JAX_EP_NUM_BLOCKS must be .* at most 2048, .* '2049'"):
-        lowered(Shapes(4096, 64, 2, 8), "pallas", forward)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
@@ -398,10 +385,7 @@ def test_any_devices_are_served_in_any_order(order):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Returns a function that makes JAX's first devices pass for GPUs that share memory.
-
-    The function takes their number. Symmetric memory numbers these GPUs from the last to the first.
-    """
+    """Returns a function that makes JAX's first devices pass for GPUs that share memory."""
 
     def pretend(num_gpus: int) -> list[jax.Device]:
         devices = jax.devices()[:num_gpus]
@@ -490,11 +474,7 @@ SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False), (8, False)])
 def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
-    """On an abstract mesh of 2 ranks, kernels must be refused if this machine has 2 or more GPUs.
-
-    The ranks may then be any of these GPUs, and the mesh does not say which. With fewer GPUs here,
-    the program is for another machine.
-    """
+    """On an abstract mesh, kernels must be refused if this machine has 2 or more GPUs."""
     if num_gpus:
         gpus(num_gpus)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
@@ -514,31 +494,10 @@ def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, fab
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeypatch):
+def test_gpus_that_do_not_share_memory_run_no_kernels(gpus, monkeypatch):
     mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
+    monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
-    program: Any = types.SimpleNamespace(
-        platforms=("cuda",),
-        for_export=False,
-        is_of_one_device=True,
-        mesh=mesh,
-        mesh_devices=mesh.devices,
-    )
-    reason = availability.program_unavailable_reason(program, ("expert",))
-    assert reason == "it needs GPUs that share memory, and the pool is gone"
     assert not kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-def test_every_group_of_a_mesh_is_asked_whether_it_shares_memory(gpus, monkeypatch):
-    """Each group of devices along the expert axis must be asked whether it shares memory."""
-    mesh = jax.sharding.Mesh(np.asarray(gpus(4)).reshape(2, 2), ("expert", "data"))
-    asked = []
-
-    def note(devices: Any) -> None:
-        asked.append(tuple(device.id for device in devices))
-
-    monkeypatch.setattr(symmetric_memory, "unavailable_reason", note)
-    shapes = dataclasses.replace(SHAPES_OF_TWO, mesh=(("expert", 2), ("data", 2)))
-    assert kernels(lowered(shapes, None, forward, mesh))
-    assert set(asked) == {(0, 2), (1, 3)}
+    with pytest.raises(ValueError, match="it needs GPUs that share memory, and the pool is gone"):
+        lowered(SHAPES_OF_TWO, "pallas", forward, mesh)

@@ -37,11 +37,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def layouts(case: Case, implementation: str, alignment: int) -> Any:
-    """Jits a function that runs an MoE layer in both layouts and returns results and gradients.
-
-    The layer is a dispatch, a stand-in for the experts, and a combine. The expert-major layout
-    comes first. In the rank-major layout, received rows are grouped by expert and summed by token.
-    """
+    """Jits a function that runs an MoE layer in both layouts and returns results and gradients."""
 
     def experts(tokens: Any) -> Any:
         return (tokens * tokens + 1).astype(tokens.dtype)

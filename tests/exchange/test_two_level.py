@@ -35,7 +35,6 @@ from support.contract import (
     small_weights,
     some_inputs,
 )
-from support.dense_moe import E, K, make_params, make_x
 from support.hlo import received_from_other_hosts
 from support.kernels import needs_kernels
 from support.processes import environment_of_program, free_address
@@ -50,10 +49,7 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.exchange.rail import Rail
 from jax_ep.exchange.two_level import TwoLevel
-from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.layer import moe_layer
 from pallas_kernels.exchange import combine as combine_kernel
-from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
 
@@ -62,10 +58,7 @@ CHECK = Path(__file__).with_name("two_level_check.py")
 
 
 def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Makes a mesh of eight ranks, of which each 8 / num_hosts neighbours pass for a host.
-
-    The ranks are along the axis "expert" if `num_axes` is 1, else along ("host", "expert").
-    """
+    """Makes a mesh of eight ranks, of which each 8 / num_hosts neighbours pass for a host."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
     if num_axes == 1:
         return meshes.mesh((8,), ("expert",))
@@ -75,30 +68,40 @@ def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> M
 # ----------------------------------------------------------------- results against the reference
 
 SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
+# A case is (case, hosts, mesh axes, check_vma, host_capacity, routings).
+SOME = ("uniform", "skewed", "masked", "one_rank")
 CASES = {
-    "one axis": (SMALL, 4, 1, False),
-    "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True),
-    "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False),
-    "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, True),
+    "one axis": (SMALL, 4, 1, False, None, ROUTINGS),
+    "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True, None, ROUTINGS),
+    "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False, None, ROUTINGS),
+    "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, True, None, ROUTINGS),
+    "two hosts' capacity": (SMALL, 2, 2, True, 3, SOME),
+    "four hosts' capacity": (SMALL, 4, 1, False, 2, SOME),
+    "large capacity": (SMALL, 2, 2, True, 7, SOME),
 }
 
 
-# This test is slow, so it does not run by default. The tests of several processes and of
-# host_capacity, which do, also compare with the reference.
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case, num_hosts, num_axes, check_vma", [pytest.param(*c, id=i) for i, c in CASES.items()]
+    "case, num_hosts, num_axes, check_vma, host_capacity, routings",
+    quick(CASES, "four hosts' capacity"),
 )
-def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, monkeypatch):
+def test_everything_equals_the_reference(
+    case, num_hosts, num_axes, check_vma, host_capacity, routings, monkeypatch
+):
+    """Choices past the host capacity must be dropped and counted, as in the reference."""
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(0)
-    run = program(case, "two_level", check_vma, mesh)
+    run = program(case, "two_level", check_vma, mesh, host_capacity=host_capacity)
+    limit = {} if host_capacity is None else dict(num_hosts=num_hosts, host_capacity=host_capacity)
     capacity = case.capacity or reference.dropless_capacity(
         8, case.num_tokens, case.top_k, case.num_experts // 8, case.expert_alignment
     )
-    for kind in ROUTINGS:
+    for kind in routings:
         inputs = some_inputs(case, kind, rng, capacity)
-        assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
+        expected = run_reference(case, inputs, **limit)
+        fewer = np.any(expected.rows_needed < run_reference(case, inputs).rows_needed)
+        assert fewer == (host_capacity is not None and host_capacity < case.num_tokens)
+        assert_outputs(run(inputs), expected, f"routing {kind!r}")
 
 
 SOURCES = {
@@ -113,12 +116,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("num_hosts, host_capacity, few", quick(SOURCES, "two", "four"))
 def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
-    """An exchange that takes hosts in the order of the kernels must equal the reference.
-
-    The kernels forward the rows of this rank's own host first, or those of all hosts at once if
-    there are few tokens. XLA takes the kernels' place here. `few` is the number of tokens per rank
-    up to which all hosts are taken at once.
-    """
+    """An exchange that takes hosts in the order of the kernels must equal the reference."""
 
     def as_kernels(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
         return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
@@ -134,30 +132,6 @@ def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monk
         assert_outputs(run(inputs), run_reference(SMALL, inputs, **limit), f"routing {kind!r}")
     if host_capacity is None:
         check_rank_major(num_hosts, 1, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "num_hosts, num_axes, host_capacity",
-    quick([(2, 2, 3), (4, 1, 2), (2, 2, 7)], (4, 1, 2)),
-)
-def test_what_is_past_the_host_capacity_is_dropped_and_counted(
-    num_hosts, num_axes, host_capacity, monkeypatch
-):
-    """Choices past the host capacity must be dropped, as in the reference.
-
-    A rank sends at most `host_capacity` of its tokens to each host. The choices that its other
-    tokens make there must be counted as dropped, and take no part in results and gradients.
-    """
-    mesh = mesh_of(num_hosts, num_axes, monkeypatch)
-    rng = np.random.default_rng(5)
-    run = program(SMALL, "two_level", num_axes == 2, mesh, host_capacity=host_capacity)
-    for kind in ("uniform", "skewed", "masked", "one_rank"):
-        inputs = some_inputs(SMALL, kind, rng, SMALL.capacity)
-        limit = dict(num_hosts=num_hosts, host_capacity=host_capacity)
-        expected = run_reference(SMALL, inputs, **limit)
-        fewer = np.any(expected.rows_needed < run_reference(SMALL, inputs).rows_needed)
-        assert fewer == (host_capacity < SMALL.num_tokens)
-        assert_outputs(run(inputs), expected, f"routing {kind!r}")
 
 
 def test_a_host_capacity_under_strict_promotion(monkeypatch):
@@ -200,10 +174,7 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
 
 @pytest.mark.parametrize("num_hosts", quick([2, 8], 2))
 def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
-    """A combine must round the sum of a token's rows on one host once, from float32 to bfloat16.
-
-    The rows and weights are integers, so that the float32 sums are exact.
-    """
+    """A combine must round the sum of a token's rows on one host once, from float32 to bfloat16."""
     mesh = mesh_of(num_hosts, 2, monkeypatch)
     case, rng = Case(8, 16, 32, 6, 16, "bfloat16", 400), np.random.default_rng(1)
     topk_idx = routing("uniform", case, rng)
@@ -227,10 +198,7 @@ def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
 
 @pytest.mark.slow
 def test_float8_on_the_wire(monkeypatch):
-    """Dispatched rows must be quantized once, on the rank that sends them.
-
-    In a combine, the sum of a token's rows on one host must be quantized once.
-    """
+    """Dispatched rows must be quantized once, on the rank that sends them."""
     mesh = mesh_of(2, 2, monkeypatch)
     case, rng = Case(8, 6, 256, 3, 16, "bfloat16", 40), np.random.default_rng(2)
     topk_idx = routing("uniform", case, rng)
@@ -273,11 +241,7 @@ def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
 
 
 def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asserts that the rank-major layout of "two_level" equals that of "xla".
-
-    Received rows, their local_topk_idx and weights, the sums of a combine and all gradients must be
-    equal; sums that were sent in float8 must be close.
-    """
+    """Asserts that the rank-major layout of "two_level" equals that of "xla"."""
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
     topk_idx = routing("masked", case, rng)
@@ -317,62 +281,6 @@ def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.slow
-def test_in_scan_and_checkpoint(monkeypatch):
-    mesh = mesh_of(2, 2, monkeypatch)
-    case, rng = Case(8, 6, 16, 2, 16, "float32"), np.random.default_rng(4)
-    topk_idx = routing("uniform", case, rng)
-    x = small_integers(rng, (8, 6, 16), case.dtype)
-    weights = small_weights(rng, topk_idx.shape, "float32")
-
-    def layer(x: Any, topk_idx: Any, weights: Any, implementation: str) -> Any:
-        sent = case.dispatch(x, topk_idx, implementation, axis_name=mesh.axis_names)
-        return jax_ep.combine(sent.tokens * 2, sent.handle, weights, implementation=implementation)
-
-    def grads(x: Any, topk_idx: Any, weights: Any) -> Any:
-        def scanned(x: Any, weights: Any) -> Any:
-            def step(x: Any, _: Any) -> Any:
-                return jax.checkpoint(layer, static_argnums=3)(
-                    x, topk_idx, weights, "two_level"
-                ), None
-
-            return jnp.sum(jax.lax.scan(step, x, None, length=2)[0] ** 2)
-
-        def plain(x: Any, weights: Any) -> Any:
-            for _ in range(2):
-                x = layer(x, topk_idx, weights, "xla")
-            return jnp.sum(x**2)
-
-        return [jax.value_and_grad(f, (0, 1))(x, weights) for f in (scanned, plain)]
-
-    one, other = jax.jit(per_rank(grads, 8, mesh=mesh))(x, topk_idx, weights)
-    for actual, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        # Sums of integers are exact.
-        assert_equal(actual, expected)
-
-
-@pytest.mark.slow
-def test_a_layer_over_hosts(monkeypatch):
-    """A layer on two hosts must use two levels by default, and agree with one without a mesh."""
-    mesh = mesh_of(2, 2, monkeypatch)
-    params, x = make_params(), make_x()
-
-    def run(config: MoEConfig) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            return jnp.mean(moe_layer(params, x, config)[0] ** 2)
-
-        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        return step.lower(params, x).as_text(), step(params, x)
-
-    options = dict(num_experts=E, num_experts_per_token=K)
-    text, actual = run(MoEConfig(**options, mesh=mesh, expert_axis=("host", "expert")))
-    # These groups are the ranks in the same place on each host (rails).
-    assert "[[0, 4], [1, 5], [2, 6], [3, 7]]" in text
-    _, expected = run(MoEConfig(**options))
-    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
 # --------------------------------------------------------- bytes sent between hosts, and kernels
 
 
@@ -385,10 +293,7 @@ BYTES = {
 
 @pytest.mark.parametrize("case", quick([*BYTES], "two", "four"))
 def test_tokens_cross_to_each_host_once(case, monkeypatch):
-    """Dispatch and combine, compiled, must send each token between two hosts once.
-
-    They must have no array with the tokens of all ranks.
-    """
+    """Dispatch and combine, compiled, must send each token between two hosts once."""
     num_hosts, host_capacity, least, most = BYTES[case]
     mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
     case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
@@ -418,10 +323,7 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
 
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_axes_in_another_order_than_the_mesh_has_them(num_hosts, monkeypatch):
-    """Ranks must be numbered along `axis_name`, even if the mesh has its axes in another order.
-
-    Numbered in this way, the ranks of a host are neighbours, as the exchange needs them.
-    """
+    """Ranks must be numbered along `axis_name`, even if the mesh has its axes in another order."""
     in_order = mesh_of(num_hosts, 2, monkeypatch)
     mesh = Mesh(in_order.devices.T, ("expert", "host"))
     rng = np.random.default_rng(7)
@@ -482,10 +384,7 @@ def test_no_mesh_is_one_rank():
     quick([(64, 2, 1, None), (300, 2, 2, 20), (300, 4, 1, None)], (64, 2, 1, None)),
 )
 def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity, monkeypatch):
-    """For GPUs, one kernel call must handle few tokens of all hosts.
-
-    For more tokens per rank, there must be one call for the tokens of each host.
-    """
+    """For GPUs, one kernel call must handle few tokens of all hosts."""
     per_host = 8 // num_hosts
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(per_host))
     shape, names = ((8,), ("expert",))
@@ -518,9 +417,8 @@ def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     turns = 1 if num_tokens == 64 else num_hosts
     expected = {
-        "ep_dispatch_like": turns,
+        "ep_dispatch_like": 2 * turns,
         "ep_combine": 2 * turns,
-        "ep_combine_grad": turns,
         "ep_rank_dispatch": 2 * turns,
     }
     for kernel, count in expected.items():
@@ -532,11 +430,7 @@ def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity
 @pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
-    """Kernels inside one of two hosts must give that host's part of the whole exchange.
-
-    They get the tokens that have come from both hosts: all at once, or `in_parts` first this host's
-    own tokens, then the other host's.
-    """
+    """Kernels inside one of two hosts must give that host's part of the whole exchange."""
     host = 1
     problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
     plan, fabric = Plan(2, 4, 2, step_tokens=2), simulated_ranks(2)
@@ -544,11 +438,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     sources = [[host], [1 - host]] if in_parts else [[0, 1]]
 
     def on_rails(array: np.ndarray, source: Sequence[int]) -> np.ndarray:
-        """Returns the tokens that the G ranks of a host get from the S hosts in `source`.
-
-        Rank i of the host gets the tokens of rank i of each of these hosts (its rail). So
-        [N, T, ...] of all N ranks becomes [G, S * T, ...].
-        """
+        """Returns the tokens that the G ranks of a host get from the S hosts in `source`."""
         by_host = array.reshape(2, 2, *array.shape[1:])[np.asarray(source)].swapaxes(0, 1)
         return by_host.reshape(2, -1, *array.shape[2:])
 
@@ -563,30 +453,23 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
         options = dict(fabric=fabric, plan=plan, **more)
         return simulate(functools.partial(kernel, *map(jnp.asarray, arrays), **options))
 
-    y, tokens, dy = problem.y[ranks], None, None
+    y, tokens = problem.y[ranks], None
     here = [
         sent.routes._replace(rows=np.where(sent.routes.ranks // 2 == host, sent.routes.rows, -1))
-        for sent in problem.dispatched(13)
+        for sent in problem.dispatched
     ]
     sums = np.stack(reference.combine(list(problem.y), here, list(problem.weights)))
-    grads = reference.combine_grad(list(problem.g), list(problem.y), here, list(problem.weights))
     for source in sources:
-        x, g, weights = (on_rails(a, source) for a in (problem.x, problem.g, problem.weights))
+        x, weights = (on_rails(a, source) for a in (problem.x, problem.weights))
         topk_idx = on_rails(problem.topk_idx, source) - experts.start
         rows, counts = routes(source)
-        aligned = dict(expert_alignment=problem.alignment)
         tokens = run(
-            dispatch_kernel.dispatch_like, x, rows, counts, capacity=13, into=tokens, **aligned
-        )
+            dispatch_kernel.dispatch_like, x, rows, counts, capacity=13, into=tokens,
+            expert_alignment=problem.alignment,
+        )  # fmt: skip
         found = run(combine_kernel.combine, y, weights, topk_idx, rows, num_experts=4)
         assert_equal(found, on_rails(sums, source), "sums")
-        dy, dweights = run(
-            combine_grad_kernel.combine_grad, g, weights, y, topk_idx, rows, counts, into=dy,
-            **aligned,
-        )  # fmt: skip
-        assert_equal(dweights, on_rails(np.stack(grads[1]), source), "dweights")
     assert_bitwise_equal(tokens[0], problem.tokens[ranks], "tokens")
-    assert_equal(dy, problem.combine_grads[0][ranks], "dy")
 
 
 # ----------------------------------------------------------------------------- several processes
@@ -597,10 +480,7 @@ LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processes would share the GPUs")
 @pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
 def test_between_processes(processes, devices, flags):
-    """With one process per host, each process must pass two_level_check.py.
-
-    That program checks the results, and the bytes that are sent between hosts.
-    """
+    """With one process per host, each process must pass two_level_check.py."""
     address = free_address()
     environment = environment_of_program(
         fast=bool(flags),

@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +18,15 @@ from support.meshes import mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, PLAIN, Float8, QuantizedArray
+from jax_ep.formats import (
+    FLOAT8_MATRICES,
+    FLOAT8_ROWS,
+    MXFP4,
+    PLAIN,
+    Float8,
+    QuantizedArray,
+    Transposed,
+)
 
 FORMATS = {
     "rows": FLOAT8_ROWS,
@@ -75,6 +84,42 @@ def test_numpy_stays_on_the_host(format):
     array = jax_ep.quantize(x(), format)
     assert isinstance(array.values, np.ndarray) and isinstance(array.scales, np.ndarray)
     assert_is(array, format, dequantized(format))
+
+
+def test_it_is_indexed_before_its_blocks(format):
+    array, numbers = quantized(format), dequantized(format)
+    transposed = QuantizedArray(array.values, array.scales, Transposed.of(format))
+    whole = slice(None)
+    for index in (..., 1, np.int32(-1), (slice(1, 3), whole), np.asarray([2, 0]), (0, ..., whole)):
+        assert_is(array[index], format, numbers[index])
+    assert_is(transposed[1], transposed.format, numbers[1].T)
+    assert_is(jax.jit(lambda a: a[1])(array), format, numbers[1])
+    assert_is(nnx.Param(array)[...], format, numbers)
+
+
+def test_its_blocks_are_not_indexed(format):
+    array = quantized(format)
+    transposed = QuantizedArray(array.values, array.scales, Transposed.of(format))
+    assert len(array) == 4 and [part.shape for part in array] == [(256, 256)] * 4
+    for index in ((..., 0), (0, slice(None), slice(128)), None, (0, None)):
+        with pytest.raises(TypeError, match=r"index must .* first .* axes .*\(4, 256, 256\).*deq"):
+            array[index]
+    with pytest.raises(TypeError, match="first 1 axes .* Index its .dequantize"):
+        transposed[0, 5]
+    with pytest.raises(IndexError, match=r"4 axes, .*\(4, 256, 256\)"):
+        array[(slice(None),) * 4]
+    with pytest.raises(TypeError, match="QuantizedArray is not an array .*dequantize"):
+        np.asarray(array)
+    with pytest.raises(TypeError, match="QuantizedArray is not an array .*dequantize"):
+        jnp.asarray(array)
+
+
+def test_rows_are_indexed():
+    array, numbers = quantized(FLOAT8_ROWS), dequantized(FLOAT8_ROWS)
+    assert_is(array[1, 5], FLOAT8_ROWS, numbers[1, 5])
+    assert_is(array[:, 5:9], FLOAT8_ROWS, numbers[:, 5:9])
+    with pytest.raises(TypeError, match="index must"):
+        quantized(FLOAT8_MATRICES)[:, 5:9]
 
 
 def test_it_passes_jit(format):

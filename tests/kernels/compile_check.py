@@ -1,17 +1,22 @@
-"""Compiles the kernels for H200 GPUs with JAX's CUDA plugin, on any machine.
+"""Compiles the kernels for GPUs with JAX's CUDA plugin, on any machine.
 
-    python tests/kernels/compile_check.py [--plugin DIR]
+    python tests/kernels/compile_check.py [--plugin DIR] [--nvjitlink DIR] [--gpu b200]
 
-Without --plugin the kernels are only lowered for CUDA. DIR is a folder with JAX's CUDA plugin in
-the version of JAX, which must not be on Python's path:
+Without --plugin the kernels are only lowered for CUDA. The folders hold what assembles kernels in a
+user's installation, apart from each other and not on Python's path, in the version of JAX:
 
-    pip install --no-deps --target=DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+    pip install --no-deps --target=PLUGIN jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION \
+        nvidia-cuda-nvcc nvidia-nvvm
+    pip install --no-deps --target=NVJITLINK nvidia-nvjitlink
 
-The check needs `ptxas`, on the PATH or in DIR (pip install --no-deps --target=DIR
-nvidia-cuda-nvcc). It prints each kernel's registers and the bytes of spilled registers. It fails if
+JAX 0.12 and newer assemble with libnvJitLink if it is loaded, as it is in a user's installation,
+and otherwise with ptxas; older ones always with ptxas. The check fails if another assembler wrote
+the reports. It prints each kernel's registers and the bytes of spilled registers. It also fails if
 
   a program does not lower or compile,
-  ptxas serializes the tensor cores' instructions,
+  for the H200, a kernel of matmuls spills registers, or another kernel 8 more than ptxas alone
+    makes it spill,
+  the assembler serializes the tensor cores' instructions,
   threads of one warp may wait at different barriers, or
   XLA schedules the sending of rows between hosts such that no kernel runs meanwhile.
 """
@@ -20,11 +25,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import os
 import re
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,48 +47,60 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.formats import MXFP4, QuantizedArray, Transposed
 from jax_ep.matmul import float8, unquantized
+from jax_ep.moe.routing import router_logits
+from jax_ep.runtime import assembler
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.float8 import swiglu
+from support.kernels import on_ranks
 from support.meshes import cuda_mesh
 from support.ptx import divided_barriers
 
 AXIS = "expert"
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+# What XLA knows of a GPU: as Hopper's H200, with what is different on others.
+TARGET = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} feature_extension: ACCELERATED_FEATURES }}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  core_count: {cores} fpus_per_core: 128 clock_rate_ghz: {clock}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 52428800
-}
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: {cache}
+}}
 platform_name: "CUDA"
-runtime_version { major: 13 }
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
+runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
 """
+# Bandwidth is in bytes a second, memory and cache in bytes, and the clock in GHz.
+FIELDS = ("name", "major", "cores", "clock", "bandwidth", "memory", "cache")
+GPUS = {
+    "h200": ("NVIDIA H200", 9, 132, 1.98, 4_800_000_000_000, 150_000_000_000, 52_428_800),
+    "b200": ("NVIDIA B200", 10, 148, 1.965, 7_672_320_000_000, 191_514_411_008, 132_644_864),
+}
 
 
-def gpus(plugin: Path) -> list[jax.Device]:
-    """Returns eight devices for which JAX can compile, but not run: H200 GPUs of one host.
+def gpus(plugin: Path, gpu: str = "h200") -> list[jax.Device]:
+    """Returns eight GPUs of one host, for which JAX can compile, but not run.
 
-    `plugin` is the folder with JAX's CUDA plugin.
+    `plugin` is the folder with JAX's CUDA plugin, and `gpu` is a key of `GPUS`.
     """
     runtime = plugin / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
     os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
     library = plugin / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
     api = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
-    shape = "1x1x8"
-    topology = xla_client.make_c_api_device_topology(api, shape, topology=shape, target_config=H200)
+    shape, target = "1x1x8", TARGET.format(**dict(zip(FIELDS, GPUS[gpu], strict=True)))
+    topology = xla_client.make_c_api_device_topology(
+        api, shape, topology=shape, target_config=target
+    )
     return topology._make_compile_only_devices()
 
 
 def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> str:
-    """Compiles a function of each rank's arrays; returns its PTX and the messages of ptxas."""
+    """Compiles a function of each rank's arrays; returns its PTX and the assembler's report."""
     with written() as text:
         lowered(function, num_ranks, devices, *shapes).compile()
     return text[0]
@@ -96,8 +116,8 @@ def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes:
         jax.ShapeDtypeStruct((num_ranks * n, *rest), dtype, sharding=sharding)
         for (n, *rest), dtype in shapes
     ]
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
+    program = on_ranks(function, mesh, check_vma=True)
+    return program.trace(*operands).lower(lowering_platforms=("cuda",))
 
 
 @contextlib.contextmanager
@@ -136,10 +156,10 @@ def exchange(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> An
 
 
 def between_hosts(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Computes dispatch, combine and the combine's gradients."""
+    """Computes dispatch, combine and the combine's gradient."""
+    del weights
     sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
-    combine = functools.partial(jax_ep.combine, handle=sent.handle)
-    out, pull = jax.vjp(lambda y, weights: combine(y, topk_weights=weights), sent.tokens, weights)
+    out, pull = jax.vjp(functools.partial(jax_ep.combine, handle=sent.handle), sent.tokens)
     return out, *pull(out)
 
 
@@ -186,6 +206,11 @@ def few_tokens(matmul_dtype: Any, x: Any, gate: Any, wi_0: Any, wi_1: Any, wo: A
         matmul_dtype=matmul_dtype,
     )
     return jax_ep.moe_layer(params, x, config)[0]
+
+
+def router(x: Any, gate: Any) -> Any:
+    """Chooses the experts of a few tokens."""
+    return tuple(jax_ep.top_k_routing(router_logits(x, gate), 8)[:2])
 
 
 def mxfp4_layer(x: Any, gate: Any, *parts: Any) -> Any:
@@ -238,6 +263,8 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
             for algorithm in algorithms:
                 of_op = functools.partial(collective, op, algorithm)
                 yield f"{op}, {algorithm}", num_ranks, of_op, [((64, 4096), jnp.bfloat16)]
+    gate = [((16, 2048), jnp.bfloat16), ((2048, 128), jnp.float32)]
+    yield "router, T=16", 1, router, gate
     for tokens, dtype in ((1, None), (1, jnp.float8_e4m3fn), (16, None)):
         sides = (2048, 768), (2048, 768), (768, 2048)
         matrices = [((128, *side), jnp.bfloat16) for side in sides]
@@ -300,67 +327,111 @@ SCHEDULED = re.compile(
     r"(collective-permute(?:-start|-done)?|custom-call(?=.*custom_call_target=\"mosaic_gpu))"
     r"\(%([^,)]+).*"
 )
-PTX = re.compile(r"\.visible \.entry (\w+?)_mosaic_gpu_kernel\(.*?\n}", re.S)
-KERNEL = re.compile(
-    r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'(.*?)Used (\d+) regis", re.S
+PTX = re.compile(
+    r"\.version(?:(?!\.version).)*?\.visible \.entry (\w+?)_mosaic_gpu_kernel\(.*?\n}", re.S
 )
-SPILLED = re.compile(r"(\d+) bytes spill stores")
 HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
-SERIALIZED = re.compile(r"wgmma.mma_async instructions are serialized.*?function '(\w+)'")
+# The other kernels are of matmuls.
+NOT_OF_MATMULS = re.compile(r"ep_|top_k|router_logits")
+# Two assemblers that fill all registers differ by a few of them: the bytes of 8 registers.
+FEW_REGISTERS = 32
 
 
-def faults_of(said: str) -> list[str]:
-    """Returns the faults in `said`, the PTX and messages that `compiled` has returned."""
-    found, texts = KERNEL.findall(said), list(PTX.finditer(said))
-    faults = [f"{kernel} is serialized" for kernel in SERIALIZED.findall(said)]
-    if not found or len(found) != len(texts):
-        faults.append(f"{len(found)} kernels, {len(texts)} in PTX")
-    for kernel in texts:
-        for branch in divided_barriers(kernel[0]):
-            faults.append(f"{kernel[1]} parts threads of a warp before a barrier: {branch}")
-    return faults
+def faults_of(said: str, gpu: str) -> Iterator[str]:
+    """Yields the faults in `said`, the PTX and the assembler's report that `compiled` returned."""
+    kernels, texts = assembler.reported(said), list(PTX.finditer(said))
+    if not kernels or len(kernels) != len(texts):
+        yield f"{len(kernels)} kernels, {len(texts)} in PTX"
+    if assembler.author(said) != assembler.name():
+        yield f"assembled by {assembler.author(said)}, not by {assembler.name()}"
+    for kernel, text in zip(kernels, texts, strict=False):
+        if kernel.serialized:
+            yield f"{kernel.name} is serialized"
+        if kernel.spilled and gpu == "h200":
+            yield from excess_spills(kernel, text[0])
+        for branch in divided_barriers(text[0]):
+            yield f"{kernel.name} parts threads of a warp before a barrier: {branch}"
+
+
+def excess_spills(kernel: assembler.Kernel, text: str) -> Iterator[str]:
+    """Yields a fault if a kernel spills more than it may; `text` is its PTX."""
+    if not NOT_OF_MATMULS.match(kernel.name):
+        yield f"{kernel.name} spills {kernel.spilled} bytes"
+    elif kernel.spilled > FEW_REGISTERS:
+        by_ptxas = spilled_by_ptxas(text)
+        if kernel.spilled > by_ptxas + FEW_REGISTERS:
+            yield f"{kernel.name} spills {kernel.spilled} bytes, with ptxas {by_ptxas}"
+
+
+def spilled_by_ptxas(text: str) -> int:
+    """Returns how many bytes of registers the kernel in PTX `text` spills if ptxas assembles it."""
+    (target,) = re.findall(r"^\.target (\w+)", text, re.M)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(text)
+        file.flush()
+        command = ["ptxas", "-v", "-O3", f"-arch={target}", file.name, "-o", os.devnull]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    (kernel,) = assembler.reported(done.stdout + done.stderr)
+    return kernel.spilled
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--plugin", type=Path, help="where the plugin is; none: only lower")
-    parser.add_argument("--only", default="", help="of programs whose name has this in it")
+    parser.add_argument(
+        "--nvjitlink", type=Path, help="where libnvJitLink is; none: do not load it"
+    )
+    parser.add_argument("--gpu", default="h200", choices=GPUS, help="the GPU to compile for")
+    parser.add_argument("--only", default="", help="of programs in whose name this regex is found")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     # The eight CPU devices have the same numbers as the eight GPUs to compile for.
     jax.config.update("jax_num_cpu_devices", 8)
     devices: Any = []
+    if arguments.nvjitlink:
+        # The plugin looks the library up by its name, and so finds the one that is loaded.
+        library = arguments.nvjitlink / "nvidia" / "cu13" / "lib" / assembler.NVJITLINK_FILE
+        ctypes.CDLL(str(library))
     if arguments.plugin:
-        os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        os.environ["PATH"] += f"{os.pathsep}{arguments.plugin / 'nvidia' / 'cu13' / 'bin'}"
-        devices = gpus(arguments.plugin)
-    chosen = [program for program in programs() if arguments.only in program[0]]
+        os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", **assembler.REPORTS}
+        ptxas = arguments.plugin / "nvidia" / "cu13" / "bin"
+        os.environ["PATH"] = f"{ptxas}{os.pathsep}{os.environ['PATH']}"
+        devices = gpus(arguments.plugin, arguments.gpu)
+    chosen = [program for program in programs() if re.search(arguments.only, program[0])]
     count, faults = 0, []
-    print(f"{'program':<36}{'ranks':>6}  {'kernel':<28}{'registers':>10}{'spilled':>9}")
+    print(
+        f"{'program':<36}{'ranks':>6}  {'kernel':<28}{'registers':>10}{'spilled':>9}{'seconds':>9}"
+    )
     for name, num_ranks, function, operands in chosen:
-        wrong, said, kernels = [], "", 0
+        wrong, kernels, started = [], [], time.monotonic()
         try:
             if arguments.plugin:
                 said = compiled(function, num_ranks, devices, *operands)
-                wrong = faults_of(said)
+                kernels = assembler.reported(said)
+                wrong = list(faults_of(said, arguments.gpu))
+                count += len(kernels)
             else:
                 text = lowered(function, num_ranks, devices, *operands).as_text()
-                kernels = len(set(HASH.findall(text)))
-                wrong = [] if kernels else ["no kernel in the lowered program"]
-                print(f"{name:<36}{num_ranks:>6}  kernels: {kernels}", flush=True)
+                hashes = set(HASH.findall(text))
+                wrong = [] if hashes else ["no kernel in the lowered program"]
+                print(f"{name:<36}{num_ranks:>6}  kernels: {len(hashes)}", flush=True)
+                count += len(hashes)
         # Go on after a program that fails, to see the other programs' results.
         except Exception as error:
             wrong = [f"{type(error).__name__}: {error}".splitlines()[0]]
         faults += [f"{name}, {num_ranks} ranks: {fault}" for fault in wrong]
-        for kernel, properties, registers in KERNEL.findall(said):
-            spilled = max(map(int, SPILLED.findall(properties)), default=0)
-            print(f"{name:<36}{num_ranks:>6}  {kernel:<28}{registers:>10}{spilled:>9}", flush=True)
-            kernels += 1
-        count += kernels
-    hosts = (2, 4) if arguments.plugin and arguments.only in "between hosts" else ()
+        for kernel in kernels:
+            print(
+                f"{name:<36}{num_ranks:>6}  {kernel.name:<28}{kernel.registers:>10}"
+                f"{kernel.spilled:>9}{time.monotonic() - started:>9.1f}",
+                flush=True,
+            )
+    hosts = (2, 4) if arguments.plugin and re.search(arguments.only, "between hosts") else ()
     for num_hosts in hosts:
         faults += waits_for_the_network(num_hosts, devices)
-    built = "compiled" if arguments.plugin else "lowered"
+    built = (
+        f"compiled for {arguments.gpu} with {assembler.name()}" if arguments.plugin else "lowered"
+    )
     # The last line sums up the check: CI prints it among its results.
     print("\n".join([*faults, f"{count} kernels {built}, {len(faults)} faults"]))
     return 1 if faults or not (chosen or hosts) else 0

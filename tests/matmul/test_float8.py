@@ -30,8 +30,7 @@ K, N = 256, 384
 HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, default_platform(), ROWS, True))
 implementations = pytest.mark.parametrize("implementation", [None, *HERE])
 here = pytest.mark.parametrize("implementation", HERE)
-kernels = pytest.mark.skipif("pallas" not in HERE, reason="the kernels do not run here")
-GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
+GROUP_SIZES = np.asarray(SIZES, np.int32)
 
 
 def rows_of(kind, width=K, seed=0):
@@ -52,7 +51,9 @@ def of_either_kind(kind):
 @functools.cache
 def product(implementation, dtype):
     return jax.jit(
-        lambda pairs, sizes: float8.product(pairs, sizes, dtype, implementation=implementation)
+        lambda pairs, sizes: float8.product_of_float8(
+            pairs, sizes, dtype, implementation=implementation
+        )
     )
 
 
@@ -73,10 +74,7 @@ def test_product(implementation, kind):
 
 @implementations
 def test_sum_of_products(implementation):
-    """The sum of two products must be right, as in the gradient of a gated MLP's rows.
-
-    The matrices are [L, K, N], and are multiplied transposed.
-    """
+    """The sum of two products must be right, as in the gradient of a gated MLP's rows."""
     grads = [rows_of("skewed", N, seed) for seed in (2, 3)]
     rhs = [matrices_of("random", seed) for seed in (4, 5)]
     pairs = [
@@ -99,47 +97,14 @@ def test_sum_of_products(implementation):
 def test_gated_product(implementation, kind):
     lhs, rhs = rows_of(kind), [matrices_of("random", seed) for seed in (1, 2)]
 
-    def gating(gate, up):
-        return jax.nn.silu(gate) * up
-
     got = jax.jit(
-        lambda rows, pair, sizes: float8.gated_product(
-            rows, pair, sizes, gating, True, implementation
+        lambda rows, pair, sizes: float8.gated_product_of_float8(
+            rows, pair, sizes, operands.swiglu, True, implementation
         )
     )(operands.rows(lhs), tuple(map(operands.transposed_matrices, rhs)), GROUP_SIZES)
     live = [jax.tree.map(lambda part: part[:LIVE], each) for each in got]
     assert len(live) == 3
     assert_gated_within_bound(live, lhs[:LIVE], rhs, SIZES)
-
-
-def gated_by_kernels(rows, pair, gating):
-    """Returns the hidden values and both products of the gated kernel, each as (values, scales)."""
-    got = jax.jit(
-        lambda rows, pair, sizes: float8.gated_product(rows, pair, sizes, gating, True, "pallas")
-    )(rows, pair, GROUP_SIZES)
-    return [(each.values[:LIVE], each.scales[:LIVE]) for each in got]
-
-
-@kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_product_keeps_the_bits_of_encode(kind):
-    rows = operands.rows(rows_of(kind))
-    pair = tuple(operands.transposed_matrices(matrices_of("random", seed)) for seed in (1, 2))
-    _, *products = gated_by_kernels(rows, pair, operands.swiglu)
-    for got, each in zip(products, pair, strict=True):
-        assert_encodes(got, product("pallas", jnp.float32)([(rows, each)], GROUP_SIZES)[:LIVE])
-
-
-@kernels
-def test_a_row_with_infinities_and_nan_is_quantized_by_its_finite_numbers():
-    rows = operands.rows(rows_of("random"))
-    pair = tuple(operands.transposed_matrices(matrices_of("random", s) / 16) for s in (1, 2))
-    hidden, *_ = gated_by_kernels(rows, pair, operands.times_huge)
-    products = [
-        np.asarray(product("pallas", jnp.float32)([(rows, each)], GROUP_SIZES)[:LIVE])
-        for each in pair
-    ]
-    assert_encodes(hidden, operands.times_huge_of(*products))
 
 
 @here

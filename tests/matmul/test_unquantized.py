@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as float8_operands
+from support.float8 import swiglu
 from support.kernels import needs_kernels
 from support.matmuls import (
     AVAILABLE,
@@ -30,7 +31,7 @@ from jax_ep.matmul.unquantized import (
     add_drhs_of_each,
     drhs_of_each,
     gate_gradient,
-    gated_product,
+    gated_product_of_arrays,
     sum_of_products,
 )
 from jax_ep.runtime import jax_compat
@@ -62,19 +63,12 @@ def test_sum_of_products(implementation, dtype, transpose_rhs):
         assert_close(drhs.transpose(0, 2, 1) if transpose_rhs else drhs, want_drhs, dtype)
 
 
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
 @pytest.mark.parametrize(
     ("keep", "has_biases"), quick([(False, False), (True, True)], (True, True))
 )
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_gated_product(implementation, dtype, keep, has_biases):
-    """The gated product must equal, bit for bit, two products and a gate, also under vmap.
-
-    Its gradients are equal within rounding.
-    """
+    """The gated product must equal, bit for bit, two products and a gate, also under vmap."""
     sizes = GROUP_SIZES["empty groups"]
     args = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
     lhs, rhs, group_sizes = args[0][0], (args[0][1], args[1][1]), args[0][2]
@@ -83,7 +77,9 @@ def test_gated_product(implementation, dtype, keep, has_biases):
     biases = tuple(map(jnp.asarray, of_both)) if has_biases else None
 
     def fused(lhs, rhs, biases):
-        return gated_product(lhs, rhs, group_sizes, swiglu, keep, implementation, biases=biases)
+        return gated_product_of_arrays(
+            lhs, rhs, group_sizes, swiglu, keep, implementation, biases=biases
+        )
 
     def apart(lhs, rhs, biases):
         products = [grouped_matmul(lhs, r, group_sizes, implementation=implementation) for r in rhs]
@@ -118,10 +114,7 @@ def test_gated_product(implementation, dtype, keep, has_biases):
 
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_several_gradients_of_matrices(implementation, dtype):
-    """`drhs_of_each` of several cotangents must equal `drhs_of_each` of each of them alone.
-
-    It computes the gradients of matrices. The gradients of these gradients must be equal, too.
-    """
+    """`drhs_of_each` of several cotangents must equal `drhs_of_each` of each of them alone."""
     sizes = GROUP_SIZES["empty groups"]
     lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
     live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
@@ -185,10 +178,7 @@ def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide)
 @pytest.mark.parametrize("case", ["empty groups", "past R", "all empty"])
 @pytest.mark.parametrize("implementation, dtype", AVAILABLE)
 def test_gate_gradient(implementation, dtype, case):
-    """The gradient of a gating must be that of NumPy in the rows of groups, whatever is in others.
-
-    The operands must stay as they are, although the kernel writes to their memory.
-    """
+    """The gradient of a gating must be NumPy's in the rows of groups, whatever others hold."""
     rng, sizes = np.random.default_rng(0), GROUP_SIZES[case]
     used = min(sum(sizes), NUM_ROWS)
     arrays = [rng.standard_normal((NUM_ROWS, F)).astype(np.float32) for _ in range(3)]
@@ -196,7 +186,7 @@ def test_gate_gradient(implementation, dtype, case):
     for each in (*arrays, weights):
         each[used:] = np.nan
     dhidden, gate, up = (jnp.asarray(each, dtype) for each in arrays)
-    got = jax.jit(lambda *a: gate_gradient(float8_operands.swiglu, *a, implementation))(
+    got = jax.jit(lambda *a: gate_gradient(swiglu, *a, implementation))(
         dhidden, (gate, up), jnp.asarray(weights), jnp.asarray(sizes, jnp.int32)
     )
     dgate, dup, hidden, products = float8_operands.gate_gradient(
@@ -225,7 +215,6 @@ def test_second_order_gradient_of_a_gate():
 
         return jax.jit(jax.grad(of, (0, 1, 2)))(dhidden, (gate, up), weights)
 
-    swiglu = float8_operands.swiglu
     got = total(lambda *a: gate_gradient(swiglu, *a, sizes, None))
     want = total(lambda *a: gate_gradient_of_all(swiglu, *a))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.float8 import swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
 
@@ -46,10 +47,6 @@ def highest_precision():
     """Multiplies float32 as float32 on GPUs, too, where XLA otherwise multiplies TF32."""
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
 
 
 def case(format, num_rows, matrices=2, shared=True, with_bias=True, dtype=jnp.bfloat16):
@@ -116,7 +113,7 @@ def test_products(name, num_rows, implementation, dtype):
         x, stored, biases, groups, rows = case(
             FORMATS[name], num_rows, matrices, shared, gating is not None, dtype
         )
-        out = weight_only.product(
+        out = weight_only.product_of_stored(
             x, stored, biases, groups, num_rows, gating=gating, implementation=implementation
         )
         assert out.dtype == dtype
@@ -142,7 +139,7 @@ def test_products(name, num_rows, implementation, dtype):
 def test_products_of_groups(name, implementation, dtype):
     for matrices, gating, with_bias in ((2, swiglu, True), (2, swiglu, False), (1, None, False)):
         x, stored, biases, sizes = sized_case(FORMATS[name], matrices, with_bias, dtype)
-        out = weight_only.product(
+        out = weight_only.product_of_stored(
             x,
             stored,
             biases,
@@ -168,7 +165,7 @@ def test_gated_products(name, implementation, dtype):
     for keep, biases in ((True, some), (False, [None, None])):
         hidden = swiglu(*products_of_groups(x, stored, biases))
         want = [np.asarray(hidden), *products]
-        got = weight_only.gated_product(
+        got = weight_only.gated_product_of_stored(
             x, tuple(stored), biases, sizes, swiglu, keep, implementation
         )
         assert len(got) == (3 if keep else 1)
@@ -194,10 +191,7 @@ def test_gated_products(name, implementation, dtype):
     ),
 )
 def test_mxfp4_of_many_sizes(depth, width, num_rows):
-    """Kernels of other tiles compute each of these numbers of rows, and stages of K differ, too.
-
-    The last tile of columns may reach past the last column.
-    """
+    """Kernels of other tiles compute each of these numbers of rows, and stages of K differ, too."""
     rng, sizes = np.random.default_rng(depth + num_rows), [num_rows, 0, num_rows + 5]
     used = sum(sizes)
     x = jnp.asarray(rng.standard_normal((used + 3, depth)), jnp.bfloat16)
@@ -210,10 +204,12 @@ def test_mxfp4_of_many_sizes(depth, width, num_rows):
     ]
     biases = list(jnp.asarray(rng.standard_normal((2, len(sizes), width)), jnp.bfloat16))
     groups = jnp.asarray(sizes, jnp.int32)
-    out = weight_only.product(x, stored[:1], [None], groups)
+    out = weight_only.product_of_stored(x, stored[:1], [None], groups)
     (product,) = products_of_groups(x, stored[:1], [None], sizes)
     assert_close(out[:used], product, jnp.bfloat16)
-    (hidden,) = weight_only.gated_product(x, tuple(stored), biases, groups, swiglu, False, None)
+    (hidden,) = weight_only.gated_product_of_stored(
+        x, tuple(stored), biases, groups, swiglu, False, None
+    )
     want = swiglu(*products_of_groups(x, stored, biases, sizes))
     assert_close(hidden[:used], np.asarray(want), jnp.bfloat16)
 
@@ -221,7 +217,9 @@ def test_mxfp4_of_many_sizes(depth, width, num_rows):
 def of_dequantized(x, stored, biases, gating, keep=False):
     """Computes the results for the rows of groups by products of dequantized matrices."""
     sizes = jnp.asarray(SIZES, jnp.int32)
-    products = [unquantized.product(x, each.dequantize(x.dtype), sizes, None) for each in stored]
+    products = [
+        unquantized.product_of_arrays(x, each.dequantize(x.dtype), sizes, None) for each in stored
+    ]
     numbers = [product.astype(jnp.float32) for product in products]
     for i, bias in enumerate(biases):
         if bias is not None:
@@ -249,8 +247,10 @@ def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation,
         if keep:
             pair = tuple(stored)
             none = [None, None]
-            return weight_only.gated_product(x, pair, none, sizes, swiglu, True, implementation)
-        out = weight_only.product(
+            return weight_only.gated_product_of_stored(
+                x, pair, none, sizes, swiglu, True, implementation
+            )
+        out = weight_only.product_of_stored(
             x, stored, biases, sizes, gating=swiglu, implementation=implementation
         )
         return (out,)
@@ -276,7 +276,7 @@ def test_gradients_of_gradients(name):
     x, stored, biases, sizes = sized_case(FORMATS[name], dtype=jnp.float32)
 
     def product(x, biases):
-        return weight_only.product(x, stored, biases, sizes, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, sizes, gating=swiglu)
 
     def wanted(x, biases):
         return of_dequantized(x, stored, biases, swiglu)[0]
@@ -298,10 +298,7 @@ def test_gradients_of_gradients(name):
 
 
 def special_matrices(rng):
-    """Returns matrices [2, K, N] in MXFP4, transposed, with every scale and every float4 number.
-
-    Half of the columns of the second matrix have NaN or several infinities; all others are finite.
-    """
+    """Returns matrices [2, K, N] in MXFP4, transposed, with every scale and every float4 number."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (2, N, K // 32, 2))
     codes = rng.permuted(codes, axis=-1)
     # The scale with the code 0 is 2^-127, and that with the code 254 is 2^127.
@@ -321,12 +318,7 @@ def special_matrices(rng):
 
 
 def assert_selected(got, matrices, scales_sums=False):
-    """Asserts that `got` [2, K, N] is the product of the identity matrix with each of `matrices`.
-
-    In a column with NaN, all products are NaN. So they are in a column with infinities in several
-    rows, where zero times infinity is added. With `scales_sums`, those products may instead be the
-    column's numbers: the kernel for few rows multiplies sums by scales, so it adds zeros.
-    """
+    """Asserts that `got` [2, K, N] is the identity matrix times each of `matrices`."""
     with np.errstate(all="ignore"):
         numbers = matrices.dequantize(jnp.bfloat16).astype(np.float64)
     spoiled = ~np.isfinite(numbers).all(axis=1, keepdims=True)
@@ -348,10 +340,12 @@ def test_every_scale_and_number_of_mxfp4():
     stored = [jax.tree.map(jnp.asarray, each) for each in (gate, up)]
     x = jnp.tile(jnp.eye(K, dtype=jnp.bfloat16), (2, 1))
     sizes = jnp.full(2, K, jnp.int32)
-    out = weight_only.product(x, stored[:1], [None], sizes)
+    out = weight_only.product_of_stored(x, stored[:1], [None], sizes)
     assert_selected(out.reshape(2, K, N), gate)
     none = [None, None]
-    _, *products = weight_only.gated_product(x, tuple(stored), none, sizes, swiglu, True, None)
+    _, *products = weight_only.gated_product_of_stored(
+        x, tuple(stored), none, sizes, swiglu, True, None
+    )
     for each, matrices in zip(products, (gate, up), strict=True):
         assert_selected(each.reshape(2, K, N), matrices)
 
@@ -359,7 +353,7 @@ def test_every_scale_and_number_of_mxfp4():
 
     @jax.jit
     def of_eight(x, stored):
-        return weight_only.product(x, [stored], [None], groups, 8)[rows.T]
+        return weight_only.product_of_stored(x, [stored], [None], groups, 8)[rows.T]
 
     out = [of_eight(x[first : first + 8], stored[0]) for first in range(0, K, 8)]
     assert_selected(np.concatenate(out, axis=1), gate, scales_sums=True)
@@ -372,7 +366,7 @@ def test_each_matrix_has_a_format_of_its_own(other):
     stored[1] = jax.tree.map(jnp.asarray, quantize(numbers, FORMATS[other]))
 
     def product(x, stored, groups):
-        return weight_only.product(x, stored, [None, None], groups, 3, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, [None, None], groups, 3, gating=swiglu)
 
     out = np.asarray(product(x, stored, groups)).astype(np.float64)
     dense = dequantized(stored)
@@ -390,7 +384,7 @@ def test_under_vmap_each_element_is_a_product_of_its_own():
     used = rows[rows >= 0]
 
     def product(x):
-        return weight_only.product(x, stored, biases, groups, 3, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)
 
     out = jax.vmap(product)(several)
     for each, x in zip(out, several, strict=True):
@@ -435,10 +429,7 @@ WEIGHT_ONLY, GATED, PRODUCT = KERNELS = (
     ),
 )
 def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bias, dtype, kernels):
-    """If a kernel does so, there must be no array of dequantized numbers.
-
-    `num_rows` is the number of rows that choose groups; None stands for group sizes.
-    """
+    """If a kernel does so, there must be no array of dequantized numbers."""
     if num_rows is None:
         x, stored, biases, groups = sized_case(FORMATS[name], with_bias=with_bias, dtype=dtype)
     else:
@@ -447,7 +438,7 @@ def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bia
         )
 
     def product(x, stored, biases, groups):
-        return weight_only.product(x, stored, biases, groups, num_rows, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, groups, num_rows, gating=swiglu)
 
     traced = jax.jit(product).trace(x, stored, biases, groups)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -462,41 +453,26 @@ def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bia
     assert (largest < K * N) == bool(kernels)
 
 
-def many_rows(num_rows=13056):
-    """Returns types of as many rows that the kernels choose their highest tiles."""
-    x = jax.ShapeDtypeStruct((num_rows, 64), jnp.bfloat16)
-    format = FORMATS["mxfp4"]
-    stored = jax.eval_shape(lambda: quantize(jnp.zeros((2, 64, 192), jnp.bfloat16), format))
-    return x, (stored, stored), jax.ShapeDtypeStruct((2,), jnp.int32)
-
-
-@needs_kernels
-@pytest.mark.parametrize("keep", [False, True])
-def test_kernels_of_many_rows_lower_for_cuda(keep):
-    def gated(x, stored, sizes):
-        return weight_only.gated_product(x, stored, [None, None], sizes, swiglu, keep, None)
-
-    lowered = jax.jit(gated).trace(*many_rows()).lower(lowering_platforms=("cuda",))
-    assert GATED in lowered.as_text()
-
-
 def test_products_that_a_program_does_not_use_are_not_kept():
     """As in the first pass of `jax.checkpoint`, whose backward pass computes the products again."""
 
     def loss(x, stored, sizes):
         none = [None, None]
-        hidden, *products = weight_only.gated_product(x, stored, none, sizes, swiglu, True, None)
+        hidden, *products = weight_only.gated_product_of_stored(
+            x, stored, none, sizes, swiglu, True, None
+        )
         return hidden.astype(jnp.float32).sum()
 
+    x, stored, _, sizes = sized_case(FORMATS["mxfp4"])
     gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))
-    text = gradient.trace(*many_rows(256)).jaxpr.pretty_print()
+    text = gradient.trace(x, tuple(stored), sizes).jaxpr.pretty_print()
     assert re.findall(r"keep=(\w+)", text) == ["False"]
 
 
 def test_rows_past_the_last_group_get_no_bias():
     x, stored, biases, sizes = sized_case(FORMATS["mxfp4"], matrices=1)
     biases = [jnp.full_like(biases[0], jnp.nan)]
-    out = weight_only.product(x, stored, biases, sizes, zero_unused=True)
+    out = weight_only.product_of_stored(x, stored, biases, sizes, zero_unused=True)
     assert not np.any(np.asarray(out[int(sizes.sum()) :]).astype(np.float32))
 
 
@@ -504,7 +480,7 @@ def test_rows_that_choose_groups_have_no_gradient():
     x, stored, biases, groups, _ = case(FORMATS["mxfp4"], 3)
 
     def loss(x):
-        out = weight_only.product(x, stored, biases, groups, 3, gating=swiglu)
+        out = weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)
         return out.astype(jnp.float32).sum()
 
     with pytest.raises(NotImplementedError, match="a product of chosen groups has no gradient"):

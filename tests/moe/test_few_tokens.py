@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.dense_moe import E, random_params
 from support.kernels import KERNELS_RUN, needs_kernels
 from support.meshes import cuda_mesh, expert_mesh
 from support.selection import quick
 
-from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep import MoEConfig, moe_layer
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed, quantize
 from jax_ep.moe import few_tokens
 from jax_ep.moe.expert_matmuls import Experts
@@ -22,27 +23,15 @@ from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
-E, H, F, K = 8, 128, 256, 3
+H, F, K = 128, 256, 3
+NAMES = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 FLOAT8 = jnp.float8_e4m3fn
 
 
-def make_params(seed=0, biases=False, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, dtype=dtype):
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), dtype)
-
-    params = MoEParams.of(
-        gate=normal(H, E, dtype=jnp.float32),
-        wi_0=normal(E, H, F),
-        wi_1=normal(E, H, F),
-        wo=normal(E, F, H),
-    )
-    if biases:
-        sizes = {"wi_0_bias": F, "wi_1_bias": F, "wo_bias": H}
-        params = params._replace(**{name: normal(E, size) for name, size in sizes.items()})
-    return params
+def make_params(biases=False, dtype=jnp.bfloat16):
+    params = random_params(H, F, 0.1, use_mlp_bias=biases)
+    return jax.tree.map(lambda w: w.astype(dtype), params)._replace(gate=params.gate)
 
 
 def make_x(num_tokens, seed=1):
@@ -56,43 +45,24 @@ def choices(num_tokens, seed=2):
     return rng.integers(-2, E + 1, size=(num_tokens, K)).astype(np.int32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [2, 16])
 @pytest.mark.parametrize("num_groups", [2, E])
-def test_each_choice_has_a_row_of_its_group(num_tokens, num_groups):
+def test_each_chosen_group_is_read_once(num_tokens, num_groups):
     given = choices(num_tokens)
     groups, rows = jax.jit(functools.partial(chosen_groups, num_groups=num_groups))(given)
-    table, rows = np.asarray(groups.table), np.asarray(rows)
-    height = groups.height
-    assert height % 8 == 0 and num_tokens <= height < num_tokens + 8
-    count, end = table[-1, :2]
-    assert end == count * height and count <= len(table) - 1
-    exists = (given >= 0) & (given < num_groups)
-    assert (rows[~exists] == -1).all()
-    token = np.broadcast_to(np.arange(num_tokens)[:, None], given.shape)
-    tile = rows // height
-    np.testing.assert_array_equal(rows[exists] % height, token[exists])
-    np.testing.assert_array_equal(table[tile[exists], 0], given[exists])
-    assert (tile[exists] < count).all()
-    used = table[:count]
-    assert ((used[:, 0] >= 0) & (used[:, 0] < num_groups)).all()
-    np.testing.assert_array_equal(used[:, 1], np.arange(count) * height)
-    np.testing.assert_array_equal(used[:, 2], used[:, 1])
-    if num_tokens > 1:
-        # Each chosen group has exactly one tile, so that its matrix is read once.
-        np.testing.assert_array_equal(used[:, 0], np.unique(given[exists]))
-        np.testing.assert_array_equal(used[:, 3], used[:, 1] + num_tokens)
-    else:
-        np.testing.assert_array_equal(used[:, 3] - used[:, 1], exists[0])
+    table, exists = np.asarray(groups.table), (given >= 0) & (given < num_groups)
+    assert np.all(np.asarray(rows)[~exists] == -1)
+    np.testing.assert_array_equal(table[: table[-1, 0], 0], np.unique(given[exists]))
 
 
 def stored(params, format):
-    matrices = {name: getattr(params, name) for name in ("wi_0", "wi_1", "wo")}
+    matrices = {name: getattr(params, name) for name in NAMES[:3]}
     return params._replace(**{name: quantize(w, format) for name, w in matrices.items()})
 
 
 def numbers_of(params):
     """Returns the parameters with matrices that were quantized to float8, as float32."""
-    matrices = {name: getattr(params, name) for name in ("wi_0", "wi_1", "wo")}
+    matrices = {name: getattr(params, name) for name in NAMES[:3]}
     for name, each in matrices.items():
         if not isinstance(each, QuantizedArray):
             matrices[name] = quantize(each, FLOAT8_MATRICES)
@@ -118,30 +88,17 @@ def expected(params, x, topk_idx, weights, config):
     for token, choice in np.argwhere((topk_idx >= 0) & (topk_idx < E)):
         sizes = np.zeros(E, np.int32)
         sizes[topk_idx[token, choice]] = 1
-        y = expert_mlp(
-            x[token : token + 1],
-            params.wi_0,
-            params.wi_1,
-            params.wo,
-            sizes,
-            wi_0_bias=params.wi_0_bias,
-            wi_1_bias=params.wi_1_bias,
-            wo_bias=params.wo_bias,
-            **options,
-        )
+        weights_of = {name: getattr(params, name) for name in NAMES}
+        y = expert_mlp(x[token : token + 1], group_sizes=sizes, **weights_of, **options)
         out[token] += np.asarray(y[0], np.float32) * weights[token, choice]
     return out
 
 
+KINDS = ["plain", "biases", "float8", "stored", "stored_float8", "stored_mxfp4", "without_wi_1"]
+
+
 @pytest.mark.parametrize("num_tokens", quick([1, 3, 16], 1, 3))
-@pytest.mark.parametrize(
-    "kind",
-    quick(
-        ["plain", "biases", "float8", "stored", "stored_float8", "stored_mxfp4", "without_wi_1"],
-        "plain",
-        "stored_mxfp4",
-    ),
-)
+@pytest.mark.parametrize("kind", quick(KINDS, "plain", "stored_mxfp4"))
 def test_outputs_are_those_of_each_choice(num_tokens, kind):
     params, config = make_params(biases=kind in ("biases", "stored_mxfp4")), CONFIG
     if kind.endswith("float8"):
@@ -176,10 +133,7 @@ def on_mesh(config, mesh, check_vma=True):
     ("num_tokens", "check_vma"), quick([(1, True), (8, True), (1, False), (8, False)], (8, True))
 )
 def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
-    """A layer that names an implementation of the exchange dispatches, with the same results.
-
-    The loss is linear in the output, since XLA may use the output for it before it is rounded.
-    """
+    """The loss is linear in the output, which XLA may use for it before it is rounded."""
     params, x, mesh = make_params(), make_x(num_tokens), expert_mesh(1)
     probe = np.random.default_rng(4).standard_normal(x.shape).astype(np.float32)
     named = dataclasses.replace(CONFIG, implementation="xla")
@@ -234,26 +188,27 @@ SMALL = {"grouped_matmul_gated"}
 LARGE = {"row_tiles", "grouped_matmul_gated"}
 
 
+LAYERS = {
+    "few": (16, {}, SMALL),
+    "many": (17, {}, LARGE | {"ep_dispatch"}),
+    "dropping": (16, {"capacity_factor": 1.0}, LARGE),
+    "sent as float8": (16, {"wire_dtype": FLOAT8}, LARGE | {"ep_dispatch"}),
+    "weighted inputs": (16, {"weights_on": "input"}, LARGE),
+    "named exchange": (16, {"implementation": "pallas"}, LARGE | {"ep_dispatch"}),
+    "named matmul": (16, {"matmul_implementation": "pallas"}, SMALL),
+    "another matmul": (16, {"matmul_implementation": "xla"}, set()),
+}
+
+
 @needs_kernels
-@pytest.mark.parametrize(
-    ("num_tokens", "options", "expected"),
-    quick(
-        {
-            "few": (16, {}, SMALL),
-            "many": (17, {}, LARGE | {"ep_dispatch"}),
-            "dropping": (16, {"capacity_factor": 1.0}, LARGE),
-            "sent as float8": (16, {"wire_dtype": FLOAT8}, LARGE | {"ep_dispatch"}),
-            "weighted inputs": (16, {"weights_on": "input"}, LARGE),
-            "named exchange": (16, {"implementation": "pallas"}, LARGE | {"ep_dispatch"}),
-            "named matmul": (16, {"matmul_implementation": "pallas"}, SMALL),
-            "another matmul": (16, {"matmul_implementation": "xla"}, set()),
-        },
-        "few",
-        "many",
-    ),
-)
+@pytest.mark.parametrize(("num_tokens", "options", "expected"), quick(LAYERS, "few", "many"))
 def test_which_layers_need_no_dispatch(num_tokens, options, expected):
     assert kernels(dataclasses.replace(CONFIG, **options), num_tokens) == expected
+
+
+@needs_kernels
+def test_several_ranks_dispatch():
+    assert kernels(CONFIG, 8, num_ranks=2) == LARGE | {"ep_dispatch"}
 
 
 @needs_kernels
@@ -276,11 +231,6 @@ def test_float8_experts_of_other_dtypes_quantize_their_tokens(dtype):
     lowered = layer.trace(params, jax.ShapeDtypeStruct((1, H), dtype))
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert "grouped_matmul_float8_gated" in text and "weight_only" not in text
-
-
-@needs_kernels
-def test_several_ranks_dispatch():
-    assert kernels(CONFIG, 8, num_ranks=2) == LARGE | {"ep_dispatch"}
 
 
 @needs_kernels

@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from support.dense_moe import E, F, H, K, make_params, make_x
+from support.dense_moe import E, H, K, make_params, make_x
 from support.meshes import expert_mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep import linen
-from jax_ep import nnx as ep_nnx
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.losses import BalanceSums
 
@@ -81,10 +78,7 @@ def test_the_layer_is_the_dense_one(num_ranks):
 
 
 def test_free_choices_take_no_row():
-    """Choices of free experts must take no rows of the receive buffer.
-
-    All choices but one are of free experts, so 8 rows per rank must be enough to drop nothing.
-    """
+    """All choices but one are of free experts, so 8 rows per rank must be enough."""
     x = make_x()
     rows = x.shape[0] * x.shape[1]
     # These are the zero expert and the identities.
@@ -99,18 +93,6 @@ def test_free_choices_take_no_row():
         )
     assert metrics.num_dropped == 0 and metrics.expert_counts[:E].sum() == 1
     np.testing.assert_allclose(out[1:], 2 * x[1:], rtol=1e-6)
-
-
-def test_both_flax_layers_have_the_parameters():
-    x = make_x()
-    options = dict(num_experts=E, num_experts_per_token=K, selection_bias=True, **FREE)
-    layer = nnx.eval_shape(lambda: ep_nnx.MoE(H, F, rngs=nnx.Rngs(0), **options))
-    variables = jax.eval_shape(linen.MoE(mlp_dim=F, **options).init, jax.random.key(0), x)
-    params = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
-    unboxed = jax.tree.map(jnp.shape, linen.nn.meta.unbox(variables)["params"])
-    assert params == unboxed
-    assert params["gate"]["kernel"] == (H, ALL) and layer.gate.bias.shape == (ALL,)
-    assert params["constant_value"] == (2, H) and params["constant_gate"] == (2, H, 2)
 
 
 def test_errors_name_the_argument():

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.dense_moe import E, K, assert_close, weight_shapes
+from support.dense_moe import E, F, H, K, assert_close, make_x, random_params, weight_shapes
+from support.flax_layers import LAYERS
 from support.meshes import mesh
 from support.selection import quick
 
@@ -23,33 +24,12 @@ from jax_ep import MoEConfig, MoEParams, linen, moe_layer
 from jax_ep.moe.params import LOGICAL_AXES
 from jax_ep.placement import Placement, to_experts, to_slots
 
-B, SEQUENCE, H, F = 8, 4, 16, 12
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
+
 PARTS: dict = dict(shared_dim=8, use_shared_gate=True, use_mlp_bias=True)
-FREE: dict = dict(constant_experts=1)
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 BF16 = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, fsdp_axes={"embed": "fsdp"})
 AXES = ("fsdp", "expert")
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
-def make_params(hidden=H, mlp=F, **parts) -> MoEParams:
-    rng = np.random.default_rng(0)
-    shapes = {"gate": (hidden, E)} | weight_shapes(E, hidden, mlp, **parts)
-    return MoEParams.of(**{
-        name: jnp.asarray(rng.normal(size=shape) * 0.4, jnp.float32)
-        for name, shape in shapes.items()
-    })  # fmt: skip
-
-
-def make_x(hidden=H) -> jax.Array:
-    values = np.random.default_rng(1).normal(size=(B, SEQUENCE, hidden))
-    return jnp.asarray(values, jnp.float32)
 
 
 def shardings(params: MoEParams, devices, axes) -> MoEParams:
@@ -87,46 +67,28 @@ def step_of(config, wrap=lambda function: function):
 
 @functools.cache
 def unsharded():
-    return jax.device_get(step_of(CONFIG)(make_params(**PARTS), make_x()))
+    return jax.device_get(step_of(CONFIG)(random_params(**PARTS), make_x()))
 
 
-CASES = {
+THREE = (2, 2, 2)
+WITH_TENSOR = (*AXES, "tensor")
+TENSOR: dict = {"tensor_axis": "tensor"}
+CASES: dict = {
     "embed": ((4, 2), AXES, {"embed": "fsdp"}, {}),
     "mlp": ((2, 4), AXES, {"mlp": "fsdp"}, {}),
     "experts": ((2, 4), AXES, {"exp": "fsdp"}, {}),
-    "experts, and H of other parameters": (
-        (2, 4),
-        AXES,
-        {"exp": "fsdp", "embed": "fsdp"},
-        {},
-    ),
-    "two axes, and a third with copies": (
-        (2, 2, 2),
-        ("data", "fsdp", "expert"),
-        {"embed": ["fsdp", "data"]},
-        {},
-    ),
-    "with a tensor axis": (
-        (2, 2, 2),
-        (*AXES, "tensor"),
-        {"mlp": "fsdp"},
-        {"tensor_axis": "tensor"},
-    ),
-    "tokens split over the tensor axis": (
-        (2, 2, 2),
-        (*AXES, "tensor"),
-        {"embed": "fsdp"},
-        {"tensor_axis": "tensor", "batch_axes": (*AXES, "tensor")},
-    ),
+    "experts, and H of others": ((2, 4), AXES, {"exp": "fsdp", "embed": "fsdp"}, {}),
+    "two axes, and copies": (THREE, ("data", *AXES), {"embed": ["fsdp", "data"]}, {}),
+    "with a tensor axis": (THREE, WITH_TENSOR, {"mlp": "fsdp"}, TENSOR),
+    "split tokens": (THREE, WITH_TENSOR, {"embed": "fsdp"}, TENSOR | {"batch_axes": WITH_TENSOR}),
 }
 
 
-@pytest.mark.parametrize("case", quick(list(CASES), "with a tensor axis", unpack=False))
-def test_results_are_those_without_a_mesh(case):
-    shape, axes, fsdp_axes, fields = CASES[case]
+@pytest.mark.parametrize("shape, axes, fsdp_axes, fields", quick(CASES, "with a tensor axis"))
+def test_results_are_those_without_a_mesh(shape, axes, fsdp_axes, fields):
     config = dataclasses.replace(CONFIG, fsdp_axes=fsdp_axes, **fields)
     devices = mesh(shape, axes)
-    params = make_params(**PARTS)
+    params = random_params(**PARTS)
     base = {"exp": ("expert",), "mlp": ("tensor",) if "tensor" in axes else ()}
     split = base | {k: (*base.get(k, ()), *config.further_axes()[k]) for k in fsdp_axes}
     where = shardings(params, devices, split)
@@ -143,12 +105,9 @@ def collectives(text: str, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "remat"])
 def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
-    """Parameters must be gathered in bfloat16, and their gradients be scattered in float32.
-
-    The lowered program shows the dtypes, since XLA for CPUs moves bfloat16 as float32.
-    """
+    """The lowered program shows the dtypes, since XLA for CPUs moves bfloat16 as float32."""
     devices = mesh((2, 4), AXES)
-    params = make_params(shared_dim=8)
+    params = random_params(shared_dim=8)
     where = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
     of_tokens = NamedSharding(devices, P(AXES))
     with jax.set_mesh(devices):
@@ -185,7 +144,7 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
 def test_shards_of_whole_experts_are_gathered_along_their_first_dimension():
     """No shard of experts must be transposed; parameters without experts are split along H."""
     devices = mesh((2, 4), AXES)
-    params = make_params(shared_dim=8)
+    params = random_params(shared_dim=8)
     config = dataclasses.replace(BF16, fsdp_axes={"exp": "fsdp", "embed": "fsdp"})
     where = shardings(params, devices, {"exp": AXES[::-1], "embed": "fsdp"})
     with jax.set_mesh(devices):
@@ -208,12 +167,9 @@ def test_shards_of_whole_experts_are_gathered_along_their_first_dimension():
 
 
 def test_copies_of_parts_are_summed_after_they_are_scattered():
-    """Gradients must be reduce-scattered over the axis "fsdp" before they are summed over "data".
-
-    The all-reduce over "data" then moves only parts of the gradients.
-    """
+    """The all-reduce over "data" must move only parts of the gradients."""
     devices = mesh((2, 2, 2), ("data", *AXES))
-    params = make_params()
+    params = random_params()
     with jax.set_mesh(devices):
         text = step_of(BF16).lower(params, make_x()).as_text()
     reduced = collectives(text, "all_reduce")
@@ -223,7 +179,7 @@ def test_copies_of_parts_are_summed_after_they_are_scattered():
 
 def test_a_scan_gathers_one_layer_at_a_time():
     devices, layers = mesh((2, 4), AXES), 3
-    stack = jax.tree.map(lambda a: jnp.stack([a] * layers), make_params())
+    stack = jax.tree.map(lambda a: jnp.stack([a] * layers), random_params())
 
     def total(stack, x):
         def block(x, params):
@@ -251,7 +207,7 @@ def _specs(params, devices):
 @pytest.mark.slow
 def test_slots_with_copies():
     devices = mesh((2, 4), AXES)
-    params, x = make_params(), make_x()
+    params, x = random_params(), make_x()
     for fsdp_axes in ({"embed": "fsdp"}, {"exp": "fsdp"}):
         config = dataclasses.replace(CONFIG, num_slots=16, fsdp_axes=fsdp_axes)
         placement = Placement.in_order(num_experts=E, num_slots=16, num_ranks=4)[0]
@@ -270,7 +226,7 @@ def test_slots_with_copies():
 @pytest.mark.slow
 def test_float8_values_are_gathered_and_the_bits_are_the_same():
     devices = mesh((2, 2), AXES)
-    params, x = make_params(256, 128), make_x(256)
+    params, x = random_params(256, 128), make_x(1, hidden=256)
     quantizing = dataclasses.replace(
         CONFIG, dtype=jnp.bfloat16, matmul_dtype=jnp.float8_e4m3fn, fsdp_axes={}
     )
@@ -294,13 +250,9 @@ def test_float8_values_are_gathered_and_the_bits_are_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden, split", [(256, True), (128, False)])
 def test_experts_quantized_beforehand(hidden, split):
-    """A layer must give the same output if its experts are quantized before the call.
-
-    The quantized experts must be split over the axis "fsdp" if the parts are whole blocks of
-    128 x 128. Smaller parts must be gathered before they are quantized.
-    """
+    """Quantized experts must be split over "fsdp" if the parts are whole blocks of 128 x 128."""
     devices = mesh((2, 2), AXES)
-    params, x = make_params(hidden, 128), make_x(hidden)
+    params, x = random_params(hidden, 128), make_x(1, hidden=hidden)
     config = dataclasses.replace(BF16, matmul_dtype=jnp.float8_e4m3fn)
     with jax.set_mesh(devices):
         want = jax.jit(functools.partial(moe_layer, config=config))(params, x)[0]
@@ -375,146 +327,117 @@ def test_linen_layer_in_a_scan_with_remat():
         assert gathers(jax.jit(step).lower(nn.unbox(params), make_x()).as_text())
 
 
+def nnx_layer(**options):
+    sizes: dict = dict(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
+    return jax_ep.nnx.MoE(H, F, **sizes | options, rngs=nnx.Rngs(0))
+
+
+def text_of(layer) -> str:
+    """Returns the lowered program of an NNX layer."""
+    graph, state = nnx.split(layer)
+    return jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0]).lower(state, make_x()).as_text()
+
+
+def parts(param) -> tuple[int, ...]:
+    """Returns into how many parts each dimension of a parameter of an NNX layer is split."""
+    array = param.get_value()
+    shard = array.sharding.shard_shape(array.shape)
+    return tuple(a // b for a, b in zip(array.shape, shard, strict=True))
+
+
 def test_nnx_layer_is_created_split_and_remembers_the_rules():
-    x = make_x()
-
-    def make(**fields):
-        return jax_ep.nnx.MoE(
-            H,
-            F,
-            num_experts=E,
-            num_experts_per_token=K,
-            dtype=jnp.bfloat16,
-            rngs=nnx.Rngs(0),
-            **fields,
-        )
-
     with jax.set_mesh(mesh((2, 4), AXES)):
         with nnx.logical_axis_rules(RULES):
-            by_rules = make()
-        for layer in (by_rules, make(fsdp_axes={"embed": "fsdp"})):
-            assert layer.wi_0.get_value().sharding.spec[:2] in (
-                ("expert", "fsdp"),
-                (("expert",), ("fsdp",)),
-            )
-            graph, state = nnx.split(layer)
-            step = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)[0])
-            assert gathers(step.lower(state, x).as_text())
+            by_rules = nnx_layer()
+        for layer in (by_rules, nnx_layer(fsdp_axes={"embed": "fsdp"})):
+            assert parts(layer.wi_0) == (4, 2, 1)
+            assert gathers(text_of(layer))
 
 
-def test_nnx_parameters_are_split_over_an_axis_once():
+OF_EXPERTS, OF_OTHERS = ("exp", ("expert", "fsdp")), ("embed", "fsdp")
+ORDERED, BOTH = [OF_EXPERTS, OF_OTHERS], {"exp": "fsdp", "embed": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    "rules, fsdp_axes",
+    [
+        ([OF_EXPERTS, OF_OTHERS], None),
+        ([OF_EXPERTS, OF_OTHERS], BOTH),
+        ([], BOTH),
+        ([OF_OTHERS], BOTH),
+    ],
+    ids=["rules", "rules and fsdp_axes", "fsdp_axes", "both"],
+)
+def test_nnx_parameters_are_split_over_an_axis_once(rules, fsdp_axes):
     """Rules and `fsdp_axes` may give a mesh axis to several dimensions: the first is split."""
-    devices, of_others = mesh((2, 4), AXES), ("embed", "fsdp")
-    of_experts = ("exp", ("expert", "fsdp"))
-    cases = {
-        "rules": ([of_experts, of_others], None),
-        "rules and fsdp_axes": ([of_experts, of_others], {"exp": "fsdp", "embed": "fsdp"}),
-        "fsdp_axes": ([], {"exp": "fsdp", "embed": "fsdp"}),
-        "both": ([of_others], {"exp": "fsdp", "embed": "fsdp"}),
-    }
-    for name, (rules, fsdp_axes) in cases.items():
-        with jax.set_mesh(devices), nnx.logical_axis_rules(rules):
-            layer = jax_ep.nnx.MoE(
-                H,
-                F,
-                num_experts=E,
-                num_experts_per_token=K,
-                num_shared_experts=1,
-                dtype=jnp.bfloat16,
-                fsdp_axes=fsdp_axes,
-                rngs=nnx.Rngs(0),
-            )
-            specs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(layer)))
-            assert specs and all(isinstance(spec, P) for spec in specs), name
-            for spec in specs:
-                NamedSharding(devices, spec)  # raises an error if the spec repeats an axis
-            for array, first in (
-                (layer.wi_0, E // 8),
-                (layer.wo, E // 8),
-                (layer.shared_wi_0, H // 2),
-            ):
-                value = array.get_value()
-                assert value.sharding.shard_shape(value.shape) == (first, *value.shape[1:]), name
-            graph, state = nnx.split(layer)
-            step = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)[0])
-            assert gathers(step.lower(state, make_x()).as_text()), name
+    devices = mesh((2, 4), AXES)
+    with jax.set_mesh(devices), nnx.logical_axis_rules(rules):
+        layer = nnx_layer(num_shared_experts=1, fsdp_axes=fsdp_axes)
+        specs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(layer)))
+        assert specs and all(isinstance(spec, P) for spec in specs)
+        for spec in specs:
+            NamedSharding(devices, spec)  # raises an error if the spec repeats an axis
+        assert parts(layer.wi_0) == parts(layer.wo) == (8, 1, 1)
+        assert parts(layer.shared_wi_0) == (2, 1)
+        assert gathers(text_of(layer))
 
 
-def test_the_expert_axis_must_come_first_in_a_rule():
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        (
+            [("exp", ("fsdp", "expert")), OF_OTHERS],
+            r"must come first.*Write \('expert', 'fsdp'\) in",
+        ),
+        ([OF_OTHERS, OF_EXPERTS], "no axis rule splits wi_0"),
+    ],
+    ids=["the expert axis of a rule", "the rule of experts"],
+)
+def test_what_must_come_first_is_told(rules, message):
     layer = linen.MoE(E, K, F, dtype=jnp.bfloat16)
-    rules = [("exp", ("fsdp", "expert")), ("embed", "fsdp")]
     with jax.set_mesh(mesh((2, 4), AXES)):
         params = jax.eval_shape(layer.init, jax.random.key(0), make_x())
-        with nn.logical_axis_rules(rules), pytest.warns(UserWarning, match="must come first") as w:
-            jax.eval_shape(layer.apply, params, make_x())
-    assert "Write ('expert', 'fsdp') in the axis rules" in str(w[0].message)
-
-
-def test_the_rule_of_experts_must_come_first():
-    layer = linen.MoE(E, K, F, dtype=jnp.bfloat16)
-    rules = [("embed", "fsdp"), ("exp", ("expert", "fsdp"))]
-    with jax.set_mesh(mesh((2, 4), AXES)):
-        params = jax.eval_shape(layer.init, jax.random.key(0), make_x())
-        with (
-            nn.logical_axis_rules(rules),
-            pytest.warns(UserWarning, match="no axis rule splits wi_0"),
-        ):
+        with nnx.logical_axis_rules(rules), pytest.warns(UserWarning, match=message):
             jax.eval_shape(layer.apply, params, make_x())
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", LAYERS)
 def test_rules_that_contradict_fsdp_axes_are_refused(framework):
     """Otherwise the parameters, created by the rules, would be moved in each call."""
-    options = dict(num_experts=E, num_experts_per_token=K, fsdp_axes={"exp": "fsdp"})
-    with jax.set_mesh(mesh((2, 4), AXES)), nn.logical_axis_rules([("exp", "expert")]):
-        if framework == "linen":
-            layer = linen.MoE(mlp_dim=F, **options)  # type: ignore
-            params = jax.eval_shape(layer.clone(fsdp_axes={}).init, jax.random.key(0), make_x())
-            call = functools.partial(layer.apply, params)
-        else:
-            call = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)  # type: ignore
+    options = dict(num_experts=E, num_experts_per_token=K)
+    with jax.set_mesh(mesh((2, 4), AXES)), nnx.logical_axis_rules([("exp", "expert")]):
+        (params, _), _ = LAYERS[framework](H, F, **options).abstract()
+        layer = LAYERS[framework](H, F, **options, fsdp_axes={"exp": "fsdp"})
         message = r"agree with the axis rules, but splits 'exp' of wi_0 over .*, and the rules over"
         with pytest.raises(ValueError, match=message):
-            jax.eval_shape(call, make_x())
+            jax.eval_shape(layer, params, make_x())
 
 
 def test_nnx_rules_apply_in_their_order():
     """Parameters must be created as the call reads the rules: the first rule takes the axis."""
     rules = [("mlp", "fsdp"), ("embed", "fsdp"), ("exp", "expert")]
     with jax.set_mesh(mesh((2, 4), AXES)), nnx.logical_axis_rules(rules):
-        layer = jax_ep.nnx.MoE(
-            H, F, num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
-        )
-        for name, parts in (("wi_0", (4, 1, 2)), ("wo", (4, 2, 1)), ("gate", (2, 1))):
-            array = (layer.gate.kernel if name == "gate" else getattr(layer, name)).get_value()
-            shard = array.sharding.shard_shape(array.shape)
-            assert tuple(a // b for a, b in zip(array.shape, shard, strict=True)) == parts, name
-        graph, state = nnx.split(layer)
-        step = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0])
-        assert gathers(step.lower(state, make_x()).as_text())
+        layer = nnx_layer()
+        assert parts(layer.wi_0) == (4, 1, 2) and parts(layer.wo) == (4, 2, 1)
+        assert parts(layer.gate.kernel) == (2, 1)
+        assert gathers(text_of(layer))
 
 
 def test_without_an_expert_axis_nnx_experts_are_split_by_the_other_rules():
-    rules = [("exp", ("expert", "fsdp")), ("embed", "fsdp")]
-    with jax.set_mesh(mesh((2,), ("fsdp",))), nnx.logical_axis_rules(rules), pytest.warns():
-        layer = jax_ep.nnx.MoE(H, F, num_experts=E, num_experts_per_token=K, rngs=nnx.Rngs(0))
-    value = layer.wi_0.get_value()
-    assert value.sharding.shard_shape(value.shape) == (E, H // 2, F)
+    with jax.set_mesh(mesh((2,), ("fsdp",))), nnx.logical_axis_rules(ORDERED), pytest.warns():
+        layer = nnx_layer()
+    assert parts(layer.wi_0) == (1, 2, 1)
 
 
 def test_nnx_says_which_axes_do_not_divide_the_experts():
-    with jax.set_mesh(mesh((2, 4), AXES)):
-        options = dict(num_experts=12, num_experts_per_token=K, fsdp_axes={"exp": "fsdp"})
-        message = (
-            """8 ranks along ('expert', 'fsdp'), over which "exp" is split, but is 12; or split"""
-        )
-        with pytest.raises(ValueError, match=re.escape(message)):
-            jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)  # type: ignore
+    message = """8 ranks along ('expert', 'fsdp'), over which "exp" is split, but is 12; or split"""
+    with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match=re.escape(message)):
+        nnx_layer(num_experts=12, fsdp_axes={"exp": "fsdp"})
 
 
 def test_types_show_explicit_axes():
     devices = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
-    params = make_params(**PARTS)
+    params = random_params(**PARTS)
     where = shardings(params, devices, {"exp": "expert", "mlp": "fsdp"})
     config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
     with jax.set_mesh(devices):
@@ -526,40 +449,31 @@ def test_types_show_explicit_axes():
 
 
 @pytest.mark.parametrize(
-    "fields, match",
+    "fsdp_axes, fields, match",
     [
-        ({"fsdp_axes": {"embed": "rows"}}, r"fsdp_axes must name axes of the mesh .*'rows'"),
-        ({"fsdp_axes": {"embed": "expert"}}, "other mesh axes than expert_axis"),
-        (
-            {"fsdp_axes": {"mlp": "fsdp"}, "tensor_axis": "fsdp"},
-            "other mesh axes than tensor_axis",
-        ),
-        (
-            {"fsdp_axes": {"exp": ("fsdp", "data"), "embed": "fsdp"}},
-            "the same mesh axes, or different ones",
-        ),
-        ({"fsdp_axes": {"vocab": "fsdp"}}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
-        (
-            {"fsdp_axes": {"embed": "fsdp"}, "batch_axes": "expert"},
-            "over which the tokens are spread",
-        ),
-        ({"fsdp_axes": {"mlp": "fsdp"}}, r"'mlp' of wi_0 \(8, 16, 15\) has 15, and 2 ranks"),
-        ({"fsdp_axes": {"exp": "fsdp"}, "num_experts": 12}, "'exp' of wi_0 .* has 12, and 8 ranks"),
+        ({"embed": "rows"}, {}, r"fsdp_axes must name axes of the mesh .*'rows'"),
+        ({"embed": "expert"}, {}, "other mesh axes than expert_axis"),
+        ({"mlp": "fsdp"}, {"tensor_axis": "fsdp"}, "other mesh axes than tensor_axis"),
+        ({"exp": ("fsdp", "data"), "embed": "fsdp"}, {}, "the same mesh axes, or different ones"),
+        ({"vocab": "fsdp"}, {}, 'must map "exp", "embed" or "mlp", but maps \'vocab\''),
+        ({"embed": "fsdp"}, {"batch_axes": "expert"}, "over which the tokens are spread"),
+        ({"mlp": "fsdp"}, {}, r"'mlp' of wi_0 \(8, 16, 15\) has 15, and 2 ranks"),
+        ({"exp": "fsdp"}, {"num_experts": 12}, "'exp' of wi_0 .* has 12, and 8 ranks"),
     ],
 )
-def test_axes_that_do_not_fit_are_refused(fields, match):
-    config = dataclasses.replace(CONFIG, **fields)
-    params = make_params(H, 15)
-    if config.num_experts != E:
-        shapes = {"gate": (H, 12)} | weight_shapes(12, H, F)
-        params = MoEParams.of(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
+def test_axes_that_do_not_fit_are_refused(fsdp_axes, fields, match):
+    config = dataclasses.replace(CONFIG, fsdp_axes=fsdp_axes, **fields)
+    number = config.num_experts
+    shapes = {"gate": (H, number)} | weight_shapes(number, H, 15)
+    params = MoEParams.of(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
     with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match=match):
         moe_layer(params, make_x(), config)
 
 
 def test_a_value_that_is_no_mapping_is_refused():
+    config = dataclasses.replace(CONFIG, fsdp_axes="fsdp")
     with pytest.raises(TypeError, match="fsdp_axes must be None or map logical axes"):
-        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, fsdp_axes="fsdp"))  # type: ignore
+        moe_layer(random_params(), make_x(), config)
 
 
 def test_in_the_callers_shard_map_the_caller_gathers():
@@ -569,4 +483,4 @@ def test_in_the_callers_shard_map_the_caller_gathers():
         out_specs=P(AXES),
     )
     with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match="fsdp_axes must not"):
-        layer(make_params(), make_x())
+        layer(random_params(), make_x())

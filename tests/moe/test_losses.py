@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.logits import E, T, derivative, random_logits
-from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
 from jax_ep import reference
@@ -30,19 +31,19 @@ def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_ids_past_the_last_expert_are_choices_of_none():
+@pytest.mark.parametrize("none", [-1, E + 3])
+def test_ids_of_no_expert_are_choices_of_none(none):
     routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
     absent = jnp.arange(T)[:, None] >= 10
-    none = losses.load_balance_loss(routed.probs, jnp.where(absent, -1, routed.topk_idx))
-    past = losses.load_balance_loss(routed.probs, jnp.where(absent, E + 3, routed.topk_idx))
-    assert past == none
-    one_of_two = routed.topk_idx.at[:, 1].set(E)
-    got = losses.load_balance_loss(routed.probs, one_of_two)
+    got = losses.load_balance_loss(routed.probs, jnp.where(absent, none, routed.topk_idx))
+    want = losses.load_balance_loss(routed.probs[:10], routed.topk_idx[:10])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    one_of_two = routed.topk_idx.at[:, 1].set(none)
     want = losses.load_balance_loss(routed.probs, routed.topk_idx.at[:, 1].set(-1))
-    assert got == want
-    np.testing.assert_array_equal(
-        count_experts(one_of_two, E), np.bincount(routed.topk_idx[:, 0], minlength=E)
-    )
+    assert losses.load_balance_loss(routed.probs, one_of_two) == want
+    counts = np.bincount(routed.topk_idx[:, 0], minlength=E)
+    np.testing.assert_array_equal(count_experts(one_of_two, E), counts)
+    assert losses.load_balance_loss(routed.probs, jnp.full((T, 2), none)) == 0.0
 
 
 def test_losses_of_tokens_left_out_that_hold_nan_have_finite_gradients():
@@ -61,18 +62,15 @@ def test_losses_of_tokens_left_out_that_hold_nan_have_finite_gradients():
     assert not np.any(np.asarray(z_grad)[3])
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_load_balance_loss_and_its_gradient(score):
+def test_load_balance_loss_and_its_gradient():
     logits = random_logits(3, tokens=6)
-    topk_idx = reference.top_k_routing(logits, 2, score=score).topk_idx
+    topk_idx = reference.top_k_routing(logits, 2).topk_idx
 
     def loss(logits):
-        probs = routing.top_k_routing(logits, 2, score=score).probs
-        return losses.load_balance_loss(probs, jnp.asarray(topk_idx))
+        return losses.load_balance_loss(jax.nn.softmax(logits), jnp.asarray(topk_idx))
 
     def want(logits):
-        probs = reference.top_k_routing(logits, 2, score=score).probs
-        return reference.load_balance_loss(probs, topk_idx)
+        return reference.load_balance_loss(reference.top_k_routing(logits, 2).probs, topk_idx)
 
     value, grad = jax.value_and_grad(loss)(jnp.asarray(logits))
     np.testing.assert_allclose(value, want(logits), rtol=1e-6)
@@ -81,11 +79,7 @@ def test_load_balance_loss_and_its_gradient(score):
 
 @pytest.mark.parametrize("shift", [0, -32, -40, -60, -80])
 def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
-    """The load-balance loss of sigmoid scores must be right, however small the scores are.
-
-    The loss and its gradient depend on the ratios of a token's scores. Adding `shift` to all logits
-    makes the scores small.
-    """
+    """The load-balance loss of sigmoid scores must be right, however small the scores are."""
     logits = random_logits(3, tokens=8)
     topk_idx = routing.top_k_routing(jnp.asarray(logits), 2).topk_idx
     far = np.asarray(logits + np.float32(shift), np.float64)
@@ -109,10 +103,7 @@ def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_loss_of_the_smallest_and_largest_scores(dtype):
-    """The loss must be right for scores from the smallest normal number to near the largest.
-
-    Scores of zero have no share.
-    """
+    """The loss must be right for scores from the smallest normal number to near the largest."""
     with jax.enable_x64(dtype == "float64"):
         bits = jnp.finfo(dtype)
         rows = jnp.array([[1, 2, 3, 2], [3, 1, 1, 3], [1, 1, 2, 2], [2, 2, 2, 1]], dtype)
@@ -129,46 +120,19 @@ def test_the_loss_of_the_smallest_and_largest_scores(dtype):
         assert losses.load_balance_loss(jnp.zeros_like(rows), idx) == 0
 
 
-def test_load_balance_loss_is_one_when_even_and_num_experts_when_not():
-    even = jnp.arange(T * 2, dtype=jnp.int32).reshape(T, 2) % E
-    np.testing.assert_allclose(
-        losses.load_balance_loss(jnp.full((T, E), 1 / E), even), 1.0, rtol=1e-6
-    )
-    one = jax.nn.one_hot(jnp.full(T, 3), E)
-    np.testing.assert_allclose(
-        losses.load_balance_loss(one, jnp.full((T, 1), 3)), float(E), rtol=1e-6
-    )
-
-
-def test_load_balance_loss_ignores_tokens_without_choices():
-    routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
-    absent = jnp.arange(T)[:, None] >= 10
-    loss = losses.load_balance_loss(routed.probs, jnp.where(absent, -1, routed.topk_idx))
-    np.testing.assert_allclose(
-        loss, losses.load_balance_loss(routed.probs[:10], routed.topk_idx[:10]), rtol=1e-6
-    )
-    nothing = losses.load_balance_loss(routed.probs, jnp.full((T, 2), -1))
-    assert nothing == 0.0
-
-
 def test_router_z_loss_and_its_gradient():
     logits = random_logits(4, tokens=6) * 3
     value, grad = jax.value_and_grad(losses.router_z_loss)(jnp.asarray(logits))
     np.testing.assert_allclose(value, reference.router_z_loss(logits), rtol=1e-6)
     np.testing.assert_allclose(grad, derivative(reference.router_z_loss, logits), atol=1e-5)
-    mask = np.arange(6) < 4
-    np.testing.assert_allclose(
-        losses.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask)),
-        reference.router_z_loss(logits[:4]),
-        rtol=1e-6,
-    )
-    as_integers = losses.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask, jnp.int32))
-    assert as_integers == losses.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask))
+    for mask in (np.arange(6) < 4, np.array([1, 1, 1, 1, 0, 0], np.int32)):
+        got = losses.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask))
+        np.testing.assert_allclose(got, reference.router_z_loss(logits[:4]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
-@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
-def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
+@pytest.mark.parametrize("shape", quick([(1,), (2,), (4,), (8,), (2, 4)], (8,), unpack=False))
+def test_losses_over_ranks_equal_those_of_all_tokens(shape, check_vma):
     # Tokens of each rank prefer other experts, so that the mean of the ranks' losses is wrong.
     lean = np.repeat(np.eye(E)[:8] * 4, T // 8, axis=0)
     logits = jnp.asarray(random_logits(5) + lean, jnp.float32)
@@ -179,10 +143,11 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
             routed.probs, routed.topk_idx, axis_name=axis_name
         ) + 0.1 * losses.router_z_loss(logits, axis_name=axis_name)
 
+    axes = ("expert", "data")[: len(shape)]
     sharded = jax.shard_map(
-        functools.partial(both, axis_name="expert"),
-        mesh=expert_mesh(num_ranks),
-        in_specs=P("expert"),
+        functools.partial(both, axis_name=axes),
+        mesh=mesh(shape, axes),
+        in_specs=P(axes),
         out_specs=P(),
         check_vma=check_vma,
     )
@@ -190,19 +155,15 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
     want_value, want_grad = jax.jit(jax.value_and_grad(both))(logits)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     np.testing.assert_allclose(grad, want_grad, atol=1e-7)
-    if num_ranks > 1:
-        own = np.mean([jax.jit(both)(part) for part in np.split(logits, num_ranks)])
+    if shape != (1,):
+        own = np.mean([jax.jit(both)(part) for part in np.split(logits, np.prod(shape))])
         assert abs(own - want_value) > 1e-3
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_gradients_taken_inside_shard_map(check_vma):
-    """jax.grad within a shard_map must give the right gradients of the loss.
-
-    Under check_vma=True they must be exact. Otherwise they are those of the sum of all ranks'
-    losses, as with lax.psum.
-    """
+    """Under check_vma=False the gradients are those of the sum of all ranks' losses."""
     num_ranks = 4
     logits = jnp.asarray(random_logits(6))
 
@@ -220,27 +181,6 @@ def test_gradients_taken_inside_shard_map(check_vma):
     scale = 1 if check_vma else num_ranks
     want = scale * jax.jit(jax.grad(loss))(logits)
     np.testing.assert_allclose(jax.jit(grad)(logits), want, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_losses_over_several_axes():
-    logits = jnp.asarray(random_logits(7))
-
-    def both(logits, axis_name=None):
-        routed = routing.top_k_routing(logits, 2)
-        return (
-            losses.load_balance_loss(routed.probs, routed.topk_idx, axis_name=axis_name),
-            losses.router_z_loss(logits, axis_name=axis_name),
-        )
-
-    axes = ("data", "expert")
-    got = jax.shard_map(
-        functools.partial(both, axis_name=axes),
-        mesh=mesh((2, 4), axes),
-        in_specs=P(axes),
-        out_specs=P(),
-    )
-    np.testing.assert_allclose(jax.jit(got)(logits), jax.jit(both)(logits), rtol=1e-6)
 
 
 def sums_in_numpy(probs, topk_idx):
@@ -293,12 +233,31 @@ def test_the_convention_of_transformers_pools_layers():
     np.testing.assert_allclose(got, 2 * losses.load_balance_loss(*pairs[0]), rtol=1e-6)
 
 
+def test_the_loss_of_all_microbatches_from_counts_of_a_first_pass():
+    """The recipe of docs/training.md must give the value and gradient of the pooled loss."""
+    logits = jnp.stack([jnp.asarray(random_logits(seed)) for seed in range(3)])
+
+    def sums(logits):
+        routed = routing.top_k_routing(logits, 2)
+        return losses.in_float32(losses.balance_sums(routed.probs, routed.topk_idx))
+
+    def pooled(logits):
+        return losses.pooled_load_balance_loss(jax.vmap(sums)(logits), convention="switch")
+
+    def of_microbatch(logits, total):
+        own = total._replace(probs=sums(logits).probs)
+        return losses.pooled_load_balance_loss(own, convention="switch")
+
+    total = jax.tree.map(lambda x: x.sum(axis=0), jax.vmap(sums)(logits))
+    each = [jax.value_and_grad(of_microbatch)(one, total) for one in logits]
+    want = jax.value_and_grad(pooled)(logits)
+    np.testing.assert_allclose(sum(loss for loss, _ in each), want[0], rtol=1e-6)
+    np.testing.assert_allclose(jnp.stack([grad for _, grad in each]), want[1], atol=1e-8)
+
+
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_the_sequence_wise_loss_and_its_gradient(num_ranks):
-    """The loss must be right for whole sequences on each rank, and for sequences given by ids.
-
-    Ids allow sequences to be cut anywhere; one sequence is empty.
-    """
+    """Sequences may be whole on each rank, or be given by ids that cut them anywhere."""
     logits = random_logits(3)
     idx = np.array(routing.top_k_routing(jnp.asarray(logits), 2, score="sigmoid").topk_idx)
     idx[3:6], idx[7] = -1, -1
@@ -334,40 +293,43 @@ def test_the_sequence_wise_loss_and_its_gradient(num_ranks):
         np.testing.assert_allclose(grad, derivative(want, logits), atol=1e-6)
 
 
-PROBS, IDX = jnp.full((4, 8), 0.1), jnp.zeros((4, 2), jnp.int32)
+PROBS, IDX = np.full((4, 8), 0.1, np.float32), np.zeros((4, 2), np.int32)
+DEEPSEEK: dict = dict(convention="deepseek_v3", num_sequences=3)
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "probs, topk_idx, options, error, message",
     [
-        (dict(convention="mixtral"), ValueError, "convention must be one of .* but is 'mixtral'"),
-        (dict(convention="deepseek_v3"), ValueError, "num_sequences must be a number for conv"),
-        (dict(num_sequences=2), ValueError, "num_sequences must be None for convention 'switch'"),
-        (
-            dict(sequence_ids=jnp.zeros(4, int)),
-            ValueError,
-            "sequence_ids must be None for convention 'switch'",
-        ),
-        (
-            dict(convention="deepseek_v3", num_sequences=3),
-            ValueError,
-            r"num_sequences must divide the 4 tokens of probs \(4, 8\), but is 3",
-        ),
-        (
-            dict(convention="deepseek_v3", num_sequences=3, sequence_ids=jnp.zeros(3, int)),
-            ValueError,
-            r"sequence_ids must have the 4 tokens .* \(3,\)",
-        ),
-        (
-            dict(convention="deepseek_v3", num_sequences=3, sequence_ids=jnp.zeros(4)),
-            TypeError,
-            "sequence_ids must be an integer array",
-        ),
+        (PROBS[0], IDX, {}, ValueError, "probs must be"),
+        (IDX, IDX, {}, TypeError, "probs must be a floating array"),
+        (PROBS, IDX[:3], {}, ValueError, r"topk_idx .* \(3, 2\)"),
+        (PROBS, PROBS, {}, TypeError, "topk_idx must be an integer array"),
+        (PROBS, IDX, dict(convention="mixtral"), ValueError, "convention must .* is 'mixtral'"),
+        (PROBS, IDX, DEEPSEEK | dict(num_sequences=None), ValueError, "num_sequences must be a nu"),
+        (PROBS, IDX, dict(num_sequences=2), ValueError, "num_sequences must be None for .*switch'"),
+        (PROBS, IDX, dict(sequence_ids=IDX[:, 0]), ValueError, "sequence_ids must be None for"),
+        (PROBS, IDX, DEEPSEEK, ValueError, r"num_sequences must divide the 4 .*\(4, 8\), but is 3"),
+        (PROBS, IDX, DEEPSEEK | dict(sequence_ids=IDX[:3, 0]), ValueError, r"sequence_ids .*\(3,"),
+        (PROBS, IDX, DEEPSEEK | dict(sequence_ids=PROBS[:, 0]), TypeError, "sequence_ids must be"),
     ],
-)  # fmt: skip
-def test_errors_of_conventions(call, error, message):
+)
+def test_errors_of_load_balance_losses(probs, topk_idx, options, error, message):
     with pytest.raises(error, match=message):
-        losses.load_balance_loss(PROBS, IDX, **call)
+        losses.load_balance_loss(probs, topk_idx, **options)
+
+
+@pytest.mark.parametrize(
+    "logits, mask, error, message",
+    [
+        (PROBS[0], None, ValueError, "logits must be"),
+        (IDX, None, TypeError, "logits must be a floating array"),
+        (PROBS, np.ones(3, bool), ValueError, r"mask must .* but has shape \(3,\)"),
+        (PROBS, np.ones(4), TypeError, "mask must be a bool or integer array"),
+    ],
+)
+def test_errors_of_the_z_loss(logits, mask, error, message):
+    with pytest.raises(error, match=message):
+        losses.router_z_loss(logits, mask=mask)
 
 
 def test_factors_of_any_dtype_leave_the_loss_float32():
@@ -378,6 +340,49 @@ def test_factors_of_any_dtype_leave_the_loss_float32():
                 expert_factors=jnp.ones(8, dtype),
             )  # fmt: skip
             assert loss.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("form", ["list", "stacked", "added"])
+@pytest.mark.parametrize("layers, log_tokens", [(64, 22), (60, 26), (1, 29)])
+@pytest.mark.parametrize("convention, even", [("switch", 1), ("transformers", 8)])
+def test_sums_of_counts_do_not_overflow(convention, even, layers, log_tokens, form):
+    """64 layers of 2^22 tokens with 8 choices each have 2^31 choices."""
+    experts, tokens = 128, 2**log_tokens
+    each = losses.BalanceSums(
+        jnp.full(experts, 8 * tokens // experts, jnp.int32),
+        jnp.full(experts, tokens / experts, jnp.float32),
+        jnp.int32(tokens),
+    )
+
+    def loss(probs):
+        sums: Any = [each._replace(probs=probs)] * layers
+        if form == "stacked":
+            sums = jax.tree.map(lambda *a: jnp.stack(a), *sums)
+        elif form == "added":
+            sums = jax.tree.map(lambda *a: sum(a), *map(losses.in_float32, sums))
+        return losses.pooled_load_balance_loss(sums, convention=convention)
+
+    value, grad = jax.jit(jax.value_and_grad(loss))(each.probs)
+    np.testing.assert_allclose(value, even, rtol=1e-5)
+    np.testing.assert_allclose(grad, np.full(experts, even / tokens), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(convention="switch"),
+        dict(convention="transformers"),
+        dict(convention="deepseek_v3", num_sequences=2),
+        dict(convention="deepseek_v3", num_sequences=2, sequence_ids=np.zeros(0, int)),
+    ],
+    ids=str,
+)
+def test_losses_of_no_tokens_are_zero(options):
+    def both(x):
+        return losses.load_balance_loss(x, IDX[:0], **options) + losses.router_z_loss(x)
+
+    loss, grad = jax.jit(jax.value_and_grad(both))(PROBS[:0])
+    assert loss == 0 and grad.shape == (0, 8)
 
 
 def test_what_cannot_be_pooled_is_named():

@@ -13,7 +13,8 @@ from support.meshes import expert_mesh
 
 import jax_ep
 from jax_ep import MoEConfig, moe_layer
-from jax_ep.moe import losses, routing
+from jax_ep.moe import losses, metrics, routing
+from jax_ep.placement import Placement
 
 PARAMS = make_params(bias=True, shared=False)
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K, score="sigmoid", implementation="xla")
@@ -62,31 +63,28 @@ def test_conventions(convention, lead, num_ranks):
     np.testing.assert_allclose(grads.gate, want_grad, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_layers_pool():
-    """The loss of several layers together must be that of transformers' load_balancing_loss_func.
-
-    It is computed from the layers' sums, which may be in a list or stacked by a scan.
-    """
-    config = dataclasses.replace(CONFIG, score="softmax", balance_convention="transformers")
-    layers = [make_params(seed, shared=False) for seed in (0, 1)]
-    x = make_x()
-    each = [moe_layer(params, x, config)[1].balance for params in layers]
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
-    scanned = jax.lax.scan(lambda x, p: (x, moe_layer(p, x, config)[1].balance), x, stacked)[1]
-    logits = np.stack([x.reshape(-1, H) @ params.gate for params in layers]).reshape(-1, E)
-    probs = np.asarray(jax.nn.softmax(logits))
-    idx = np.argsort(-logits, axis=-1)[:, :K]
-    share = np.bincount(idx.ravel(), minlength=E) / len(logits)
-    want = E * np.sum(share * probs.mean(axis=0))
-    for sums in (each, scanned):
-        np.testing.assert_allclose(jax_ep.pooled_load_balance_loss(sums), want, rtol=1e-5)
-
-
 def test_a_sequence_wise_loss_needs_sequences():
     config = dataclasses.replace(CONFIG, balance_convention="deepseek_v3")
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., sequence, H\] .* \(16,\)"):
         moe_layer(PARAMS, jnp.zeros(H), config)
+
+
+def test_sums_over_layers_and_steps_may_be_added():
+    """Counts stay int32, but those that are added over layers or microbatches are float32."""
+    found = moe_layer(PARAMS, make_x(), CONFIG)[1]
+    assert found.expert_counts.dtype == found.num_dropped.dtype == jnp.int32
+    assert all(array.dtype == jnp.float32 for array in found.balance)
+    np.testing.assert_array_equal(found.balance.choices, found.expert_counts)
+
+
+def test_a_sum_of_dropped_counts_that_int32_cannot_hold_is_the_largest():
+    for counts, total in [
+        ([2**30, 2**30 - 1], 2**31 - 1),
+        ([2**30, 2**30], 2**31 - 1),
+        ([2**31 - 1] * 4, 2**31 - 1),
+        ([2**26 + 1, 3], 2**26 + 4),
+    ]:
+        assert metrics._sum_of_counts(jnp.asarray(counts, jnp.int32)) == total
 
 
 def metrics_with(counts, dropped):
@@ -116,6 +114,26 @@ def test_a_summary_of_the_load(traced):
     for name, values in want.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, err_msg=name)
         assert isinstance(found[name], jax.Array) == traced
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_summary_has_the_ranks_of_a_placement(traced):
+    """The ranks' loads are those of `Placement.rank_load`, even if the ranks divide no experts."""
+    counts = np.array([[6, 2, 4], [0, 8, 1]])
+    placed = Placement.of([[0, 1, 2, 0], [1, 2, 1, 0]], num_experts=3, num_ranks=2)
+    summary = (jax.jit if traced else lambda f: f)(lambda m, p: m.summary(placement=p))
+    found = summary(metrics_with(counts, np.zeros((2, 3))), placed)
+    want = placed.rank_load(counts).max(-1) * 2 / counts.sum(-1)
+    np.testing.assert_allclose(found["busiest_rank"], want, rtol=1e-6)
+    one = metrics_with(counts[0], np.zeros(3)).summary(num_ranks=2, placement=placed[0])
+    np.testing.assert_allclose(one["busiest_rank"], want[0])
+    metrics = metrics_with(counts, np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="num_ranks must be that of placement, 2, but is 4"):
+        metrics.summary(num_ranks=4, placement=placed)
+    with pytest.raises(ValueError, match=r"placement must be of the layers .*\(2, 3\).* \(3,\)"):
+        metrics.summary(placement=placed[0])
+    with pytest.raises(ValueError, match="num_ranks must divide the 3 experts.*give placement"):
+        metrics.summary(num_ranks=2)
 
 
 def test_a_summary_of_one_layer_has_python_floats():

@@ -8,26 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
+from jax.sharding import PartitionSpec as P
 from support.dense_moe import assert_close
+from support.flax_layers import LAYERS, as_dict
 from support.meshes import expert_mesh
 from support.published_blocks import BLOCKS, F, H, in_numpy, make_params
 from support.selection import quick
 
-import jax_ep
 from jax_ep import moe_layer
-from jax_ep.moe.params import PARAMETERS, WEIGHTS
+from jax_ep.moe.params import PARAMETERS
 
-X = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3, H)), jnp.float32)
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
+
+X = np.random.default_rng(1).normal(size=(8, 3, H)).astype(np.float32)
 MIX = np.random.default_rng(2).normal(size=X.shape)
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
-    with jax.default_matmul_precision("float32"):
-        yield
 
 
 def results(block, params, x, num_ranks):
@@ -43,34 +37,19 @@ def results(block, params, x, num_ranks):
 
 
 @pytest.mark.parametrize("name", ["GPT-OSS", "Nemotron-H", "Qwen2-MoE"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.slow
-def test_both_flax_layers_have_the_parts(name):
+def test_both_flax_layers_have_the_parts(layer, name):
     """Both Flax layers must have the parameters of `MoEParams` and the output of `moe_layer`."""
     block = BLOCKS[name]
     params = make_params(block)
     options = vars(block.layer_config()) | block.parts | dict(selection_bias=block.biased)
-    want = moe_layer(params, X, block.layer_config())
-    names = [n for n in WEIGHTS if getattr(params, n) is not None]
-
-    linen = jax_ep.linen.MoE(mlp_dim=F, **options)
-    variables = nn.unbox(linen.init(jax.random.key(0), X))
-    given = {"gate": {"kernel": params.gate}, **{n: getattr(params, n) for n in names}}
-    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, given)
-    state = {"router_state": {"gate": {"bias": params.bias}}} if block.biased else {}
-    assert_close(linen.apply({"params": given, **state}, X), want)
-
-    module = jax_ep.nnx.MoE(H, F, **options, rngs=nnx.Rngs(0))
-    for n in WEIGHTS:
-        param, value = getattr(module, n), getattr(params, n)
-        assert (param is None) == (value is None)
-        if value is not None:
-            assert param.get_value().shape == value.shape
-            assert param.get_metadata()["out_sharding"] == PARAMETERS[n].logical_axes
-            param.set_value(value)
-    module.gate.kernel.set_value(params.gate)
-    if block.biased:
-        module.gate.bias.set_value(params.bias)
-    assert_close(module(X), want)
+    made, given = layer(H, F, **options), as_dict(params)
+    (abstract, specs), _ = made.abstract()
+    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, given)
+    for n in set(given) - {"gate"}:
+        assert specs[n] == P(*PARAMETERS[n].logical_axes)
+    assert_close(made(given, X, bias=params.bias), moe_layer(params, X, block.layer_config()))
 
 
 # All blocks run on 8 ranks; one block of each kind of router and expert also on one rank.

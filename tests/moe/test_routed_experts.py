@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
+from support.dense_moe import random_params
 from support.kernels import needs_kernels
 from support.matmuls import available_implementations
-from support.meshes import cuda_mesh
+from support.meshes import cuda_mesh, expert_mesh, mesh
 from support.selection import quick
 
 import jax_ep
@@ -44,14 +44,7 @@ def make_operands(case, kind="uniform", seed=0):
 
 
 def layer(case, exchange=None, matmul=None, apart=False):
-    """Returns a layer on one rank: (x, topk_idx, weights, wi_0, wi_1, wo) -> out.
-
-    Args:
-        case: the static arguments of the dispatch.
-        exchange: the implementation of dispatch and combine.
-        matmul: that of the grouped matmuls.
-        apart: whether to call `expert_mlp` and `combine` instead of `routed_experts`.
-    """
+    """Returns a layer on one rank, which calls `expert_mlp` and `combine` instead if `apart`."""
 
     def run(x, topk_idx, weights, *experts):
         sent = case.dispatch(x, topk_idx, exchange)
@@ -67,11 +60,7 @@ def layer(case, exchange=None, matmul=None, apart=False):
 
 @functools.cache
 def output_and_gradients(case, exchange, matmul, apart=False):
-    """Jits `layer` and its gradients, on all ranks.
-
-    The function takes the operands of `layer` and a cotangent. It returns the output and the
-    gradients of x, weights, wi_0, wi_1 and wo.
-    """
+    """Jits `layer` with the gradients of x, weights, wi_0, wi_1 and wo, on all ranks."""
 
     def on_rank(x, topk_idx, weights, wi_0, wi_1, wo, grad):
         def run(x, weights, *experts):
@@ -83,32 +72,40 @@ def output_and_gradients(case, exchange, matmul, apart=False):
     return jax.jit(per_rank(on_rank, case.num_ranks))
 
 
-def expected(case, x, topk_idx, weights, wi_0, wi_1, wo, grad):
-    """Computes `output_and_gradients` in float64, choice by choice, without dropped choices."""
+def dense(x, topk_idx, kept, weights, wi_0, wi_1, wo, bias=None, weights_on="output"):
+    """Computes the layer choice by choice; the operands are stacked by rank.
+
+    `kept` [ranks, T, K] says which choices have a row.
+    """
+    # Each choice gets the matrices of its expert, [ranks, T, K, ...].
+    wi_0, wi_1, wo = (w.reshape(-1, *w.shape[2:])[topk_idx] for w in (wi_0, wi_1, wo))
+    scale = weights[..., None]
+    seen = x[:, :, None] * (scale if weights_on == "input" else jnp.ones_like(scale))
+    hidden = jax.nn.silu(jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_0))
+    y = jnp.einsum("rtkf,rtkfh->rtkh", hidden * jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_1), wo)
+    if bias is not None:
+        y += bias.reshape(-1, H)[topk_idx]
+    y = y * scale if weights_on == "output" else y
+    return jnp.sum(jnp.where(kept[..., None], y, 0), axis=2)
+
+
+def kept_choices(case, x, topk_idx):
     sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
-    x, weights, wi_0, wi_1, wo, grad = (
-        np.asarray(a).astype(np.float64) for a in (x, weights, wi_0, wi_1, wo, grad)
-    )
-    out, dx, dweights = np.zeros(x.shape), np.zeros(x.shape), np.zeros(weights.shape)
-    dwi_0, dwi_1, dwo = np.zeros(wi_0.shape), np.zeros(wi_1.shape), np.zeros(wo.shape)
-    local = case.num_experts // case.num_ranks
-    for s, received in enumerate(sent):
-        for t, k in zip(*np.nonzero(received.routes.rows >= 0), strict=True):
-            e = divmod(topk_idx[s, t, k], local)
-            a, b = x[s, t] @ wi_0[e], x[s, t] @ wi_1[e]
-            sigmoid = 1 / (1 + np.exp(-a))
-            silu, dsilu = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
-            w, g = weights[s, t, k], grad[s, t]
-            y = (silu * b) @ wo[e]
-            out[s, t] += w * y
-            dweights[s, t, k] = g @ y
-            dh = w * (g @ wo[e].T)
-            da, db = dh * b * dsilu, dh * silu
-            dx[s, t] += da @ wi_0[e].T + db @ wi_1[e].T
-            dwi_0[e] += np.outer(x[s, t], da)
-            dwi_1[e] += np.outer(x[s, t], db)
-            dwo[e] += np.outer(w * silu * b, g)
-    return out, dx, dweights, dwi_0, dwi_1, dwo
+    return np.stack([received.routes.rows for received in sent]) >= 0
+
+
+def expected(case, x, topk_idx, weights, *rest):
+    """Computes `output_and_gradients` in float64, without dropped choices."""
+    kept = kept_choices(case, x, topk_idx)
+    with jax.enable_x64(True):
+        wide = (np.asarray(a).astype(np.float64) for a in (x, weights, *rest))
+        x, weights, *experts, grad = wide
+
+        def run(x, weights, *experts):
+            return dense(x, topk_idx, kept, weights, *experts)
+
+        out, vjp = jax.vjp(jax.jit(run), x, weights, *map(jnp.asarray, experts))
+        return jax.device_get((out, *vjp(grad)))
 
 
 def assert_close(got, want, dtype):
@@ -170,7 +167,7 @@ def unused_rows_are_nan(monkeypatch):
 
     for name in ("sum_of_products", "gated_product"):
         monkeypatch.setattr(Backend, name, of_matmul(getattr(Backend, name)))
-    plain = {name: getattr(xla, name) for name in ("dispatch", "dispatch_like")}
+    plain = {name: getattr(xla, name) for name in ("dispatch_by_choices", "dispatch_like")}
 
     def sizes_of(routes, config):
         counts = counts_here(routes.counts, config.rank())
@@ -179,8 +176,8 @@ def unused_rows_are_nan(monkeypatch):
         ).group_sizes
 
     def dispatch(x, topk_idx, config):
-        received, routes, described = plain["dispatch"](x, topk_idx, config)
-        return of_exchange("dispatch", received, routes, config), routes, described
+        received, routes, described = plain["dispatch_by_choices"](x, topk_idx, config)
+        return of_exchange("dispatch_by_choices", received, routes, config), routes, described
 
     def dispatch_like(x, routes, config):
         return of_exchange(
@@ -193,7 +190,7 @@ def unused_rows_are_nan(monkeypatch):
         poisoned.append(name)
         return jax.tree.map(lambda part: poison(part, sizes_of(routes, config)), rows)
 
-    monkeypatch.setattr(xla, "dispatch", dispatch)
+    monkeypatch.setattr(xla, "dispatch_by_choices", dispatch)
     monkeypatch.setattr(xla, "dispatch_like", dispatch_like)
     jax.clear_caches()
     yield poisoned
@@ -235,18 +232,13 @@ def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_ar
             results.append(mapped(x, topk_idx, weights, experts, biases, grad))
             poisoned = set(unused_rows_are_nan)
             assert {"sum_of_products", "dispatch_like"} <= poisoned
-            assert ("dispatch" in poisoned) is not zero_unused or with_biases
+            assert ("dispatch_by_choices" in poisoned) is not zero_unused or with_biases
         jax.tree.map(np.testing.assert_array_equal, *results)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
 
 
-@pytest.mark.parametrize("matmul", ["xla"])
-def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_rows_are_nan):
-    """The gradient of the received rows must be zero in rows to which no token was sent.
-
-    A user may compute something for all rows of the buffer, here a scale. The scale's gradient is a
-    sum over all rows.
-    """
+def test_the_gradient_of_received_rows_is_zero_where_they_are(unused_rows_are_nan):
+    """A user may scale all rows of the buffer: the scale's gradient is a sum over all rows."""
     case = Case(most_ranks(4), T, H, K, E, "float32")
     x, topk_idx, weights, *experts, grad = make_operands(case)
 
@@ -258,9 +250,9 @@ def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_row
             rows = sent.tokens * scale
             if together:
                 changed = dataclasses.replace(sent, tokens=rows)
-                options = dict(implementation="xla", matmul_implementation=matmul)
+                options = dict(implementation="xla", matmul_implementation="xla")
                 return routed_experts(changed, *experts, weights, **options)
-            y = jax_ep.expert_mlp(rows, *experts, sent.group_sizes, implementation=matmul)
+            y = jax_ep.expert_mlp(rows, *experts, sent.group_sizes, implementation="xla")
             return jax_ep.combine(y, sent.handle, weights, implementation="xla")
 
         both = (jax.vjp(functools.partial(run, together=t), jnp.ones(H)) for t in (True, False))
@@ -274,70 +266,54 @@ def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_row
     assert "dispatch_like" in unused_rows_are_nan and np.isfinite(want).all()
 
 
+def gradients_of_layer(**options):
+    """Returns a jitted function that computes a layer's gradients, and its operands."""
+    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K, **options)
+
+    def total(params, x):
+        return jax_ep.moe_layer(params, x, config)[0].sum()
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, H)), jnp.float32)
+    return jax.jit(jax.grad(total, (0, 1))), (random_params(H, F, scale=1.0), x)
+
+
 def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
     """jax_debug_nans, which checks all results under jit, must find no NaN in unused rows."""
-    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
-    rng = np.random.default_rng(0)
-    shapes = {"gate": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
-    params = jax_ep.MoEParams(
-        **{name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in shapes.items()}
-    )
-    mesh = jax.make_mesh((most_ranks(4),), (AXIS,), axis_types=(AxisType.Auto,))
-    x = jnp.asarray(rng.normal(size=(8, H)), jnp.float32)
-    with jax.set_mesh(mesh), jax.debug_nans(True):
-        grads = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
-    assert not unused_rows_are_nan
-    # Forget what was traced under jax_debug_nans.
-    jax.clear_caches()
-    with jax.set_mesh(mesh):
-        again = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
+    gradients, operands = gradients_of_layer()
+    with jax.set_mesh(expert_mesh(most_ranks(4))):
+        with jax.debug_nans(True):
+            grads = gradients(*operands)
+        assert not unused_rows_are_nan
+        # Forget what was traced under jax_debug_nans.
+        jax.clear_caches()
+        again = gradients(*operands)
     assert unused_rows_are_nan
     jax.tree.map(np.testing.assert_array_equal, grads, again)
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0, 8.0])
 def test_the_gate_of_a_mostly_unused_buffer_has_a_primitive_of_its_own(capacity_factor):
-    """The gradient of the gate must skip unused rows, if a buffer is mostly unused on average.
-
-    This must not change the gradients of the layer.
-    """
+    """The gradient of the gate must skip unused rows, if a buffer is mostly unused on average."""
     num_ranks = most_ranks(4)
-    config = jax_ep.MoEConfig(
-        num_experts=E, num_experts_per_token=K, capacity_factor=capacity_factor
-    )
-    rng = np.random.default_rng(0)
-    shapes = {"gate": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
-    params = jax_ep.MoEParams(
-        **{name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in shapes.items()}
-    )
-    x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
-
-    def gradients(params, x):
-        return jax.grad(lambda *a: jax_ep.moe_layer(*a, config)[0].sum(), (0, 1))(params, x)
-
-    mesh = jax.make_mesh((num_ranks,), (AXIS,), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        jaxpr = str(jax.make_jaxpr(gradients)(params, x))
-        got = jax.jit(gradients)(params, x)
+    gradients, operands = gradients_of_layer(capacity_factor=capacity_factor)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        jaxpr = str(jax.make_jaxpr(gradients)(*operands))
+        got = gradients(*operands)
     is_large = capacity_factor == 8.0 or capacity_factor is None
     assert ("gate_gradient[" in jaxpr) == (is_large and num_ranks > 1)
     if is_large:
         # One rank has no unused rows.
-        leaves = jax.tree.leaves(got), jax.tree.leaves(gradients(params, x))
+        leaves = jax.tree.leaves(got), jax.tree.leaves(gradients(*operands))
         for a, b in zip(*map(jax.device_get, leaves), strict=True):
             assert np.linalg.norm(a - b) <= TOLERANCE["float32"] * np.linalg.norm(b)
 
 
 def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
-    """Whether the buffer is mostly unused is then not known.
-
-    JAX cannot run programs of several devices with symbolic shapes.
-    """
+    """Whether the buffer is mostly unused is then not known."""
     (tokens,) = jax.export.symbolic_shape("t")
-    devices = jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=devices, in_specs=P(AXIS), out_specs=P(AXIS))
+    @functools.partial(jax.shard_map, mesh=expert_mesh(1), in_specs=P(AXIS), out_specs=P(AXIS))
     def gradient(x, topk_idx, weights, *experts):
         def total(x):
             received = jax_ep.dispatch(
@@ -362,16 +338,11 @@ def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_weights_on_the_input(check_vma, num_ranks):
-    """With weights_on="input", a row must be multiplied by its weight before the experts.
-
-    Output and gradients are compared with those of each choice alone. There are biases, and choices
-    that are dropped.
-    """
+    """With weights_on="input", a row must be multiplied by its weight before the experts."""
     case = Case(most_ranks(num_ranks), T, H, K, E, "float32", 20, 1)
     x, topk_idx, weights, *experts, grad = make_operands(case)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(case.num_ranks, E // num_ranks, H)))
-    sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
-    kept = np.stack([received.routes.rows for received in sent]) >= 0
+    kept = kept_choices(case, x, topk_idx)
     assert not np.all(kept)
 
     def on_rank(x, topk_idx, weights, bias, *experts_and_grad):
@@ -384,33 +355,14 @@ def test_weights_on_the_input(check_vma, num_ranks):
         out, vjp = jax.vjp(run, x, weights, bias, *experts)
         return out, *vjp(grad)
 
-    def dense(x, weights, bias, *experts):
-        flat = (w.reshape(-1, *w.shape[2:])[topk_idx] for w in experts)
-        # The three arrays have shape [ranks, T, K, ...]: the matrices of each choice's expert.
-        wi_0, wi_1, wo = flat
-        seen = x[:, :, None] * weights[..., None]
-        hidden = jax.nn.silu(jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_0))
-        hidden *= jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_1)
-        y = jnp.einsum("rtkf,rtkfh->rtkh", hidden, wo) + bias.reshape(-1, H)[topk_idx]
-        return jnp.sum(jnp.where(kept[..., None], y, 0), axis=2)
+    def of_choices(x, weights, bias, *experts):
+        return dense(x, topk_idx, kept, weights, *experts, bias, "input")
 
     run = jax.jit(per_rank(on_rank, case.num_ranks, check_vma=check_vma))
     got = run(x, topk_idx, weights, bias, *experts, grad)
-    want, vjp = jax.vjp(jax.jit(dense), x, weights, bias, *experts)
+    want, vjp = jax.vjp(jax.jit(of_choices), x, weights, bias, *experts)
     for a, b in zip(got, (want, *vjp(grad)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_an_unknown_place_of_the_weights_is_named():
-    case = Case(1, T, H, K, E, "float32", None, 1)
-    x, topk_idx, weights, *experts, _ = (a[0] for a in make_operands(case))
-
-    def run(x, topk_idx, weights, *experts):
-        sent = case.dispatch(x, topk_idx, None)
-        return routed_experts(sent, *experts, weights, weights_on="gate")
-
-    with pytest.raises(ValueError, match="weights_on must be one of .* but is 'gate'"):
-        jax.eval_shape(per_rank(run, 1), *(a[None] for a in (x, topk_idx, weights, *experts)))
 
 
 def test_scaled_rows_are_refused():
@@ -445,69 +397,30 @@ def test_matmul_implementations(matmul, dtype):
 
 @pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
 def test_weights_of_choices_without_a_row_count_nowhere(name):
-    """The weights of masked or dropped choices must not matter, even if they are NaN.
-
-    Their gradients must be zero.
-    """
+    """The weights of masked or dropped choices may be NaN, and their gradients must be zero."""
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
     x, topk_idx, weights, *others = make_operands(case, kind)
-    sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
-    rows = np.stack([received.routes.rows for received in sent])
-    assert np.any(rows < 0)
+    lost = ~kept_choices(case, x, topk_idx)
+    assert np.any(lost)
     run = output_and_gradients(case, None, None)
     want = run(x, topk_idx, weights, *others)
-    got = run(x, topk_idx, jnp.where(rows < 0, jnp.nan, weights), *others)
+    got = run(x, topk_idx, jnp.where(lost, jnp.nan, weights), *others)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert not np.any(np.asarray(got[2])[rows < 0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_scan_and_checkpoint(check_vma):
-    """jax.grad around the shard_map must be right for a scan of rematerialized layers."""
-    case = Case(most_ranks(4), T, H, K, E, "float32", 40, 1)
-    x, _, _, *experts, grad = make_operands(case)
-    rng = np.random.default_rng(2)
-    topk_idx = np.stack([routing("uniform", case, rng) for _ in range(2)], axis=1)
-    weights = jnp.asarray(rng.uniform(0.1, 1, topk_idx.shape), jnp.float32)
-
-    def total(style):
-        def on_rank(x, topk_idx, weights, grad, *experts):
-            def step(x, routing_of_layer):
-                return x + layer(case, apart=style == "apart")(x, *routing_of_layer, *experts), None
-
-            if style == "loop":
-                x, _ = jax.lax.scan(jax.checkpoint(step), x, (topk_idx, weights))
-            else:
-                for i in range(2):
-                    x, _ = step(x, (topk_idx[i], weights[i]))
-            return jnp.sum(x * grad)
-
-        run = per_rank(on_rank, case.num_ranks, check_vma)
-        return lambda x, weights, *experts: jnp.sum(run(x, topk_idx, weights, grad, *experts))
-
-    gradients = [
-        jax.jit(jax.grad(total(style), tuple(range(5))))(x, weights, *experts)
-        for style in ("loop", "apart")
-    ]
-    for loop, apart in zip(*gradients, strict=True):
-        atol = TOLERANCE["float32"] * max(1, float(abs(apart).max()))
-        np.testing.assert_allclose(loop, apart, rtol=0, atol=atol)
+    assert not np.any(np.asarray(got[2])[lost])
 
 
 def test_matrices_replicated_over_another_axis():
     """Matrices replicated over another axis must get gradients summed over it."""
     shape = (2, most_ranks(4) // 2) if most_ranks(4) > 1 else (1, 1)
-    mesh = jax.make_mesh(shape, ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
     case = Case(shape[1], T, H, K, E)
     parts = [make_operands(case, seed=seed) for seed in range(shape[0])]
     experts, both = parts[0][3:6], ("data", AXIS)
 
     @functools.partial(
         jax.shard_map,
-        mesh=mesh,
+        mesh=mesh(shape, both),
         in_specs=(P(both), P(both), P(both), P(AXIS), P(AXIS), P(AXIS)),
         out_specs=P(both),
     )
@@ -529,38 +442,29 @@ def test_second_order_gradient():
     case = Case(most_ranks(2), T, H, K, E)
     x, topk_idx, weights, *experts, grad = make_operands(case)
 
-    def slope(style):
-        def squared(x, topk_idx, weights, grad, *experts):
-            run = layer(case) if style == "routed" else functools.partial(dense, case)
+    def squared_gradients(run, x, weights, grad, *experts):
+        def value(x, weights, *experts):
+            return jnp.sum(jnp.sin(run(x, weights, *experts)) * grad)
 
-            def value(x, weights, *experts):
-                return jnp.sum(jnp.sin(run(x, topk_idx, weights, *experts)) * grad)
+        gradients = jax.grad(value, (0, 1, 2))(x, weights, *experts)
+        return sum(jnp.sum(gradient**2) for gradient in gradients)
 
-            gradients = jax.grad(value, (0, 1, 2))(x, weights, *experts)
-            return sum(jnp.sum(gradient**2) for gradient in gradients)
+    def of_layer(x, topk_idx, weights, grad, *experts):
+        run = lambda x, weights, *experts: layer(case)(x, topk_idx, weights, *experts)  # noqa: E731
+        return squared_gradients(run, x, weights, grad, *experts)
 
-        run = per_rank(squared, case.num_ranks)
-        slope = jax.grad(
-            lambda x, weights, wo: jnp.sum(run(x, topk_idx, weights, grad, *experts[:2], wo)),
-            (0, 1, 2),
-        )
-        return jax.jit(slope)(x, weights, experts[2])
+    def routed(x, weights, wo):
+        operands = x, topk_idx, weights, grad, *experts[:2], wo
+        return jnp.sum(per_rank(of_layer, case.num_ranks)(*operands))
 
-    for got, want in zip(slope("routed"), slope("dense"), strict=True):
+    def by_choice(x, weights, wo):
+        run = lambda x, *rest: dense(x, topk_idx, topk_idx >= 0, *rest)  # noqa: E731
+        return squared_gradients(run, x, weights, grad, *experts[:2], wo)
+
+    pair = (jax.jit(jax.grad(f, (0, 1, 2)))(x, weights, experts[2]) for f in (routed, by_choice))
+    for got, want in zip(*pair, strict=True):
         atol = 100 * TOLERANCE["float32"] * max(1, float(abs(want).max()))
         np.testing.assert_allclose(got, want, rtol=0, atol=atol)
-
-
-def dense(case, x, topk_idx, weights, *experts):
-    """Computes the layer on every rank with the matrices of all experts."""
-    wi_0, wi_1, wo = (jax.lax.all_gather(w, AXIS, tiled=True) for w in experts)
-    hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, wi_0)) * jnp.einsum("th,ehf->tef", x, wi_1)
-    y = jnp.einsum("tef,efh->teh", hidden, wo)
-    return jnp.einsum("tk,tkh->th", weights, jnp.take_along_axis(y, topk_idx[:, :, None], 1))
-
-
-def products(jaxpr):
-    return str(jaxpr).count(" grouped_matmul[")
 
 
 # Where the kernels cannot run, all collectives are XLA's.
@@ -597,7 +501,8 @@ def test_what_is_kept_and_what_is_computed_again():
             run = jax.checkpoint(lambda *a: layer(case, apart=apart)(a[0], topk_idx, *a[1:]))
             return jax.vjp(run, x, weights, *experts)[1](grad)
 
-        return products(jax.make_jaxpr(per_rank(on_rank, 1))(x, topk_idx, weights, grad, *experts))
+        jaxpr = jax.make_jaxpr(per_rank(on_rank, 1))(x, topk_idx, weights, grad, *experts)
+        return str(jaxpr).count(" grouped_matmul[")
 
     assert again(apart=True) - again(apart=False) == 1, "the product by wo"
 
@@ -606,16 +511,16 @@ def test_what_is_kept_and_what_is_computed_again():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_lowers_for_cuda_without_float32_rows(check_vma):
-    """In the program for GPUs, no array with the rows of a receive buffer may be float32.
-
-    Excepted are arrays within the gate, since XLA fuses it into one kernel.
-    """
+    """No array with the rows of a receive buffer may be float32, except within the gate."""
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152
-    mesh = cuda_mesh((ranks,), (AXIS,))
     case = Case(ranks, tokens, hidden, 4, 32, "bfloat16", capacity, 1)
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=check_vma
+        jax.shard_map,
+        mesh=cuda_mesh((ranks,), (AXIS,)),
+        in_specs=P(AXIS),
+        out_specs=P(),
+        check_vma=check_vma,
     )
     def loss(x, topk_idx, weights, *experts):
         out = layer(case, "pallas", "pallas")(x, topk_idx, weights, *experts)
@@ -639,48 +544,59 @@ def test_lowers_for_cuda_without_float32_rows(check_vma):
     assert "stablehlo.transpose" not in text
 
 
+EACH, FEW = np.zeros((T, K), np.float32), np.zeros((T, K - 1), np.float32)
+WIDE_WO, BF16_WI = np.zeros((E, F + 1, H), np.float32), np.zeros((E, H, F), jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("operands", "options", "error", "message"),
     [
-        (dict(wo=jnp.zeros((E, F + 1, H))), ValueError, r"wo must have shape \(8, 64, 64\)"),
-        (dict(wi_1=jnp.zeros((E, H, F), jnp.bfloat16)), TypeError, "wi_1 must have the dtype"),
-        (dict(weights=jnp.zeros((T, K + 1))), ValueError, "topk_weights must have"),
-        (
-            dict(weights=jnp.zeros((T, K), jnp.int32)),
-            TypeError,
-            "topk_weights must be a floating array",
-        ),
-        (
-            dict(weights=jnp.zeros((K, T)), weights_on="input"),
-            ValueError,
-            r"topk_weights must have .*\(3, 12\)",
-        ),
-        (
-            dict(weights=jnp.zeros((T, K - 1)), weights_on="input"),
-            ValueError,
-            "topk_weights must have",
-        ),
-        (dict(matmul="cutlass"), ValueError, "implementation must be one of .*'cutlass'"),
-        (dict(exchange="nccl"), ValueError, "implementation must be one of .*'nccl'"),
+        (dict(wo=WIDE_WO), {}, ValueError, r"wo must have shape \(8, 64, 64\)"),
+        (dict(wi_1=BF16_WI), {}, TypeError, "wi_1 must have the dtype"),
+        (dict(weights=FEW), {}, ValueError, "topk_weights must have"),
+        (dict(weights=EACH.astype(int)), {}, TypeError, "topk_weights must be a floating array"),
+        (dict(weights=EACH.T), "input", ValueError, r"topk_weights must have .*\(3, 12\)"),
+        (dict(weights=FEW), "input", ValueError, "topk_weights must have"),
+        ({}, "gate", ValueError, "weights_on must be one of .* but is 'gate'"),
+        ({}, dict(matmul_implementation="cutlass"), ValueError, "implementation .*'cutlass'"),
+        ({}, dict(implementation="nccl"), ValueError, "implementation must be one of .*'nccl'"),
     ],
 )
-def test_errors(change, error, message):
+def test_errors(operands, options, error, message):
+    options = options if isinstance(options, dict) else dict(weights_on=options)
     case = Case(1, T, H, K, E)
     names = ("x", "topk_idx", "weights", "wi_0", "wi_1", "wo")
-    operands = dict(zip(names, (jnp.asarray(a[0]) for a in make_operands(case)[:6]), strict=True))
-    implementations = {name: change.get(name) for name in ("exchange", "matmul")}
-    operands |= {name: value for name, value in change.items() if name in names}
+    given = dict(zip(names, (a[0] for a in make_operands(case)[:6]), strict=True)) | operands
 
     def on_rank(x, topk_idx, weights, *experts):
-        sent = case.dispatch(x, topk_idx, None)
-        return routed_experts(
-            sent,
-            *experts,
-            weights,
-            implementation=implementations["exchange"],
-            matmul_implementation=implementations["matmul"],
-            weights_on=change.get("weights_on", "output"),
-        )
+        return routed_experts(case.dispatch(x, topk_idx, None), *experts, weights, **options)
 
     with pytest.raises(error, match=message):
-        jax.eval_shape(per_rank(on_rank, 1), *(operand[None] for operand in operands.values()))
+        jax.eval_shape(per_rank(on_rank, 1), *(operand[None] for operand in given.values()))
+
+
+@pytest.mark.parametrize("output", ["dequantized", "quantized"])
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_without_tokens_the_gradients_are_zero(capacity, output):
+    wi, wo = jnp.ones((4, 128, 256)), jnp.ones((4, 256, 128))
+    float8 = jnp.float8_e4m3fn
+    options = dict(num_experts=8, capacity=capacity, wire_dtype=float8, output=output)
+
+    def on_rank(x, topk_idx, topk_weights, *weights):
+        sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
+        return routed_experts(sent, *weights, topk_weights, matmul_dtype=float8)
+
+    def loss(x, topk_weights, *weights):
+        of_tokens = (P(AXIS),) * 3
+        run = jax.shard_map(
+            on_rank,
+            mesh=expert_mesh(2),
+            in_specs=(*of_tokens, P(), P(), P()),
+            out_specs=P(AXIS),
+        )
+        return jnp.sum(run(x, jnp.zeros((0, K), jnp.int32), topk_weights, *weights))
+
+    args = jnp.ones((0, 128)), jnp.ones((0, K)), wi, wi, wo
+    argnums = (0, 1, 2, 3, 4) if output == "dequantized" else (1, 2, 3, 4)
+    for i, grad in zip(argnums, jax.jit(jax.grad(loss, argnums))(*args), strict=True):
+        np.testing.assert_array_equal(grad, np.zeros(args[i].shape))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from support.dense_moe import E, F, H, K, make_params, make_x
+from support.flax_layers import LAYERS
 from support.loads import random_loads
 from support.meshes import expert_mesh
 
 import jax_ep
-from jax_ep import linen
-from jax_ep import nnx as ep_nnx
 from jax_ep.moe.config import MoEConfig
 from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
 
@@ -32,10 +32,7 @@ def placed(num_ranks, seed=0):
 
 @functools.cache
 def step(num_ranks, config):
-    """Returns a training step by SGD on a mesh of `num_ranks` ranks.
-
-    The step is a function (params, x, placement) -> (new params, loss, output, metrics).
-    """
+    """Returns a step by SGD: (params, x, placement) -> (new params, loss, output, metrics)."""
 
     def loss(params, x, placement):
         out, metrics = jax_ep.moe_layer(params, x, config, placement=placement)
@@ -67,10 +64,7 @@ def assert_copies_are_equal(params, placement):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.slow
 def test_training_with_copies_is_training_without(num_ranks):
-    """Training with copies must give the losses, outputs and parameters of training without.
-
-    Between the steps, the experts move to another placement once.
-    """
+    """Between the steps, the experts move to another placement once."""
     placement, other = placed(num_ranks), placed(num_ranks, seed=1)
     assert placement.num_copies.max() > 1
     x = make_x()
@@ -106,22 +100,25 @@ def test_drops_are_counted_by_expert():
 
 @pytest.mark.slow
 def test_both_flax_layers_start_in_order():
-    x, placement = make_x(), Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=4)[0]
+    placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=4)[0]
     options = dict(num_experts=E, num_experts_per_token=K, num_slots=SLOTS)
+    x, outputs = make_x(), []
     with jax.set_mesh(expert_mesh(4)):
-        layer = ep_nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
-        out, _ = layer(x, placement=placement)
-        module = linen.MoE(mlp_dim=F, **options)
-        params = {name: getattr(layer, name).get_value() for name in WEIGHTS}
-        gate = {"kernel": layer.gate.kernel.get_value()}
-        shapes = jax.eval_shape(
-            lambda key: module.init(key, x, placement=placement), jax.random.key(0)
-        )
-        got, _ = jax.jit(module.apply)({"params": params | {"gate": gate}}, x, placement=placement)
-    assert layer.wi_0.shape == (SLOTS, H, F) == jax.tree.leaves(shapes["params"]["wi_0"])[0].shape
-    for name in WEIGHTS:
-        np.testing.assert_array_equal(params[name][E:], params[name][: SLOTS - E])
-    np.testing.assert_array_equal(got, out)
+        layer = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
+        linen = jax_ep.linen.MoE(mlp_dim=F, **options)
+        variables = linen.init(jax.random.key(0), x, placement=placement)
+        of_nnx, of_linen = nnx.to_pure_dict(nnx.state(layer)), nn.unbox(variables)["params"]
+        for kind in LAYERS.values():
+            run = jax.jit(kind(H, F, **options))
+            outputs.append(run(of_nnx, x, placement=placement)[0])
+    for params in (of_nnx, of_linen):
+        for name in WEIGHTS:
+            np.testing.assert_array_equal(params[name][E:], params[name][: SLOTS - E])
+    np.testing.assert_array_equal(*outputs)
+
+
+OF_LAYERS = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1)
+FEWER = dataclasses.replace(WITH, num_slots=E - 1)
 
 
 @pytest.mark.parametrize(
@@ -129,20 +126,20 @@ def test_both_flax_layers_start_in_order():
     [
         (WITH, None, TypeError, "placement must say .* num_slots=12 .* but is"),
         (WITHOUT, placed(1), ValueError, "placement must be None for a layer without num_slots"),
-        (
-            WITH,
-            Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1),
-            ValueError,
-            r"shape \(1, 12\).*Pass placement\[layer\]",
-        ),
-        (
-            dataclasses.replace(WITH, num_slots=E - 1),
-            placed(1),
-            ValueError,
-            "num_slots must be at least num_experts=8, .* but is 7",
-        ),
+        (WITH, OF_LAYERS, ValueError, r"shape \(1, 12\).*Pass placement\[layer\]"),
+        (FEWER, placed(1), ValueError, "num_slots must be at least num_experts=8, .* but is 7"),
     ],
 )
 def test_errors_name_the_argument(config, placement, error, message):
     with pytest.raises(error, match=message):
         jax_ep.moe_layer(make_params(), make_x(), config, placement=placement)
+
+
+def test_a_placement_for_other_ranks_is_refused():
+    """The output would be right, but `rank_load` would be that of ranks that do not exist."""
+    params, x = to_slots(make_params(), placed(2)), make_x()
+    with pytest.raises(ValueError, match="placement must be for the 4 ranks along expert_axis.* 2"):
+        with jax.set_mesh(expert_mesh(4)):
+            jax_ep.moe_layer(params, x, WITH, placement=placed(2))
+    # A single rank has the slots of all ranks.
+    jax_ep.moe_layer(params, x, WITH, placement=placed(2))

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import assert_bitwise_equal
+from support.dense_moe import weight_shapes
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -20,13 +21,15 @@ import jax_ep
 from jax_ep import MoEConfig, MoEParams, linen
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
 from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe import shared_experts
 from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS
 from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
 
 FLOAT8 = jnp.float8_e4m3fn
 MATRICES = ("wi_0", "wi_1", "wo")
-SPECS = {"wi_0": P("expert", None, "tensor"), "wo": P("expert", "tensor", None)}
-SPECS["wi_1"] = SPECS["wi_0"]
+STORED = (*MATRICES, *SHARED_WEIGHTS)
+AXES = {"exp": "expert", "mlp": "tensor"}
 E, H, F = 8, 128, 256
 FORMATS = {
     "float8": Transposed.of(FLOAT8_MATRICES),
@@ -38,6 +41,12 @@ FORMATS = {
 }
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=2)
 X = np.random.default_rng(9).standard_normal((16, H)).astype(jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    """Lets shared experts quantize the few tokens of these tests, as they do many."""
+    monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", 1)
 
 
 @pytest.fixture(params=quick(FORMATS, "float8", "mxfp4"))
@@ -53,21 +62,22 @@ def stored(format):
     def numbers(*shape):
         return (rng.standard_normal(shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
 
-    gate, *matrices = numbers(H, E), numbers(E, H, F), numbers(E, H, F), numbers(E, F, H)
-    quantized = (jax_ep.quantize(matrix, format) for matrix in matrices)
-    return MoEParams.of(gate=gate, **dict(zip(MATRICES, quantized, strict=True)))
+    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, num_shared_experts=1)
+    arrays = {name: numbers(*shape) for name, shape in shapes.items()}
+    return MoEParams.of(**arrays | {n: jax_ep.quantize(arrays[n], format) for n in STORED})
 
 
 def numbers_of(params):
     """Returns the parameters with their matrices dequantized."""
-    return params._replace(**{name: getattr(params, name).dequantize() for name in MATRICES})
+    return params._replace(**{name: getattr(params, name).dequantize() for name in STORED})
 
 
 def sharded(params, mesh):
     """Shards the quantized matrices of parameters over the axes "expert" and "tensor" of a mesh."""
-    for name in MATRICES:
+    for name in STORED:
         array = getattr(params, name)
-        spec = P(*(axis if axis in mesh.axis_names else None for axis in SPECS[name]))
+        axes = (AXES.get(axis) for axis in LOGICAL_AXES[name])
+        spec = P(*(axis if axis in mesh.axis_names else None for axis in axes))
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), array.specs(spec))
         params = params._replace(**{name: jax.device_put(array, shardings)})
     return params
@@ -119,22 +129,20 @@ def operands_of(params):
 ))  # fmt: skip
 def test_float8_matrices_are_the_operands_as_they_are(name, shape):
     config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS[name])
-    want = numbers_of(params), operands_of(params)
+    # Shared experts stay as they are stored.
+    numbers = params._replace(**{n: getattr(params, n).dequantize() for n in MATRICES})
+    quantized = operands_of(params)
     if shape is not None:
         on = mesh(shape, ("expert", "tensor"))
         config = dataclasses.replace(config, mesh=on, tensor_axis="tensor")
         params = sharded(params, on)
-    numbers, quantized = want
     run = output(config, quantized_experts=quantized)
     assert_equal(output(config)(params, X), run(numbers, X))
 
 
 @pytest.mark.parametrize("name, again", [("float8", False), ("mxfp4", True)])
 def test_no_program_quantizes_float8_matrices_again(name, again):
-    """A layer with float8 matmuls must use stored float8 matrices as they are.
-
-    It must quantize matrices that are stored in another format.
-    """
+    """Float8 matmuls must use stored float8 matrices as they are."""
     config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
     assert ("quantize_float8_matrices" in str(program)) == again
@@ -186,15 +194,15 @@ def test_experts_move_between_slots(format):
 def test_flax_layers_take_them(format):
     params = stored(format)
     want = output(CONFIG)(params, X)[1]
-    options = dict(num_experts=E, num_experts_per_token=2)
+    options = dict(num_experts=E, num_experts_per_token=2, num_shared_experts=1)
     layer = linen.MoE(mlp_dim=F, **options)
-    weights = {name: getattr(params, name) for name in MATRICES}
+    weights = {name: getattr(params, name) for name in STORED}
     got, _ = layer.apply({"params": weights | {"gate": {"kernel": params.gate}}}, X)
     assert_equal(got, want)
 
     module = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
     module.gate.kernel.set_value(jnp.asarray(params.gate))
-    for name in MATRICES:
+    for name in STORED:
         getattr(module, name).set_value(jax.tree.map(jnp.asarray, weights[name]))
     assert_equal(nnx.jit(lambda module, x: module(x)[0])(module, X), want)
     graph, state = nnx.split(module)
@@ -213,7 +221,7 @@ def test_there_is_no_gradient(matmul_dtype):
         y, _ = jax_ep.moe_layer(params._replace(**{name: part}), X, config)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    for name in ("wi_1", "wo"):
+    for name in ("wi_1", "wo", "shared_wo"):
         with pytest.raises(TypeError, match=f"{name} is stored quantized, .* has no gradient"):
             jax.grad(loss)(jax.tree.map(jnp.asarray, getattr(params, name)), name, params)
     grad = jax.grad(loss)(jnp.asarray(params.gate), "gate", params)
@@ -228,6 +236,8 @@ def test_what_does_not_fit_is_refused():
     mixed = params._replace(wo=numbers_of(params).wo)
     with pytest.raises(TypeError, match="wi_0, wi_1, wo must all be arrays or all be Quantized"):
         jax_ep.moe_layer(mixed, X, CONFIG)
+    with pytest.raises(TypeError, match="shared_wi_0, shared_wi_1, shared_wo must all be arrays"):
+        jax_ep.moe_layer(params._replace(shared_wo=numbers_of(params).shared_wo), X, CONFIG)
     tokens, sizes = jnp.asarray(X), jnp.full(E, 2)
     with pytest.raises(TypeError, match="wi_0, wi_1, wo must all be arrays or all be Quantized"):
         jax_ep.expert_mlp(tokens, mixed.wi_0, mixed.wi_1, mixed.wo, sizes)

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x, weight_shapes
+from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x, random_params
+from support.flax_layers import as_dict
 from support.kernels import needs_kernels
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
@@ -26,6 +27,8 @@ from jax_ep.moe.params import PARAMETERS
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.fabric import memory_map
 
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
+
 F, S = 8, 12
 CONFIG = MoEConfig(
     num_experts=E,
@@ -35,27 +38,12 @@ CONFIG = MoEConfig(
 )
 PARTS: dict = dict(shared_dim=S, use_shared_gate=True, use_gate_bias=True, use_mlp_bias=True)
 AXES = ("expert", "tensor")
-MASK = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 5 > 0
+MASK = np.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 5 > 0
 
 
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
-def make_params() -> MoEParams:
-    """Makes parameters with every part that a tensor axis splits.
-
-    They also have the biases of the experts' outputs, which only one of its ranks may add.
-    """
-    rng = np.random.default_rng(0)
-    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, **PARTS)
-    return MoEParams.of(**{
-        name: jnp.asarray(rng.normal(size=shape) * 0.4, jnp.float32)
-        for name, shape in shapes.items()
-    })  # fmt: skip
+# The parameters have every part that a tensor axis splits, and the biases of the experts' outputs,
+# which only one of its ranks may add.
+make_params = functools.partial(random_params, H, F, **PARTS)
 
 
 def loss(params, x, mask=MASK, *, layer=moe_layer, config=CONFIG):
@@ -78,35 +66,27 @@ def split_by(*axes: str):
     return dataclasses.replace(CONFIG, batch_axes=axes)
 
 
+DATA = ("data", *AXES)
 MESHES = {
     "replicated tokens": (CONFIG, (4, 2), AXES),
     "split tokens": (split_by(*AXES), (4, 2), AXES),
-    "data, replicated tokens": (CONFIG, (2, 2, 2), ("data", *AXES)),
-    "data, split tokens": (split_by("data", *AXES), (2, 2, 2), ("data", *AXES)),
+    "data, replicated tokens": (CONFIG, (2, 2, 2), DATA),
+    "data, split tokens": (split_by(*DATA), (2, 2, 2), DATA),
     "no experts' axis": (CONFIG, (4, 2), ("data", "tensor")),
     "two axes": (
         dataclasses.replace(CONFIG, tensor_axis=("a", "b")),
         (2, 2, 2),
         ("expert", "a", "b"),
     ),
+    "explicit, replicated tokens": (CONFIG, (4, 2), AXES, AxisType.Explicit),
+    "explicit, split tokens": (split_by(*AXES), (4, 2), AXES, AxisType.Explicit),
 }
 
 
-@pytest.mark.parametrize("name", [*MESHES])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", quick([*MESHES], "split tokens"))
 def test_on_a_mesh(name):
-    config, shape, axes = MESHES[name]
-    with jax.set_mesh(mesh(shape, axes)):
-        assert_close(run(config), unsharded())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
-def test_on_an_explicit_mesh(config):
-    # This skips the test if there are fewer devices.
-    mesh((4, 2), AXES)
-    devices = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(devices):
+    config, *on = MESHES[name]
+    with jax.set_mesh(mesh(*on)):
         assert_close(run(config), unsharded())
 
 
@@ -119,10 +99,7 @@ def spec_of(name: str) -> P:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_a_shard_map(split, check_vma):
-    """In a caller's shard_map, a rank must compute with the part of the experts that it is given.
-
-    The caller gives each rank its own experts, and of these its columns along the tensor axis.
-    """
+    """A rank must compute with the part of the experts that it is given."""
     tokens = P(AXES) if split else P("expert")
     config = split_by(*AXES) if split else split_by("expert")
     params = make_params()
@@ -144,9 +121,8 @@ def test_linen_inside_a_shard_map():
     params = make_params()
     fields = vars(CONFIG) | dict(batch_axes="expert") | PARTS
     layer = jax_ep.linen.MoE(mlp_dim=F, **fields)
-    names = [n for n, a in params._asdict().items() if a is not None and n != "gate"]
-    variables = {"gate": {"kernel": params.gate}, **{n: getattr(params, n) for n in names}}
-    specs = {"gate": {"kernel": P()}, **{n: spec_of(n) for n in names}}
+    variables = as_dict(params)
+    specs = {n: spec_of(n) for n in variables if n != "gate"} | {"gate": {"kernel": P()}}
     run_on_ranks = jax.shard_map(
         lambda variables, x: layer.apply({"params": variables}, x)[0],
         mesh=mesh((4, 2), AXES),
@@ -189,10 +165,7 @@ def test_columns_and_their_gradients_stay_where_they_are():
 
 
 def test_nnx_parameters_are_born_split():
-    """NNX parameters must be created split over the tensor axis without a rule for "mlp".
-
-    The mesh is the ambient one, or the layer's own.
-    """
+    """No rule for "mlp" is needed, on the ambient mesh or the layer's own."""
     devices = mesh((4, 2), AXES)
     sizes = dict(num_experts=E, num_experts_per_token=K, tensor_axis="tensor", **PARTS)
     sizes["kernel_init"] = jax.nn.initializers.zeros
@@ -237,100 +210,38 @@ def test_a_width_that_does_not_divide_is_named():
             jax.eval_shape(layer, make_params(), make_x())
 
 
-# ------------------------------------------------- the collectives that move tokens and their sums
-
-RANKS, WIDTH = 2, 128
+RANKS = 2
 
 
-def where(splits_tokens: bool) -> LayerMesh:
-    """Returns a `LayerMesh` with two ranks along the axis "tensor".
+def mapped(splits_tokens, implementation):
+    """Returns a stand-in for a layer that is split over a tensor axis, on a mesh.
 
-    With `splits_tokens` each rank has other tokens, else both have the same ones.
+    Each tensor rank gets the tokens of all tensor ranks and multiplies them by its own factors. The
+    output is the sum of these products over the tensor ranks.
     """
-    return LayerMesh((), ("tensor",) if splits_tokens else (), None, ("tensor",))
-
-
-def outputs(x, ids, weights, factors, splits_tokens, implementation=None):
-    """Computes a stand-in for a layer that is split over a tensor axis; returns this rank's output.
-
-    Each tensor rank gets the tokens of all tensor ranks and multiplies them by its own `factors`.
-    The output is the sum of these products over the tensor ranks.
-    """
-    there = where(splits_tokens)
-    arrays = x, x, ids, weights
-    x, same, ids, weights = tensor_axis.for_all_ranks(arrays, there, implementation)
-    assert same is x and ids.dtype == jnp.int32
-    part = x * factors * jnp.sum(weights * (ids / 2**20), axis=1, keepdims=True)
-    return tensor_axis.sum_over_ranks(part, there, implementation)
-
-
-def operands(splits_tokens):
-    num_tokens = 8 * RANKS if splits_tokens else 8
-    x, factors = (
-        jax.random.normal(jax.random.key(i), (n, H)) for i, n in ((0, num_tokens), (1, 2))
-    )
-    weights = jax.random.uniform(jax.random.key(2), (num_tokens, 2))
-    ids = jax.random.randint(jax.random.key(3), (num_tokens, 2), -1, 2**20)
-    return x, ids, weights, factors
-
-
-def mapped(splits_tokens, over, check_vma=True, implementation=None):
     tokens = P("tensor") if splits_tokens else P()
+    there = LayerMesh((), ("tensor",) if splits_tokens else (), None, ("tensor",))
+
+    def outputs(x, ids, weights, factors):
+        arrays = x, x, ids, weights
+        x, same, ids, weights = tensor_axis.for_all_ranks(arrays, there, implementation)
+        assert same is x and ids.dtype == jnp.int32
+        part = x * factors * jnp.sum(weights * ids, axis=1, keepdims=True)
+        return tensor_axis.sum_over_ranks(part, there, implementation)
+
     return jax.shard_map(
-        lambda *arrays: outputs(*arrays, splits_tokens, implementation),
-        mesh=over,
+        outputs,
+        mesh=mesh((RANKS,), ("tensor",)),
         in_specs=(tokens, tokens, tokens, P("tensor")),
         out_specs=tokens,
-        check_vma=check_vma,
     )
-
-
-@pytest.mark.parametrize("implementation", quick([None, "xla"], None))
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("splits_tokens", [True, False])
-def test_values_and_gradients_are_those_of_whole_experts(splits_tokens, check_vma, implementation):
-    x, ids, weights, factors = operands(splits_tokens)
-
-    def total(function, *arrays):
-        return jnp.sum(jnp.sin(function(*arrays)))
-
-    def whole(x, weights, factors):
-        return (
-            x * jnp.sum(factors, axis=0) * jnp.sum(weights * (ids / 2**20), axis=1, keepdims=True)
-        )
-
-    over = mesh((RANKS,), ("tensor",))
-    run = mapped(splits_tokens, over, check_vma, implementation)
-
-    def of_ranks(x, weights, factors):
-        return run(x, ids, weights, factors)
-
-    got, want = (
-        jax.jit(jax.value_and_grad(lambda *arrays, f=f: total(f, *arrays), (0, 1, 2)))(
-            x, weights, factors
-        )
-        for f in (of_ranks, whole)
-    )
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        scale = np.max(np.abs(other))
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * scale)
-
-
-def test_without_a_tensor_axis_nothing_is_moved():
-    arrays = tuple(map(jnp.asarray, operands(False)[:3]))
-    nowhere = LayerMesh((), (), None, ())
-    assert tensor_axis.for_all_ranks(arrays, nowhere, None) == arrays
-    assert tensor_axis.sum_over_ranks(arrays[0], nowhere, None) is arrays[0]
 
 
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 @pytest.mark.parametrize("splits_tokens", [True, False])
 def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, monkeypatch):
-    """The collectives along a tensor axis must be kernels where the table says they are faster.
-
-    This holds forward and backward. With implementation="xla" for the exchange, they must be XLA's.
-    """
+    """The collectives along a tensor axis must be kernels where the table says they are faster."""
     gpus = tuple(symmetric_memory.Gpu(g, g, 0, "", 0, 0) for g in range(RANKS))
     domain = symmetric_memory.Domain(
         memory_map.BASE, memory_map.STRIDE, memory_map.heap_bytes(RANKS), gpus
@@ -344,12 +255,13 @@ def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, mo
     monkeypatch.setattr(collectives_table, "current", lambda: {"": measured})
     monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
 
-    over = mesh((RANKS,), ("tensor",))
-    x, *others = operands(splits_tokens)
+    num_tokens = 8 * RANKS if splits_tokens else 8
+    x, factors = jnp.ones((num_tokens, H)), jnp.ones((RANKS, H))
+    others = jnp.zeros((num_tokens, 2), jnp.int32), jnp.ones((num_tokens, 2)), factors
 
     def text(implementation):
         def gradient(x, *others):
-            run = mapped(splits_tokens, over, implementation=implementation)
+            run = mapped(splits_tokens, implementation)
             return jax.grad(lambda x: jnp.sum(jnp.sin(run(x, *others))))(x)
 
         lowered = jax.jit(gradient).trace(x, *others).lower(lowering_platforms=("cuda",))

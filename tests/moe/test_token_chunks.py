@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dense_moe import E, F, H, K, assert_close, make_params, make_x, weight_shapes
+from support.dense_moe import E, K, S, assert_close, make_params, make_x, random_params
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -19,14 +18,9 @@ import jax_ep
 from jax_ep import MoEConfig, MoEParams, moe_layer
 from jax_ep.placement import Placement, to_slots
 
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
+
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Sets exact float32 matmuls, since GPUs round float32 operands to fewer bits by default."""
-    with jax.default_matmul_precision("float32"):
-        yield
 
 
 def run(params, x, mask=None, *, config, **given):
@@ -53,32 +47,9 @@ def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
 
 @pytest.mark.parametrize("num_chunks, num_ranks", quick([(2, 1), (3, 4), (4, 8), (9, 8)], (3, 4)))
 def test_chunks_change_nothing_but_rounding(num_chunks, num_ranks):
-    """Computing a layer in chunks of tokens must change its results only by rounding.
-
-    The number of chunks may be no divisor of the number of tokens, or larger than it.
-    """
-    mask = np.arange(40).reshape(8, 5) % 7 > 0
-    assert_same(
-        num_chunks,
-        CONFIG,
-        expert_mesh(num_ranks),
-        make_params(bias=True),
-        make_x(shape=(8, 5)),
-        mask,
-    )
-
-
-def with_biases() -> MoEParams:
-    rng = np.random.default_rng(3)
-    shapes = weight_shapes(E, H, F, use_mlp_bias=True)
-    biases = {n: rng.normal(size=s) for n, s in shapes.items() if n.endswith("bias")}
-    given = {name: jnp.asarray(array, jnp.float32) for name, array in biases.items()}
-    return make_params()._replace(**given)
-
-
-def in_slots() -> tuple[MoEParams, Placement]:
-    placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
-    return to_slots(make_params(), placement), placement
+    """The number of chunks may be no divisor of the number of tokens, or larger than it."""
+    params, x, mask = make_params(bias=True), make_x(shape=(8, 5)), np.arange(40).reshape(8, 5) % 7
+    assert_same(num_chunks, CONFIG, expert_mesh(num_ranks), params, x, mask > 0)
 
 
 SPLIT = dict(tensor_axis="tensor", batch_axes=("expert", "tensor"))
@@ -97,17 +68,15 @@ def test_with_other_options(changes, shape, axes, monkeypatch):
     if "host" in axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     config = dataclasses.replace(CONFIG, **changes)
-    params, given = with_biases(), {}
+    params, given = random_params(use_mlp_bias=True, num_shared_experts=S), {}
     if config.num_slots:
-        params, given["placement"] = in_slots()
+        placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
+        params, given = to_slots(params, placement), dict(placement=placement)
     assert_same(2, config, mesh(shape, axes), params, make_x(), **given)
 
 
 def test_a_capacity_is_of_each_chunk():
-    """The capacity must limit the rows of each chunk of tokens.
-
-    The dropped choices must be those of separate calls for the chunks.
-    """
+    """The dropped choices must be those of separate calls for the chunks."""
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
     params, x = make_params(), make_x(shape=(4, 16))
     with jax.set_mesh(expert_mesh(4)):
@@ -123,26 +92,12 @@ def test_a_capacity_is_of_each_chunk():
 WIDE = 128
 
 
-def float8_params() -> MoEParams:
-    rng = np.random.default_rng(0)
-    shapes = {"gate": (WIDE, E)} | weight_shapes(E, WIDE, WIDE)
-    return MoEParams.of(**{
-        name: jnp.asarray(rng.normal(scale=WIDE**-0.5, size=shape), jnp.float32)
-        for name, shape in shapes.items()
-    })  # fmt: skip
-
-
 @pytest.mark.parametrize("once", quick([False, True], False))
 def test_float8_experts_are_quantized_once(once):
-    """Float8 experts must be quantized once for all chunks of tokens, not once for each.
-
-    Gradients must agree within float8's rounding: in chunks, rows are quantized in other blocks for
-    the matrices' gradients.
-    """
+    """In chunks, rows are quantized in other blocks for the matrices' gradients."""
     float8 = jnp.float8_e4m3fn
     config = dataclasses.replace(CONFIG, wire_dtype=float8, matmul_dtype=float8)
-    params = float8_params()
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 16, WIDE)), jnp.float32)
+    params, x = random_params(WIDE, WIDE, WIDE**-0.5), make_x(1, (4, 16), WIDE)
     with jax.set_mesh(expert_mesh(4)):
         given = dict(quantized_experts=jax_ep.quantize_experts(params, config)) if once else {}
         want = run(params, x, config=config, **given)
@@ -237,8 +192,7 @@ def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
     config = MoEConfig(
         num_experts=E, num_experts_per_token=4, dtype=jnp.bfloat16, token_chunks=num_chunks
     )
-    shapes = {"gate": (64, E)} | weight_shapes(E, 64, 64)
-    params = MoEParams.of(**{n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()})
+    params = jax.eval_shape(functools.partial(random_params, 64, 64))
     x = jax.ShapeDtypeStruct((8, num_tokens // 2, 64), jnp.bfloat16)
 
     def loss(params, x):
@@ -254,18 +208,6 @@ def test_a_step_needs_less_memory():
     assert chunked <= 0.35 * whole
 
 
-@pytest.mark.parametrize(
-    "num_chunks, error, message",
-    [
-        (0, ValueError, "token_chunks must be at least 1, but is 0"),
-        (2.0, TypeError, "token_chunks must be a static integer, but is 2.0"),
-    ],
-)
-def test_errors_name_the_argument(num_chunks, error, message):
-    with pytest.raises(error, match=message):
-        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, token_chunks=num_chunks))
-
-
 def test_gradients_of_experts_are_reduced_once():
     shape = dict(mesh_shape=(2, 4), axes=("data", "expert"), num_tokens=16)
     whole, chunked = (compiled(c, **shape).as_text().count(" all-reduce(") for c in (1, 4))
@@ -274,30 +216,21 @@ def test_gradients_of_experts_are_reduced_once():
 
 @pytest.mark.slow
 def test_in_a_scan_of_rematerialized_layers():
-    class Block(nn.Module):
-        num_chunks: int
-
-        @nn.compact
-        def __call__(self, x, _):
-            layer = jax_ep.linen.MoE(E, K, F, token_chunks=self.num_chunks)
-            y, metrics = layer(x)
-            return x + y, metrics
-
-    def stack(num_chunks):
-        block = nn.remat(Block, prevent_cse=False)
-        variables = {"params": 0, "router_state": 0}
-        scanned = nn.scan(block, variables, split_rngs={"params": True}, length=2)
-        return scanned(num_chunks)
-
-    x = make_x()
-    variables = nn.unbox(stack(1).init(jax.random.key(0), x, None))
+    stack = jax.tree.map(lambda *a: jnp.stack(a), make_params(0), make_params(7))
 
     def step(num_chunks):
-        def loss(variables):
-            out, metrics = stack(num_chunks).apply(variables, x, None)
-            return jnp.mean(out**2) + jnp.sum(metrics.load_balance_loss)
+        config = dataclasses.replace(CONFIG, token_chunks=num_chunks)
+
+        @jax.checkpoint
+        def layer(x, params):
+            out, metrics = moe_layer(params, x, config)
+            return x + out, metrics.load_balance_loss
+
+        def loss(stack, x):
+            out, losses = jax.lax.scan(layer, x, stack)
+            return jnp.mean(out**2) + jnp.sum(losses)
 
         with jax.set_mesh(expert_mesh(4)):
-            return jax.device_get(jax.jit(jax.value_and_grad(loss))(variables))
+            return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(stack, make_x()))
 
     assert_close(step(2), step(1))

@@ -12,16 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support.kernels import needs_kernels
 from support.meshes import mesh
-from support.rows import (
-    KINDS,
-    SUMS,
-    by_sums,
-    comparable,
-    descending,
-    rows,
-    sums,
-    within_best_groups,
-)
+from support.rows import KINDS, choices, rows
 from support.selection import quick
 
 from jax_ep.moe.routing import top_k_routing
@@ -38,22 +29,9 @@ GROUPS = {
 }
 
 
-def top_k(logits, gathered, k, groups=None, scores=None):
-    """Chooses the k columns with the largest logits; returns them, and `gathered` at them.
-
-    With `groups`, only columns of the best groups are chosen. `scores` are the scores by which
-    groups are compared; if they are None, logits are.
-    """
-    options = {} if scores is None else {"scores": "softmax", "rounded": scores}
-    return choose(logits, k, PLAIN, gathered=gathered, groups=groups, **options)[:2]
-
-
-def numpy_choices(logits, k, groups=None, scores=None):
-    if groups is not None:
-        best = min(groups.best, logits.shape[1] // groups.number)
-        of_ties = "logit" if scores is logits else "softmax"
-        logits = within_best_groups(logits, scores, groups.number, groups.kept, best, of_ties)
-    return descending(logits)[:, :k]
+def top_k(logits, gathered, k, groups=None, compared=None):
+    """Chooses k columns by `compared`, or by the logits; returns them, and `gathered` at them."""
+    return choose(logits, k, PLAIN, gathered=gathered, groups=groups, compared=compared)[:2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +45,7 @@ def numpy_choices(logits, k, groups=None, scores=None):
 def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
     values, probs = rows(number, experts, kind), rows(number, experts, "random", 1)
     topk_idx, chosen = jax.jit(top_k, static_argnums=2)(values, probs, k)
-    want = numpy_choices(values, k)
+    want = choices(values, k)
     assert topk_idx.dtype == jnp.int32 and chosen.dtype == jnp.float32
     np.testing.assert_array_equal(topk_idx, want)
     np.testing.assert_array_equal(chosen, np.take_along_axis(probs, want, axis=1))
@@ -75,69 +53,53 @@ def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
 
 @pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
 @pytest.mark.parametrize(("experts", "k"), quick([(40, 3), (40, 13), (160, 40)], (40, 3)))
-def test_sums_are_compared_exactly(experts, k, groups):
-    """Columns with equal float32 sums of score and bias must be chosen by their exact sums."""
-    options = dict(scores="softmax", groups=groups)
-    within = experts if groups is None else experts // groups.number * groups.kept
+def test_sums_with_a_bias_are_compared_in_float32(experts, k, groups):
+    """Of columns whose exact sums differ but are equal in float32, the first must be chosen."""
+    compared, bias = rows(50, experts, "random"), rows(1, experts, "ties", 1)[0]
+    values = rows(50, experts, "random", 2)
 
     @jax.jit
-    def run(logits, scores, bias):
-        return choose(logits, k, PLAIN, rounded=scores, bias=bias, **options)[0]
+    def run(compared):
+        return choose(values, k, PLAIN, compared=compared, bias=bias, groups=groups)[0]
 
-    for kind in SUMS:
-        scores, bias, logits = sums(50, experts, kind)
-        logits = comparable(logits, groups)
-        want = by_sums(scores, bias, logits, groups)[:, : min(k, within)]
-        np.testing.assert_array_equal(run(logits, scores, bias)[:, :within], want, kind)
+    for factor in (1, 2**-30):
+        scaled = compared * np.float32(factor)
+        np.testing.assert_array_equal(run(scaled), choices(scaled + bias, k, groups), str(factor))
 
 
-@pytest.mark.parametrize("groups", [None, Groups(8, 3, 1), Groups(8, 3, 2)], ids=str)
-def test_sums_of_few_tokens_are_compared_exactly(groups):
-    """Choices must also be exact if float32 sums are equal for only 3 of 200 tokens."""
-    rng = np.random.default_rng(0)
-
-    @jax.jit
-    def run(logits, scores, bias):
-        options = dict(scores="softmax", rounded=scores, groups=groups)
-        return choose(logits, 3, PLAIN, bias=bias, **options)[0]
-
-    for kind in SUMS:
-        scores, logits = rng.uniform(size=(2, 200, 40)).astype(np.float32)
-        of_ties = sums(3, 40, kind)
-        places = [0, 77, 199]
-        scores[places], bias, logits[places] = (
-            of_ties[0],
-            of_ties[1],
-            comparable(of_ties[2], groups),
-        )
-        want = by_sums(scores, bias, logits, groups)[:, :3]
-        np.testing.assert_array_equal(run(logits, scores, bias), want, kind)
+def test_sigmoids_are_compared():
+    """Of columns whose sigmoids round to the same number, the first must be chosen."""
+    values = rows(9, 64, "ties") * np.float32(30)
+    bias = np.zeros(64, np.float32)
+    topk_idx, weights, _ = choose(values, 8, PLAIN, sigmoid=True, bias=bias)
+    want = choices(np.asarray(jax.nn.sigmoid(values)), 8)
+    assert np.any(want != choices(values, 8))
+    np.testing.assert_array_equal(topk_idx, want)
+    np.testing.assert_array_equal(weights, np.take_along_axis(values, want, axis=1))
 
 
-def test_ties_of_sums_where_x64_is_enabled():
-    scores, bias, logits = sums(12, 16, "unlike beyond")
+def test_types_where_x64_is_enabled():
+    compared, bias, logits = rows(12, 16, "ties"), rows(1, 16, "ties", 1)[0], rows(12, 16, "random")
     with jax.enable_x64(True):
-        options = dict(scores="softmax", groups=Groups(4, 2, 2), rounded=scores, bias=bias)
+        options = dict(groups=Groups(4, 2, 2), compared=compared, bias=bias)
         topk_idx, weights, _ = choose(jnp.asarray(logits), 3, PLAIN, **options)
     assert topk_idx.dtype == jnp.int32 and weights.dtype == jnp.float32
-    want = by_sums(scores, bias, logits, Groups(4, 2, 2))[:, :3]
-    np.testing.assert_array_equal(topk_idx, want)
+    np.testing.assert_array_equal(topk_idx, choices(compared + bias, 3, Groups(4, 2, 2)))
 
 
 def test_a_batch_has_one_bias_or_each_its_own():
-    scores, bias, logits = sums(12, 16, "unlike beyond")
+    compared, bias, logits = rows(12, 16, "ties"), rows(1, 16, "ties", 1)[0], rows(12, 16, "random")
 
-    def run(logits, scores, bias):
-        return choose(logits, 3, PLAIN, scores="softmax", rounded=scores, bias=bias)[0]
+    def run(logits, compared, bias):
+        return choose(logits, 3, PLAIN, compared=compared, bias=bias)[0]
 
     biases = np.stack([bias, bias[::-1]])
-    wants = [by_sums(scores, each, logits)[:, :3] for each in biases]
-    members = (a.reshape(3, 4, 16) for a in (logits, scores))
+    wants = [choices(compared + each, 3) for each in biases]
+    members = [a.reshape(3, 4, 16) for a in (logits, compared)]
     of_one = jax.vmap(run, (0, 0, None))(*members, bias)
     np.testing.assert_array_equal(of_one.reshape(12, 3), wants[0])
-    np.testing.assert_array_equal(jax.vmap(run, (None, None, 0))(logits, scores, biases), wants)
+    np.testing.assert_array_equal(jax.vmap(run, (None, None, 0))(logits, compared, biases), wants)
     of_both = jax.vmap(jax.vmap(run, (0, 0, None)), (None, None, 0))
-    members = (a.reshape(3, 4, 16) for a in (logits, scores))
     got = of_both(*members, biases)
     np.testing.assert_array_equal(got.reshape(2, 12, 3), wants)
 
@@ -145,15 +107,14 @@ def test_a_batch_has_one_bias_or_each_its_own():
 @pytest.mark.parametrize("kind", ["random", "ties"])
 @pytest.mark.parametrize(("experts", "groups"), quick(GROUPS, "of whole lanes"))
 def test_choices_are_of_the_best_groups(experts, groups, kind):
-    values, scores = rows(77, experts, kind), rows(77, experts, kind, 1)
+    values, compared = rows(77, experts, kind), rows(77, experts, kind, 1)
+    # A group of one expert has no second best.
+    want = Groups(groups.number, groups.kept, min(groups.best, experts // groups.number))
     run = jax.jit(top_k, static_argnums=(2, 3))
-    topk_idx, _ = run(values, values, 4, groups, scores)
-    # If groups are compared by one best score, `choose` may compare logits, since scores grow with
-    # logits.
-    of_groups = values if groups.best == 1 else scores
-    np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, of_groups))
+    topk_idx, _ = run(values, values, 4, groups, compared)
+    np.testing.assert_array_equal(topk_idx, choices(compared, 4, want))
     topk_idx, _ = run(values, values, 4, groups)
-    np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, values))
+    np.testing.assert_array_equal(topk_idx, choices(values, 4, want))
 
 
 def kernels_in(text: str) -> int:
@@ -172,10 +133,7 @@ def lowered(*shape, k=4, groups=None, **options) -> str:
 @needs_kernels
 @pytest.mark.parametrize(("experts", "groups"), GROUPS.values(), ids=GROUPS)
 def test_one_device_runs_the_kernel(experts, groups):
-    """On one device the kernel must choose the experts.
-
-    XLA must choose the best groups only where the kernel does not support their sizes.
-    """
+    """XLA must choose the best groups only where the kernel does not support their sizes."""
     text = lowered(8, experts, groups=groups)
     assert kernels_in(text) == 1
     known = groups in (GROUPS["of whole lanes"][1], GROUPS["of their best"][1])
@@ -209,6 +167,7 @@ def test_xla_sorts_where_the_kernel_does_not_run():
         (dict(num_groups=8, groups_kept=3, group_score="max", normalize=False), True),
         (dict(score="sigmoid"), False),
         (dict(num_groups=8, groups_kept=3), False),
+        (dict(num_groups=8, groups_kept=3, group_score=3), False),
     ],
 )
 def test_the_kernel_makes_the_softmax_where_nothing_else_needs_it(options, by_kernel):
@@ -242,7 +201,7 @@ def test_derivatives_are_of_what_is_chosen_alone():
     def choose(values, probs):
         return top_k(values, probs, 3)[1]
 
-    want = numpy_choices(np.asarray(values), 3)
+    want = choices(np.asarray(values), 3)
     _, tangent = jax.jvp(choose, (values, probs), (values, of_probs))
     np.testing.assert_array_equal(tangent, np.take_along_axis(np.asarray(of_probs), want, axis=1))
     grads = jax.grad(lambda *args: jnp.sum(choose(*args) ** 2), (0, 1))(values, probs)
@@ -259,9 +218,9 @@ def test_softmax_and_weights_follow_from_the_values():
     topk_idx, weights, probs = run(values, 3, Weighing(False, 0.0, 2.5), softmax=True)
     want = jax.nn.softmax(values)
     np.testing.assert_allclose(probs, want, rtol=1e-6)
-    chosen = np.take_along_axis(np.asarray(want), numpy_choices(np.asarray(values), 3), axis=1)
+    chosen = np.take_along_axis(np.asarray(want), choices(np.asarray(values), 3), axis=1)
     np.testing.assert_allclose(weights, 2.5 * chosen, rtol=1e-6)
-    np.testing.assert_array_equal(topk_idx, numpy_choices(np.asarray(values), 3))
+    np.testing.assert_array_equal(topk_idx, choices(np.asarray(values), 3))
 
     def ours(values):
         routed = top_k_routing(values, 3, normalize_epsilon=0.25, scale=2.5)
@@ -286,6 +245,6 @@ def test_a_batch_chooses_for_each_of_its_members():
     values, probs = rows(12, 16, "ties").reshape(3, 4, 16), rows(4, 16, "random", 1)
     topk_idx, chosen = jax.vmap(lambda values: top_k(values, jnp.asarray(probs), 3))(values)
     for member in range(3):
-        want = numpy_choices(values[member], 3)
+        want = choices(values[member], 3)
         np.testing.assert_array_equal(topk_idx[member], want)
         np.testing.assert_array_equal(chosen[member], np.take_along_axis(probs, want, axis=1))

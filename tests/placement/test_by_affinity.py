@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
+import pstats
 
 import numpy as np
 import pytest
@@ -63,10 +64,7 @@ def test_planted_affinity_is_found(num_ranks, num_hosts, num_experts, top_k):
 
 
 def test_affinity_gives_way_to_balance():
-    """The two busiest experts must be on different ranks, though many tokens choose both in turn.
-
-    Otherwise the load of their rank would be over the limit.
-    """
+    """The two busiest experts must be on different ranks, though many tokens choose both."""
     rng = np.random.default_rng(8)
     trace = np.where(rng.random((3, 2000, 1)) < 0.5, 0, 1)
     trace[:, :, :][rng.random(trace.shape) < 0.2] = 5
@@ -78,12 +76,13 @@ def test_affinity_gives_way_to_balance():
 
 
 @pytest.mark.slow
-def test_affinity_of_a_large_model_takes_seconds():
+def test_affinity_of_a_large_model_takes_few_calls():
+    """A large model took 0.5 million calls of functions, a few seconds."""
     rng = np.random.default_rng(9)
     trace, _ = planted(rng, 60, 2000, 8, 256, 16, noise=0.3)
-    start = time.process_time()
-    placed = place_by_affinity(trace, num_ranks=64)
-    assert time.process_time() - start < 120
+    profile = cProfile.Profile()
+    placed = profile.runcall(place_by_affinity, trace, num_ranks=64)
+    assert pstats.Stats(profile).total_calls < 5e6
     load = np.stack([np.bincount(choices.ravel(), minlength=256) for choices in trace])
     per_rank = placed.rank_load(load)
     assert np.all(per_rank.max(axis=1) <= 1.05 * per_rank.mean(axis=1))

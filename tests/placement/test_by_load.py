@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
+import pstats
 
 import numpy as np
 import pytest
@@ -22,6 +23,18 @@ PUBLISHED_SLOTS = [
     [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
 ]
 EXAMPLE = dict(num_slots=16, num_ranks=8, num_hosts=2, num_groups=4)
+
+
+def test_only_layers_past_a_threshold_are_placed_anew():
+    even = Placement.in_order(num_experts=8, num_slots=8, num_ranks=4, layers=2)
+    load = np.array([[2, 1, 1, 1, 1, 1, 1, 1], [9, 9, 1, 1, 1, 1, 1, 1]])
+    sizes = dict(num_slots=8, num_ranks=4)
+    placed = balance(load, **sizes, before=even, max_imbalance=1.4)
+    assert placed[0] == even[0] and placed[1] == balance(load, **sizes)[1] != even[1]
+    assert balance(load, **sizes, before=even, max_imbalance=1.3) == balance(load, **sizes)
+    other = Placement.in_order(num_experts=8, num_slots=12, num_ranks=4, layers=2)
+    with pytest.raises(ValueError, match="before must have num_slots=8 and num_ranks=4.* 12 and 4"):
+        balance(load, **sizes, before=other)
 
 
 def greedy_pack(load, num_packs):
@@ -108,11 +121,12 @@ def test_groups_stay_on_one_host():
         assert sorted(min(hosts) for hosts in hosts_of_group) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_large_model_takes_seconds():
+def test_a_large_model_takes_few_calls():
+    """A large model took 0.3 million calls of functions, less than a second."""
     load = random_loads("zipf", 60, 256, np.random.default_rng(2))
-    start = time.process_time()
-    placed = balance(load, num_slots=320, num_ranks=64)
-    assert time.process_time() - start < 30
+    profile = cProfile.Profile()
+    placed = profile.runcall(balance, load, num_slots=320, num_ranks=64)
+    assert pstats.Stats(profile).total_calls < 3e6
     busiest = placed.rank_load(load).max(axis=1) / placed.rank_load(load).mean(axis=1)
     assert busiest.max() < 1.1
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.meshes import mesh
 
 from jax_ep.placement import LoadTracker
 
@@ -20,6 +23,19 @@ def test_the_average_forgets_by_the_decay():
     weights = 0.8 ** np.arange(4, -1, -1)
     want = np.einsum("s,sle->le", weights, counts) / weights.sum()
     np.testing.assert_allclose(tracker.load, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_tracker_is_on_all_devices_of_the_mesh(kind):
+    """One that is restored onto its own shardings must take counts that are on the mesh."""
+    devices = mesh((2,), ("expert",), kind)
+    with jax.set_mesh(devices):
+        tracker = LoadTracker.of((4,))
+        restored = jax.tree.map(lambda a: jax.device_put(np.asarray(a), a.sharding), tracker)
+        counts = jax.device_put(np.arange(4), NamedSharding(devices, P()))
+        updated = jax.jit(LoadTracker.update)(restored, counts)
+    assert tracker.total.sharding.device_set == set(devices.devices.flat)
+    np.testing.assert_allclose(updated.load, np.arange(4), rtol=1e-6)
 
 
 def test_errors_name_the_argument():

@@ -9,7 +9,6 @@ import pytest
 from jax import export
 from support.loads import random_loads
 
-from jax_ep import placement
 from jax_ep.placement import LoadTracker, Placement, balance, place_by_affinity
 
 LOADS = random_loads("zipf", 2, 12, np.random.default_rng(0))
@@ -103,71 +102,55 @@ def test_load_of_ranks_of_one_layer():
 
 
 LOAD = np.ones((2, 12))
+TRACE = np.zeros((2, 4, 1), int)
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "load, options, error, message",
     [
-        (lambda: balance(LOAD[0], num_slots=16, num_ranks=8), ValueError, r"load must .*\(12,\)"),
-        (lambda: balance(-LOAD, num_slots=16, num_ranks=8), ValueError, "load must .*negative"),
-        (lambda: balance(LOAD * 1e308, num_slots=16, num_ranks=8), ValueError, "load .* its sum"),
-        (lambda: balance(LOAD * 1j, num_slots=16, num_ranks=8), TypeError, "load .* real numbers"),
-        (lambda: balance(LOAD, num_slots=12, num_ranks=8), ValueError, "num_slots must .* is 12"),
-        (lambda: balance(LOAD, num_slots=8, num_ranks=8), ValueError, "num_slots must .* is 8"),
-        (
-            lambda: balance(LOAD, num_slots=16, num_ranks=8, num_hosts=3),
-            ValueError,
-            "num_ranks must be a multiple of num_hosts=3, but is 8",
-        ),
-        (
-            lambda: balance(LOAD, num_slots=16, num_ranks=8, num_groups=5),
-            ValueError,
-            "num_groups must divide the 12 experts .* but is 5",
-        ),
-        (
-            lambda: balance(LOAD, num_slots=16, num_ranks=8).rank_load(LOAD[:1]),
-            ValueError,
-            r"load must have shape .*\(2, 12\), but has shape \(1, 12\)",
-        ),
-        (
-            lambda: balance(LOAD, num_slots=16, num_ranks=8)[0].rank_load(LOAD),
-            ValueError,
-            r"load must be an array of numbers \[E\], but has shape \(2, 12\)",
-        ),
-        (
-            lambda: balance(LOAD, num_slots=16, num_ranks=8)[0].rank_load(LOAD[0, :6]),
-            ValueError,
-            r"load must have shape \[E\] = \(12,\), but has shape \(6,\)",
-        ),
-        (
-            lambda: Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2),
-            ValueError,
-            "no slot for expert 2 in layer 0",
-        ),
-        (
-            lambda: Placement.of([[0, 1, 2, 3]], num_experts=3, num_ranks=2),
-            ValueError,
-            "ids below num_experts=3.* -?[0-9]+ to 3",
-        ),
-        (
-            lambda: place_by_affinity(np.zeros((2, 4), int), num_ranks=2),
-            ValueError,
-            r"trace must .*\(2, 4\)",
-        ),
-        (
-            lambda: place_by_affinity(np.full((2, 4, 1), 7), num_ranks=2, num_experts=4),
-            ValueError,
-            "num_experts must be above the largest id of trace, 7, but is 4",
-        ),
-        (
-            lambda: place_by_affinity(np.zeros((2, 4, 1), int), num_ranks=2, max_imbalance=0.9),
-            ValueError,
-            "max_imbalance must be at least 1, but is 0.9",
-        ),
-        (lambda: Placement.load("placement.txt"), ValueError, "path must end in .json or .npz"),
+        (LOAD[0], {}, ValueError, r"load must .*\(12,\)"),
+        (-LOAD, {}, ValueError, "load must .*negative"),
+        (LOAD * 1e308, {}, ValueError, "load .* its sum"),
+        (LOAD * 1j, {}, TypeError, "load .* real numbers"),
+        (LOAD, dict(num_slots=12), ValueError, "num_slots must .* is 12"),
+        (LOAD, dict(num_slots=8), ValueError, "num_slots must .* is 8"),
+        (LOAD, dict(num_hosts=3), ValueError, "num_ranks must be a multiple of num_hosts=3, .* 8"),
+        (LOAD, dict(num_groups=5), ValueError, "num_groups must divide the 12 experts .* is 5"),
     ],
 )
-def test_errors_name_the_argument(call, error, message):
+def test_errors_of_balance_name_the_argument(load, options, error, message):
     with pytest.raises(error, match=message):
-        call()
-    assert placement.__doc__
+        balance(load, **dict(num_slots=16, num_ranks=8) | options)
+
+
+@pytest.mark.parametrize(
+    "trace, options, message",
+    [
+        (TRACE[..., 0], {}, r"trace must .*\(2, 4\)"),
+        (TRACE + 7, dict(num_experts=4), "num_experts must be above .* of trace, 7, but is 4"),
+        (TRACE, dict(max_imbalance=0.9), "max_imbalance must be at least 1, but is 0.9"),
+    ],
+)
+def test_errors_of_place_by_affinity_name_the_argument(trace, options, message):
+    with pytest.raises(ValueError, match=message):
+        place_by_affinity(trace, num_ranks=2, **options)
+
+
+def test_a_load_of_another_shape_is_named():
+    placed = balance(LOAD, num_slots=16, num_ranks=8)
+    for of, load, message in (
+        (placed, LOAD[:1], r"load must have shape .*\(2, 12\), but has shape \(1, 12\)"),
+        (placed[0], LOAD, r"load must be an array of numbers \[E\], but has shape \(2, 12\)"),
+        (placed[0], LOAD[0, :6], r"load must have shape \[E\] = \(12,\), but has shape \(6,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of.rank_load(load)
+
+
+def test_what_makes_no_placement_is_named():
+    with pytest.raises(ValueError, match="no slot for expert 2 in layer 0"):
+        Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2)
+    with pytest.raises(ValueError, match="ids below num_experts=3.* -?[0-9]+ to 3"):
+        Placement.of([[0, 1, 2, 3]], num_experts=3, num_ranks=2)
+    with pytest.raises(ValueError, match="path must end in .json or .npz"):
+        Placement.load("placement.txt")

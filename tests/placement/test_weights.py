@@ -46,6 +46,12 @@ def tree(rng):
     return {"params": weights | {"gate": np.ones((LAYERS, E))}, "opt": [state, np.int32(3)]}
 
 
+def skip_without(memory_kind, devices):
+    kinds = {memory.kind for memory in devices.devices.flat[0].addressable_memories()}
+    if memory_kind not in kinds:
+        pytest.skip(f"the devices have the memories {kinds}")
+
+
 def assert_same_bits(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -68,15 +74,33 @@ def test_slots_hold_their_experts_and_give_them_back():
 
 
 def test_sharded_weights_give_back_every_bit():
-    """Sharded weights must come back bit for bit, even subnormals and -0.
-
-    A sum over devices would lose these.
-    """
+    """Sharded weights must come back bit for bit, even subnormals and -0."""
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
     weights = {"wo": np.array([[1e-39], [-0.0], [1e-39], [-0.0], [3], [-1e-39]], np.float32)}
     by_slot = to_slots(weights, placement)
     sharding = NamedSharding(expert_mesh(N), P("expert"))
     assert_same_bits(to_experts(jax.device_put(by_slot, sharding), placement), weights)
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P(("expert", "fsdp")), P("expert", None, "fsdp"), P()], ids=str)
+def test_weights_by_slot_and_by_expert_are_split_alike(spec, kind, memory_kind):
+    devices = mesh((2, 2), ("expert", "fsdp"), kind)
+    skip_without(memory_kind, devices)
+    sharding = NamedSharding(devices, spec, memory_kind=memory_kind)
+    weights = random_bits(np.random.default_rng(3), (8, 3, 4), jnp.bfloat16)
+    placement = Placement.in_order(num_experts=8, num_slots=12, num_ranks=2)[0]
+    by_slot = to_slots({"wo": jax.device_put(weights, sharding)}, placement)["wo"]
+    for leaf in (by_slot, to_experts({"wo": by_slot}, placement)["wo"]):
+        assert leaf.sharding.is_equivalent_to(sharding, 3) and leaf.dtype == jnp.bfloat16
+        assert leaf.sharding.memory_kind == sharding.memory_kind
+    assert_same_bits(by_slot, to_slots({"wo": weights}, placement)["wo"])
+    # Six slots cannot be split over four ranks.
+    uneven = Placement.in_order(num_experts=4, num_slots=6, num_ranks=2)[0]
+    by_slot = to_slots({"wo": jax.device_put(weights[:4], sharding)}, uneven)["wo"]
+    split = P() if spec == P(("expert", "fsdp")) else spec
+    assert by_slot.sharding.is_equivalent_to(sharding.update(spec=split), 3)
 
 
 def test_weights_by_slot_have_gradients():
@@ -169,11 +193,7 @@ def test_flat_trees_name_experts_in_their_keys(key):
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
-    """`redistribute` must leave an optimizer's placeholders as they are.
-
-    For a matrix, Adafactor keeps moments of rows and of columns, and a placeholder for the moments
-    of all elements. The placeholder has no axis of experts.
-    """
+    """`redistribute` must leave an optimizer's placeholders as they are."""
     weights = np.random.default_rng(4).normal(size=(E, 3)).astype(np.float32)
     placement = Placement.of([[0, 1, 2, 3, 4, 5, *[5] * 6]], num_experts=E, num_ranks=N)[0]
     other = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
@@ -215,65 +235,69 @@ def test_an_array_that_a_tree_holds_twice_is_moved_once():
 
 @pytest.mark.parametrize("tree", [np.ones((E, 3)), {"mywo": 1.0}, [np.ones(3)]], ids=str)
 def test_a_tree_without_leaves_of_experts_is_refused(tree):
-    placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)
     for function in (to_slots, to_experts):
         with pytest.raises(ValueError, match="tree must have leaves of experts, with one of .*wo"):
-            function(tree, placement)
+            function(tree, ONE)
     with pytest.raises(ValueError, match="tree must have leaves of experts"):
-        redistribute(tree, placement, placement, mesh=expert_mesh(N))
-    assert to_slots({}, placement) == {}
+        redistribute(tree, ONE, ONE, mesh=expert_mesh(N))
+    assert to_slots({}, ONE) == {}
 
 
-def test_errors_name_the_argument():
-    options = dict(num_experts=E, num_slots=SLOTS)
-    one = Placement.in_order(num_ranks=N, **options)
-    with pytest.raises(
-        ValueError,
-        match=r"\['wo'\] must have a shape that begins with \(1, 6\), .* E=6, .* \(5, 3\)",
-    ):
-        to_slots({"wo": np.ones((5, 3))}, one)
-    more = Placement.in_order(num_experts=E, num_slots=16, num_ranks=N)
-    with pytest.raises(ValueError, match=r"expert_of_slot have shapes \(1, 12\) and \(1, 16\)"):
-        redistribute({}, one, more, mesh=expert_mesh(N))
-    other = Placement.in_order(num_ranks=2, **options)
-    with pytest.raises(ValueError, match="before and after must have the 4 ranks .* 4 and 2"):
-        redistribute({}, one, other, mesh=expert_mesh(N))
-    with pytest.raises(ValueError, match=r"axis_name \('foo',\) must name axes of the mesh"):
-        redistribute({}, one, one, mesh=expert_mesh(N), axis_name="foo")
+ONE = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)
+MORE = Placement.in_order(num_experts=E, num_slots=16, num_ranks=N)
+OTHER = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=2)
 
 
-def test_weights_that_are_split_over_another_axis_too_stay_so():
-    devices = mesh((2, 2), ("expert", "model"))
-    before, after = permutation()
-    weights = np.random.default_rng(4).random((4, 5, 6), np.float32)
-    spec = P("expert", None, "model")
-    held = jax.device_put(weights, NamedSharding(devices, spec))
-    moved = redistribute({"wo": held}, before, after, mesh=devices)
-    assert moved["wo"].sharding.is_equivalent_to(NamedSharding(devices, spec), 3)
-    np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
-    "spec",
-    [P(None, "expert"), P("stage", "expert"), P(None, "expert", None, "stage"), P("expert"), P()],
+    "after, options, message",
+    [
+        (MORE, {}, r"expert_of_slot have shapes \(1, 12\) and \(1, 16\)"),
+        (OTHER, {}, "before and after must have the 4 ranks .* 4 and 2"),
+        (ONE, dict(axis_name="foo"), r"axis_name \('foo',\) must name axes of the mesh"),
+    ],
+)
+def test_errors_name_the_argument(after, options, message):
+    with pytest.raises(ValueError, match=message):
+        redistribute({}, ONE, after, mesh=expert_mesh(N), **options)
+
+
+def test_a_shape_and_a_mesh_that_do_not_fit_are_named():
+    message = r"\['wo'\] must have a shape that begins with \(1, 6\), .* E=6, .* \(5, 3\)"
+    with pytest.raises(ValueError, match=message):
+        to_slots({"wo": np.ones((5, 3))}, ONE)
+    message = "mesh must be a jax.sharding.Mesh of devices, but is .*Abs"
+    with pytest.raises(TypeError, match=message):
+        redistribute({}, ONE, ONE, mesh=expert_mesh(N).abstract_mesh)
+
+
+EXPERT_SPECS = (P(None, "expert"), P("stage", "expert"), P(None, "expert", None, "stage"))
+SPLIT_SPECS = (P(None, ("expert", "stage")), P(None, ("stage", "expert")), P(None, "stage"))
+OTHER_SPECS = (P("expert"), P("stage"), P(), P(None, None, None, "stage"))
+
+
+@pytest.mark.parametrize(
+    "kind, memory_kind",
+    [(AxisType.Auto, "device"), (AxisType.Explicit, "device"), (AxisType.Auto, "pinned_host")],
     ids=str,
 )
-def test_layers_may_be_split_too(spec, kind):
+@pytest.mark.parametrize("spec", (*EXPERT_SPECS, *SPLIT_SPECS, *OTHER_SPECS), ids=str)
+def test_weights_stay_where_they_are_and_the_old_ones_are_deleted(spec, kind, memory_kind):
     devices = mesh((2, 2), ("stage", "expert"), kind)
-    before, after = (balance(np.random.default_rng(i).random((2, 4)), num_slots=6, num_ranks=2)
-                     for i in (0, 1))  # fmt: skip
+    skip_without(memory_kind, devices)
+    before, after = (
+        balance(np.random.default_rng(i).random((2, 4)), num_slots=8, num_ranks=2) for i in (0, 1)
+    )
     weights = {"wo": np.random.default_rng(4).random((2, 4, 5, 6), np.float32)}
-    held = jax.device_put(to_slots(weights, before), NamedSharding(devices, spec))
-    moved = redistribute(held, before, after, mesh=devices)
-    expected = to_slots(weights, after)["wo"]
-    np.testing.assert_array_equal(moved["wo"], expected)
-    stays = spec if spec[1:2] == ("expert",) else P(None, "expert")
-    assert moved["wo"].sharding.is_equivalent_to(NamedSharding(devices, stays), 4)
-    np.testing.assert_array_equal(to_experts(moved, after)["wo"], weights["wo"])
+    sharding = NamedSharding(devices, spec, memory_kind=memory_kind)
+    held = jax.device_put(to_slots(weights, before), sharding)
+    moved = redistribute(held, before, after, mesh=devices)["wo"]
+    np.testing.assert_array_equal(moved, to_slots(weights, after)["wo"])
+    assert held["wo"].is_deleted() and moved.sharding.is_equivalent_to(sharding, 4)
+    assert moved.sharding.memory_kind == sharding.memory_kind
+    np.testing.assert_array_equal(to_experts({"wo": moved}, after)["wo"], weights["wo"])
 
 
-def test_weights_on_a_mesh_of_other_axes_are_moved():
+def test_weights_on_a_mesh_of_other_axes_stay_there():
     ours = mesh((2, 2), ("expert", "fsdp"))
     theirs = mesh((2, 2), ("expert", "tensor"))
     before, after = permutation()
@@ -281,6 +305,7 @@ def test_weights_on_a_mesh_of_other_axes_are_moved():
     held = jax.device_put(weights, NamedSharding(theirs, P("expert", None, "tensor")))
     moved = redistribute({"wo": held}, before, after, mesh=ours)
     np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
+    assert moved["wo"].sharding == NamedSharding(theirs, P("expert", None, "tensor"))
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, jnp.int4, "key"], ids=str)
@@ -301,19 +326,3 @@ def test_bools_move_and_empty_arrays_stay_empty():
     moved = redistribute(held, before, after, mesh=expert_mesh(N))
     np.testing.assert_array_equal(moved["wi_0"], to_slots(experts, after)["wi_0"])
     assert moved["wi_0"].dtype == bool and moved["wo"].shape == (LAYERS, SLOTS, 3, 0)
-
-
-@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
-@pytest.mark.parametrize("spec", [P(None, "expert"), P(), P("fsdp")], ids=str)
-def test_the_old_weights_are_deleted_and_the_kind_of_memory_stays(spec, memory_kind):
-    devices = mesh((4, 2), ("expert", "fsdp"))
-    kinds = {memory.kind for memory in devices.devices.flat[0].addressable_memories()}
-    if memory_kind not in kinds:
-        pytest.skip(f"the devices have the memories {kinds}")
-    before, after, *_ = placements()
-    experts = {"wo": np.random.default_rng(0).random((LAYERS, E, 16), np.float32)}
-    sharding = NamedSharding(devices, spec, memory_kind=memory_kind)
-    held = jax.device_put(to_slots(experts, before), sharding)
-    moved = redistribute(held, before, after, mesh=devices)["wo"]
-    assert held["wo"].is_deleted() and moved.sharding.memory_kind == memory_kind
-    np.testing.assert_array_equal(moved, to_slots(experts, after)["wo"])

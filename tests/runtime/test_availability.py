@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.kernels import needs_kernels
+from support.kernels import needs_kernels, program_for_cuda
 from support.meshes import cuda_mesh, mesh
 
 import jax_ep
+from jax_ep.matmul import pallas
+from jax_ep.matmul.backend import Problem
 from jax_ep.runtime import availability, jax_compat
 
 S = jax.ShapeDtypeStruct
@@ -25,13 +27,8 @@ S = jax.ShapeDtypeStruct
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs are the default backend here")
 def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
-    """GPUs must be refused if they are not the default backend, as with JAX_PLATFORMS=cpu,cuda.
-
-    On a machine without GPUs, the program is for another machine and is not refused.
-    """
-    program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, is_of_one_device=True, mesh=None, mesh_devices=None
-    )
+    """GPUs must be refused if they are not the default backend, as with JAX_PLATFORMS=cpu,cuda."""
+    program = program_for_cuda()
     assert availability.program_unavailable_reason(program, ()) is None
     monkeypatch.setattr(jax_compat, "gpus", lambda: ["a GPU"])
     reason = availability.program_unavailable_reason(program, ())
@@ -39,13 +36,40 @@ def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
 
 
 @needs_kernels
-def test_a_program_that_xla_partitions_is_refused():
-    """A program that XLA partitions must be refused: each device would run kernels for all rows."""
-    program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, is_of_one_device=False, mesh=None, mesh_devices=None
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        # Each device of a partitioned program would run kernels for all rows.
+        (dict(is_of_one_device=False), "shard_map over all axes of the mesh"),
+        (dict(platforms=("cpu", "cuda")), "NVIDIA GPUs alone, and this one is for cpu, cuda"),
+        (dict(for_export=True), "addresses of this machine, so it cannot be exported"),
+    ],
+    ids=str,
+)
+def test_programs_without_kernels(facts, reason):
+    assert reason in availability.program_unavailable_reason(program_for_cuda(**facts), ("expert",))
+
+
+@needs_kernels
+def test_kernels_of_matmuls_are_for_hopper_alone(monkeypatch):
+    """Matmuls' kernels must be refused on a B200; the kernels of the exchange compile for it."""
+    b200: Any = types.SimpleNamespace(
+        platform="gpu",
+        device_kind="NVIDIA B200",
+        compute_capability="10.0",
+        shared_memory_per_block_optin=232448,
     )
-    reason = availability.program_unavailable_reason(program, ())
-    assert reason is not None and "shard_map over all axes of the mesh" in reason
+    assert availability.unavailable_reason([b200]) is None
+    assert availability.never_run([b200]) == ["10.0"]
+    monkeypatch.setattr(jax, "devices", lambda: [b200])
+    for dtype, has_scales in ((jnp.bfloat16, False), (jnp.float8_e4m3fn, True)):
+        problem = Problem((128, 128), dtype, "cuda", has_scales=has_scales)
+        reason = pallas.unavailable_reason(problem)
+        assert reason == (
+            "its kernels need an NVIDIA GPU of compute capability 9 (Hopper), and this one has 10.0"
+        )
+    b200.compute_capability = "9.0"
+    assert pallas.unavailable_reason(problem) is None and availability.never_run([b200]) == []
 
 
 def test_gpus_whatever_the_default_backend_is():
@@ -113,10 +137,10 @@ def programs(platform: str) -> dict[str, str]:
 @contextlib.contextmanager
 def asked_anew() -> Iterator[None]:
     """Clears the caches of what JAX offers and of lowered programs, before and after the body."""
-    from pallas_kernels.fabric import mosaic
+    from pallas_kernels.fabric import requirements
 
     def forget() -> None:
-        mosaic.unavailable_reason.cache_clear()
+        requirements.unavailable_reason.cache_clear()
         availability.mosaic_unavailable_reason.cache_clear()
         jax.clear_caches()
 

@@ -12,8 +12,7 @@ import pytest
 from support.fake_cuda import GRANULARITY, FakeCuda, open_descriptors
 from support.kernels import needs_kernels
 
-from jax_ep.cli import info
-from jax_ep.runtime import availability, cuda_driver, multicast, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver
 
 SUCCESS, ERROR = 0, 1
 # A device handle of the driver is deliberately not the device's ordinal.
@@ -82,11 +81,6 @@ def gpus(*ordinals: int | None) -> list[Any]:
     return [Gpu(id, ordinal) for id, ordinal in enumerate(ordinals)]
 
 
-def test_peer_access_of_all_pairs(install):
-    install(Driver())
-    assert cuda_driver.peer_access([0, 1]) == ((True, True), (True, True))
-
-
 @needs_kernels
 def test_gpus_with_little_shared_memory_are_refused(install):
     install(Driver())
@@ -98,21 +92,16 @@ def test_gpus_with_little_shared_memory_are_refused(install):
     assert reason is not None and "shared memory" in reason and "101376" in reason
 
 
-def test_a_missing_pair_is_told(install):
+@pytest.mark.parametrize(
+    ("ordinals", "missing"), [([0, 1], []), ([0, 1, 2, 3], [(3, 1)]), ([1, 3], [(1, 0)])]
+)
+def test_a_missing_pair_is_told(install, ordinals, missing):
+    """The driver must be asked by ordinal, not by JAX's numbers."""
     install(Driver(no_access=frozenset({(3, 1)})))
-    access = cuda_driver.peer_access([0, 1, 2, 3])
+    access = cuda_driver.peer_access(ordinals)
     assert access is not None
-    missing = [(i, j) for i, row in enumerate(access) for j, can in enumerate(row) if not can]
-    assert missing == [(3, 1)]
-
-
-def test_devices_are_asked_for_by_their_ordinals(install):
-    """The driver must be asked by ordinal, not by JAX's numbers.
-
-    They differ with jax_cuda_visible_devices, for example.
-    """
-    install(Driver(no_access=frozenset({(3, 1)})))
-    assert cuda_driver.peer_access([1, 3]) == ((True, True), (False, True))
+    pairs = [(i, j) for i, row in enumerate(access) for j, can in enumerate(row) if not can]
+    assert pairs == missing
 
 
 def test_the_driver_is_asked_once(install):
@@ -124,10 +113,7 @@ def test_the_driver_is_asked_once(install):
 
 @needs_kernels
 def test_which_pairs_have_access_is_not_asked_of_the_kernels_gpus(install):
-    """`availability.unavailable_reason` must not ask the driver which GPUs have peer access.
-
-    The set-up of symmetric memory finds this out, by mapping each GPU's memory into the others.
-    """
+    """`availability.unavailable_reason` must not ask the driver which GPUs have peer access."""
     library = install(Driver(no_access=frozenset({(3, 1)})))
     assert availability.unavailable_reason(gpus(0, 1, 2, 3)) is None
     assert library.asked == 0
@@ -159,32 +145,27 @@ def test_a_driver_that_fails_to_start_is_none(monkeypatch):
         cuda_driver._peer_access.cache_clear()
 
 
-def test_info_names_a_missing_pair(install, monkeypatch):
-    install(Driver(no_access=frozenset({(0, 2)})))
-    monkeypatch.setattr(jax, "devices", lambda: gpus(0, 1, 2))
-    monkeypatch.setattr(symmetric_memory, "domain", lambda: "the driver is a fake")
-    facts = info.collect() | {"backend": "gpu"}
-    text = info.render(facts)
-    assert "(CUDA 13.0)" in text
-    assert "missing between GPUs 0->2\n" in text
-
-
 def test_multicast_that_a_gpu_lacks_is_refused(install):
     install(Driver(attributes={2: 0}))
-    assert multicast.unavailable_reason(gpus(0, 1)) is None
-    reason = multicast.unavailable_reason(gpus(0, 2))
+    assert availability.multicast_unavailable_reason(gpus(0, 1)) is None
+    reason = availability.multicast_unavailable_reason(gpus(0, 2))
     assert reason is not None and "missing" in reason and "id=1" in reason
 
 
 @pytest.mark.parametrize("library", [None, Driver(answers=False)])
 def test_multicast_that_the_driver_does_not_speak_of_is_refused(install, library):
     install(library)
-    assert "does not say" in (multicast.unavailable_reason(gpus(0, 1)) or "")
+    assert "does not say" in (availability.multicast_unavailable_reason(gpus(0, 1)) or "")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="concerns machines without GPUs")
+def test_multicast_is_a_feature_of_gpus():
+    assert "feature of NVIDIA GPUs" in (availability.multicast_unavailable_reason() or "")
 
 
 def test_multicast_is_a_matter_of_several_gpus(install):
     install(Driver())
-    assert "several" in (multicast.unavailable_reason(gpus(0)) or "")
+    assert "several" in (availability.multicast_unavailable_reason(gpus(0)) or "")
 
 
 PLACE, SIZE = 2**45, 2 * GRANULARITY
@@ -275,9 +256,8 @@ def test_a_fill_that_fails_leaves_the_context_as_it_was(install, refused):
     library.refuses = refused
     with pytest.raises(cuda_driver.Error, match=f"{refused}: out of memory"):
         cuda_driver.fill(0, PLACE, 0, 4096)
-    names = [call[0] for call in library.calls]
-    assert names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
-    assert names.count("cuStreamDestroy_v2") == (refused != "cuStreamCreate")
+    assert library.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    assert library.calls.count("cuStreamDestroy_v2") == (refused != "cuStreamCreate")
 
 
 def test_errors_of_a_driver_that_is_not_there_or_has_no_words(install, monkeypatch):

@@ -207,11 +207,7 @@ def test_an_address_that_jax_does_not_give_is_an_error():
 
 
 def test_operands_of_a_transpose_have_their_type():
-    """The type of a transpose rule's operand must be found with and without the attribute `aval`.
-
-    JAX's placeholder for an array has the attribute. An operand without it is an array, and
-    `jax.typeof` returns its type.
-    """
+    """The type of a transpose rule's operand must be found with and without `aval`."""
     x = jnp.zeros(3)
     assert jax_compat._type_of_linear(types.SimpleNamespace(aval=jax.typeof(x))) == jax.typeof(x)
     without = np.zeros(3, np.float32)
@@ -252,22 +248,6 @@ def test_no_other_module_uses_internals():
     assert not found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import jax._src.mesh",
-        "from jax._src import mesh",
-        "from jaxlib.mlir import ir",
-        "from jax import core",
-        "jax.core.min_dim(2, 3)",
-        "from jax.experimental.pallas.ops.gpu import all_gather_mgpu",
-        "x.addressable_shards[0].data.unsafe_buffer_pointer()",
-    ],
-)
-def test_a_way_round_the_door_is_found(line):
-    assert goes_round_the_door(line)
-
-
 def program(**module_context: Any) -> jax_compat.Program:
     context = types.SimpleNamespace(
         module_context=types.SimpleNamespace(**module_context), avals_in=()
@@ -281,13 +261,6 @@ def test_a_program_that_says_nothing_has_no_kernels():
     assert silent.platforms == () and silent.mesh is None and silent.for_export
     reason = availability.program_unavailable_reason(silent, ("expert",))
     assert reason is not None
-
-
-def test_a_program_for_several_platforms_has_no_kernels():
-    several = program(platforms=("cpu", "cuda"))
-    reason = availability.program_unavailable_reason(several, ("expert",))
-    oldest = jax.__version_info__ >= (0, 11)
-    assert reason and ("GPUs alone, and this one is for cpu, cuda" in reason) == oldest
 
 
 def test_old_versions_of_jax_have_no_kernels(monkeypatch):
@@ -307,12 +280,10 @@ def test_old_versions_of_jax_have_no_kernels(monkeypatch):
     assert by_kernel is not None and "for NVIDIA Hopper GPUs" in by_kernel
 
 
-def test_a_program_to_export_has_no_kernels():
-    parameters = types.SimpleNamespace(for_export=True)
-    to_export = program(platforms=("cuda",), lowering_parameters=parameters)
-    reason = availability.program_unavailable_reason(to_export, ("expert",))
-    oldest = jax.__version_info__ >= (0, 11)
-    assert reason and ("addresses of this machine, so it cannot be exported" in reason) == oldest
+def test_a_program_says_what_it_is_lowered_for():
+    parameters = types.SimpleNamespace(for_export=False)
+    here = program(platforms=("cpu", "cuda"), lowering_parameters=parameters)
+    assert here.platforms == ("cpu", "cuda") and not here.for_export
 
 
 def devices_of(mesh: Any) -> np.ndarray | None:

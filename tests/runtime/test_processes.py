@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 from support.domain_processes import (
+    INTRODUCE,
+    Clock,
     Outcome,
     Process,
     Processes,
@@ -23,6 +23,7 @@ from support.domain_processes import (
     gpus_of_process,
     sockets,
 )
+from support.processes import HANG_SECONDS
 
 from jax_ep.runtime import processes
 from jax_ep.runtime.symmetric_memory import Domain
@@ -173,7 +174,7 @@ def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder
 @pytest.mark.parametrize(
     "moment",
     [
-        "processes.Meeting.introduce",
+        INTRODUCE,
         "processes.Meeting.exchange",
         "processes.Meeting._tell",
         "processes.Meeting._accept",
@@ -184,16 +185,15 @@ def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_named_in_all(moment, victim, run, folder):
     members = [Process([g], dies_in=moment if g == victim else "") for g in range(3)]
-    # A victim that dies in `introduce` dies before any other process knows of it, so the other
-    # processes wait until their timeout.
-    waits = moment == "processes.Meeting.introduce"
-    timeout_s = 1.0 if waits else 60.0
-    outcomes = run(members, folder, timeout_s)
+    outcomes = run(members, folder)
     assert outcomes[victim] is None
     named = reasons(outcomes, folder)
-    assert len(named) == 2 and all(f"process {victim}" in reason for reason in named)
-    seconds = [outcome.seconds for outcome in outcomes if outcome is not None]
-    assert min(seconds) >= timeout_s if waits else max(seconds) < timeout_s / 2
+    # Processes that know of the victim see at once that it has ended; the others wait in vain.
+    waits = moment == INTRODUCE
+    reason = f"process {victim} has not begun" if waits else f"process {victim} ended"
+    assert len(named) == 2 and all(reason in found for found in named), named
+    waited = [outcome.waited_s for outcome in outcomes if outcome is not None]
+    assert waited == [HANG_SECONDS if waits else 0] * 2
 
 
 def test_nobody_waits_for_less_than_the_timeout():
@@ -211,38 +211,62 @@ def test_nobody_waits_for_less_than_the_timeout():
 
 
 def test_a_late_process_and_the_others_refuse(run, folder):
-    outcomes = run([Process([0]), Process([1]), Process([2], late_s=1.0)], folder, 0.4)
+    outcomes = run([Process([0]), Process([1]), Process([2], after=[0, 1])], folder)
     first, second, late = reasons(outcomes, folder)
     for reason in (first, second):
-        assert "process 2 has not begun to share memory within 0.4 s" in reason
+        assert f"process 2 has not begun to share memory within {HANG_SECONDS} s" in reason
     assert "process 0 ended, or had given up" in late
 
 
-def test_who_began_first_waits_for_those_it_has_told(folder):
+def test_who_began_first_waits_for_those_it_has_told(folder, monkeypatch):
     """The process that began first must wait for processes that began shortly before its timeout.
 
     The timeout of each process runs from its own beginning, so the later processes may end after
-    the first process's timeout.
+    the first process's timeout. Here process 0 begins at 0 s, the others at 1500, and process 2 is
+    ready at 2500, after the 2000 s of process 0.
     """
-    found: dict[int, Any] = {}
+    clock, found = Clock(), {}
+    monkeypatch.setattr(processes, "time", clock)
+    began, waits, ready = threading.Event(), threading.Event(), threading.Event()
 
-    def take_part(number: int, late_s: float, maps_s: float) -> None:
-        time.sleep(late_s)
-        with processes.Meeting(Store(str(folder)), number, 2.0) as meeting:
+    class Meeting(processes.Meeting):
+        def agree(self, message):
+            if self._process == 2:
+                # A real process now maps the memory whose handles the others have sent.
+                ready.wait(HANG_SECONDS)
+            return super().agree(message)
+
+        def _receive(self, process, received):
+            if (self._process, process) == (0, 2) and self.exchanged:
+                waits.set()
+                ready.wait(HANG_SECONDS)
+                if self._deadline < clock.now:
+                    raise self._late(process)
+            return super()._receive(process, received)
+
+        exchanged = False
+
+    def take_part(number: int) -> None:
+        with Meeting(Store(str(folder)), number, 2000.0) as meeting:
+            began.set()
             cards = meeting.introduce({"host": "here"}, range(3))
             meeting.exchange(cards, {})
-            # A real process now maps the memory whose handles the others have sent.
-            time.sleep(maps_s)
+            meeting.exchanged = True
             try:
                 found[number] = sorted(meeting.agree({"maps": number}))
             except processes.Refused as reason:
                 found[number] = str(reason)
 
-    parts = [(0, 0.0, 0.0), (1, 1.5, 0.0), (2, 1.5, 1.0)]
-    threads = [threading.Thread(target=take_part, args=part) for part in parts]
-    for thread in threads:
+    first, *others = (threading.Thread(target=take_part, args=(i,)) for i in range(3))
+    first.start()
+    assert began.wait(HANG_SECONDS)
+    clock.now = 1500.0
+    for thread in others:
         thread.start()
-    for thread in threads:
+    assert waits.wait(HANG_SECONDS)
+    clock.now = 2500.0
+    ready.set()
+    for thread in (first, *others):
         thread.join()
     assert found == dict.fromkeys(range(3), [0, 1, 2])
 
@@ -300,7 +324,7 @@ jax.distributed.initialize(address, num_processes=2, process_id=number)
 members = [Process([1, 2]), Process([0])]
 library = FakeCuda(members[number].gpus)
 cuda_driver._libcuda = lambda: library
-outcome = set_up(number, members, processes.store(), library, 60)
+outcome = set_up(number, members, processes.store(), library)
 outcome.left.clear()  # what is of jax.distributed
 pickle.dump(outcome, sys.stdout.buffer)
 """
@@ -318,6 +342,6 @@ def test_processes_meet_through_jax_distributed(folder):
         )
         for number in range(2)
     ]
-    outcomes = [pickle.loads(process.communicate(timeout=120)[0]) for process in started]
+    outcomes = [pickle.loads(process.communicate(timeout=HANG_SECONDS)[0]) for process in started]
     domain = shared(outcomes, folder)
     assert domain.numbers == {10: 0, 0: 1, 1: 2}

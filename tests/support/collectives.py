@@ -1,9 +1,10 @@
-"""Shared by the tests of the collective kernels: cases, NumPy references, and lowering for CUDA."""
+"""Shared by the tests of the collective kernels: cases, NumPy references, and ways to run them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,39 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh
 
-from jax_ep.runtime import availability
+from jax_ep.runtime import availability, symmetric_memory
 from jax_ep.runtime.fabric import of_axis
-from pallas_kernels.collectives.all_gather import all_gather
-from pallas_kernels.collectives.all_reduce import one_shot, two_shot
-from pallas_kernels.collectives.all_to_all import all_to_all
-from pallas_kernels.collectives.reduce_scatter import reduce_scatter
-from pallas_kernels.collectives.tiles import TilePlan
+from jax_ep.runtime.jax_compat import mesh_index
+from pallas_kernels.collectives import all_reduce_rms_norm, low_latency, with_signals
+from pallas_kernels.fabric import memory_map
+from pallas_kernels.fabric.low_latency import Channels, TileMemory
 from pallas_kernels.fabric.symmetric import Gpus
-from support.meshes import cuda_mesh
+from support.simulator import SimulatedChannels, simulated_channels, simulated_ranks
 
 AXIS = "expert"
 TIMEOUT_SECONDS = 20.0
+PROTOCOLS = ("signals", "low_latency")
 on_gpus = pytest.mark.skipif(
     bool(availability.unavailable_reason()), reason="needs the kernels' GPUs"
 )
-
-
-def ranks_here(
-    axis_names: tuple[str, ...], like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
-) -> Gpus:
-    """Makes the fabric of a kernel: this rank and its peers along mesh axes, inside a shard_map.
-
-    A wait for a peer times out after TIMEOUT_SECONDS.
-
-    Args:
-        axis_names: the mesh axes of the ranks.
-        like: an operand of the kernel, whose varying axes (vma) the fabric's operand must match.
-        delays_ns: one entry of `delays`, if the ranks are to run out of step.
-    """
-    fabric = of_axis(axis_names, like)
-    return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
 
 
 def by_rank(num_ranks: int, size: int) -> tuple[int, ...]:
@@ -59,16 +44,81 @@ def in_rank_order(x: np.ndarray) -> np.ndarray:
     return functools.reduce(np.add, (part.astype(np.float32) for part in x)).astype(x.dtype)
 
 
-# Maps a kernel's name to three functions. The first is the kernel. The second returns the shape of
-# the operands of all ranks, stacked, from the number of ranks and of elements. The third computes
-# the expected results, exact in every bit, from these operands.
-KERNELS: dict[str, tuple[Callable[..., jax.Array], Any, Callable[[np.ndarray], np.ndarray]]] = {
-    "one_shot": (one_shot, by_rank, lambda x: np.stack([in_rank_order(x)] * len(x))),
-    "two_shot": (two_shot, by_rank_and_shard, lambda x: np.stack([in_rank_order(x)] * len(x))),
-    "all_gather": (all_gather, by_rank, lambda x: np.stack([x] * len(x))),
-    "reduce_scatter": (reduce_scatter, by_rank_and_shard, in_rank_order),
-    "all_to_all": (all_to_all, by_rank_and_shard, lambda x: x.swapaxes(0, 1)),
+def sum_on_each(x: np.ndarray) -> np.ndarray:
+    return np.stack([in_rank_order(x)] * len(x))
+
+
+# Maps a kernel's name to two functions. The first returns the shape of the operands of all ranks,
+# stacked, from the number of ranks and of elements. The second computes the expected results, exact
+# in every bit, from these operands.
+KERNELS: dict[str, tuple[Any, Callable[[np.ndarray], np.ndarray]]] = {
+    "one_shot": (by_rank, sum_on_each),
+    "two_shot": (by_rank_and_shard, sum_on_each),
+    "all_gather": (by_rank, lambda x: np.stack([x] * len(x))),
+    "reduce_scatter": (by_rank_and_shard, in_rank_order),
+    "all_to_all": (by_rank_and_shard, lambda x: x.swapaxes(0, 1)),
 }
+
+
+def simulated_connection(protocol: str, num_ranks: int, *, detect_races: bool = True) -> Any:
+    """Makes the fabric or the channels of a kernel that `simulate` runs."""
+    if protocol == "signals":
+        return simulated_ranks(num_ranks, detect_races=detect_races)
+    return one_axis(num_ranks, detect_races=detect_races)
+
+
+def one_axis(num_ranks: int, **options: Any) -> SimulatedChannels:
+    return simulated_channels([(1, num_ranks)], range(num_ranks), **options)
+
+
+def connection_here(
+    protocol: str, mesh: Any, like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
+) -> Gpus | Channels:
+    """Makes the fabric or the channels of a kernel of `mesh`, inside a shard_map."""
+    if protocol == "signals":
+        return ranks_here((AXIS,), like, delays_ns)
+    return channels_here(mesh, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
+
+
+def ranks_here(
+    axis_names: tuple[str, ...], like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
+) -> Gpus:
+    """Makes the fabric of a kernel: this rank and its peers along mesh axes, inside a shard_map."""
+    fabric = of_axis(axis_names, like)
+    return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
+
+
+def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> Channels:
+    """Makes the channels between this rank and others, inside a shard_map over the mesh."""
+    strides = {name: math.prod(mesh.axis_sizes[i + 1 :]) for i, name in enumerate(mesh.axis_names)}
+    axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
+    # On an abstract mesh, the program is only lowered.
+    if isinstance(mesh, AbstractMesh):
+        devices = tuple(range(mesh.size))
+        return Channels(axes, devices, TileMemory(memory_map.BASE, mesh.size), **options)
+    domain = symmetric_memory.domain()
+    assert not isinstance(domain, str), domain
+    devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
+    return Channels(axes, devices, TileMemory(domain.base, domain.num_gpus), **options)
+
+
+def call(name: str, connection: Any, *arrays: Any, **options: Any) -> Any:
+    """Calls a kernel of `KERNELS`, or "all_reduce_rms_norm", over a fabric or over channels."""
+    is_norm = name == "all_reduce_rms_norm"
+    if not isinstance(connection, Channels):
+        kernel = getattr(all_reduce_rms_norm if is_norm else with_signals, name)
+        return kernel(*arrays, fabric=connection, **options)
+    index = places(len(arrays[0])) if connection.stacked else mesh_index()
+    if is_norm:
+        kernel = all_reduce_rms_norm.low_latency_all_reduce_rms_norm
+    else:
+        kernel = getattr(low_latency, name)
+    return kernel(index, *arrays, channels=connection, **options)
+
+
+def places(count: int) -> jax.Array:
+    """Returns the place in the mesh of each of `count` simulated ranks."""
+    return jnp.arange(count, dtype=jnp.int32)[:, None]
 
 
 def operand(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
@@ -79,16 +129,6 @@ def assert_same_bits(got: Any, want: np.ndarray) -> None:
     got = np.asarray(got)
     assert got.dtype == want.dtype and got.shape == want.shape
     np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
-
-
-NORM_CASES = {
-    # A case is (ranks, rows, hidden size, padded hidden size, x's dtype, residual's dtype, plan).
-    "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
-    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
-    "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
-    "padded": (3, 2, 1000, 1024, "float32", "bfloat16", TilePlan(3, 2)),
-    "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", TilePlan(1, 2)),
-}
 
 
 def norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype):
@@ -102,12 +142,7 @@ def norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype):
 
 
 def norm_reference(x, residual, scale, hidden, eps):
-    """Computes the all-reduce fused with residual add and RMSNorm, in NumPy.
-
-    Returns:
-        The normalized rows in float64, to compare within rounding, and the new residual, to compare
-        bit for bit.
-    """
+    """Computes the all-reduce fused with residual add and RMSNorm, in NumPy."""
     total = in_rank_order(x).astype(np.float32)
     new_residual = (total + residual.astype(np.float32)).astype(residual.dtype)
     wide = new_residual.astype(np.float64)
@@ -124,35 +159,8 @@ def check_norm(results, arrays, hidden, eps):
     np.testing.assert_allclose(normalized.astype(np.float64), want, rtol=half_step, atol=1e-6)
 
 
-SHARDED, REPLICATED = P(AXIS), P()
-
-
-def lower_for_cuda(function, num_ranks, *shapes, out_specs=SHARDED, in_specs=SHARDED) -> str:
-    mesh = cuda_mesh((num_ranks,), (AXIS,))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
-LOWERED = [
-    ("all_reduce", "one_shot", "ep_all_reduce_one_shot"),
-    ("all_reduce", "two_shot", "ep_all_reduce_two_shot"),
-    ("all_gather", "direct", "ep_all_gather"),
-    ("reduce_scatter", "direct", "ep_reduce_scatter"),
-    ("all_to_all", "direct", "ep_all_to_all"),
-    ("all_reduce", "one_shot_ll", "ep_all_reduce_one_shot_ll"),
-    ("all_reduce", "two_shot_ll", "ep_all_reduce_two_shot_ll"),
-    ("all_gather", "ll", "ep_all_gather_ll"),
-    ("reduce_scatter", "ll", "ep_reduce_scatter_ll"),
-    ("all_to_all", "ll", "ep_all_to_all_ll"),
-]
-
-
 def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Returns several sets of delays in nanoseconds, each of which puts the ranks out of step.
-
-    A set is [delay points][num_ranks]: how long each rank waits at each delay point of a kernel;
-    see `Fabric.delay_point`. A set may end early, with no delays at the remaining points.
-    """
+    """Returns several sets of delays in nanoseconds, each of which puts the ranks out of step."""
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)
     rng = np.random.default_rng(0)

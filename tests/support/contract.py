@@ -78,6 +78,7 @@ ROUTINGS = (
     "uniform",
     "skewed",
     "masked",
+    "strange_ids",
     "repeated",
     "one_rank",
     "one_expert",
@@ -100,6 +101,11 @@ def routing(kind: str, case: Case, rng: np.random.Generator) -> np.ndarray:
         idx = rng.choice(num_experts, shape, p=weight / weight.sum())
     elif kind == "masked":
         idx = np.where(rng.random(shape) < 0.5, rng.integers(0, num_experts, shape), -1)
+    elif kind == "strange_ids":
+        # An id outside of the experts chooses none.
+        values = [-2, -128, num_experts, num_experts + 1, 2**31 - 1, -(2**31)]
+        idx = rng.integers(0, num_experts, shape)
+        idx = np.where(rng.random(shape) < 0.6, rng.choice(values, shape), idx)
     elif kind == "repeated":
         idx = np.broadcast_to(rng.integers(0, num_experts, (*shape[:2], 1)), shape)
     elif kind == "one_rank":
@@ -185,10 +191,7 @@ class Outputs(NamedTuple):
 def per_rank(
     function: Any, num_ranks: int, check_vma: bool = True, mesh: Mesh | None = None
 ) -> Any:
-    """Maps `function` over the ranks by shard_map; operands and results are stacked by rank.
-
-    The ranks lie along all axes of `mesh`, by default a mesh with the one axis `AXIS`.
-    """
+    """Maps `function` over the ranks by shard_map; operands and results are stacked by rank."""
     mesh = expert_mesh(num_ranks, AXIS) if mesh is None else mesh
 
     def on_one_rank(*args: Any) -> Any:
@@ -287,13 +290,57 @@ def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
     return Outputs(*(np.stack(field) for field in fields))
 
 
-def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) -> Inputs:
+def exchanged(
+    case: Case,
+    implementation: Implementation | None,
+    *,
+    scale: float = 1,
+    shift: float = 0,
+    axis_name: Any = AXIS,
+) -> Any:
+    """Returns a function of one rank that combines scale * rows + shift, for the rows of x.
+
+    It maps x [T, H], topk_idx and weights [T, K] (or none) to the received rows and the sums.
+    """
+
+    def run(x: Any, topk_idx: Any, weights: Any = None) -> tuple[Any, Any]:
+        sent = case.dispatch(x, topk_idx, implementation, axis_name=axis_name)
+        y = scale * sent.tokens + shift if (scale, shift) != (1, 0) else sent.tokens
+        out = jax_ep.combine(y, sent.handle, weights, implementation=implementation)
+        return sent.tokens, out
+
+    return run
+
+
+class Exchanged(NamedTuple):
+    """What `exchanged` computes on all ranks, and the gradients of sum(grad * out)."""
+
+    rows: tuple[list[np.ndarray], list[reference.Routes]]  # the rows that are combined, and routes
+    out: np.ndarray
+    grad_x: np.ndarray
+    grad_weights: np.ndarray
+
+
+def exchanged_by_reference(
+    case: Case, x: Any, topk_idx: Any, weights: Any, grad: Any, scale: float = 1, shift: float = 0
+) -> Exchanged:
+    assert case.capacity is not None
+    sent = send_by_reference(case, x, topk_idx, case.capacity)
+    y, routes = [scale * d.tokens + shift for d in sent], [d.routes for d in sent]
+    out = reference.combine(y, routes, list(weights))
+    grad_y, grad_weights = reference.combine_grad(list(grad), y, routes, list(weights))
+    grad_x = reference.dispatch_grad([scale * g for g in grad_y], routes)
+    return Exchanged((y, routes), *map(np.stack, (out, grad_x, grad_weights)))
+
+
+def some_inputs(
+    case: Case, kind: str | np.ndarray, rng: np.random.Generator, capacity: int
+) -> Inputs:
     """Draws the inputs of a case: x of random bits, and small integers for all other arrays.
 
-    `kind` is the routing, one of `ROUTINGS`, and `capacity` the number of rows in a receive buffer.
-    In y and grad_tokens, rows to which no (token, choice) was sent are NaN.
+    `kind` is one of `ROUTINGS` or the choices.
     """
-    topk_idx = routing(kind, case, rng)
+    topk_idx = routing(kind, case, rng) if isinstance(kind, str) else kind
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
     by_row = (case.num_ranks, capacity, case.hidden)
     x = random_bits(rng, by_token, case.dtype)
@@ -318,15 +365,7 @@ def assert_outputs(
     message: str = "",
     pick: Any = lambda actual, expected: (actual, expected),
 ) -> None:
-    """Asserts that the results of dispatch have equal bits, and gradients and sums equal values.
-
-    Args:
-        actual: the results of an exchange.
-        expected: those of the reference.
-        message: a part of the error, such as the kind of routing.
-        pick: function (actual array, expected array) -> the parts of both to compare, if this
-            process has only some of the ranks.
-    """
+    """Asserts that the results of dispatch have equal bits, and gradients and sums equal values."""
     sums = Outputs._fields.index("grad_x")
     for i, name in enumerate(Outputs._fields):
         check = assert_bitwise_equal if i < sums else assert_equal
@@ -340,17 +379,7 @@ def check_ranks_here(
     implementation: Implementation | None = None,
     **limit: int,
 ) -> None:
-    """Asserts, for each routing, that this process's ranks compute what the reference does.
-
-    Every process of the mesh calls this function.
-
-    Args:
-        case: the static arguments; `capacity` must be set.
-        mesh: a mesh over all processes; the ranks lie along all of its axes.
-        routings: kinds of `ROUTINGS`.
-        implementation: the implementation of the exchange.
-        **limit: `num_hosts`, and `host_capacity` if a host's rows are limited.
-    """
+    """Asserts, for each routing, that this process's ranks compute what the reference does."""
     rng = np.random.default_rng(0)
     options = {name: value for name, value in limit.items() if name != "num_hosts"}
     run = program(case, implementation, True, mesh, **options)
@@ -398,17 +427,7 @@ def assert_equal(actual: Any, expected: Any, message: str = "") -> None:
 def assert_sum_close(
     actual: Any, expected: Any, magnitude: Any, num_terms: int, message: str = ""
 ) -> None:
-    """Asserts that `actual` is a float32 sum within its rounding error.
-
-    An exchange may round one partial sum per (token, rank) to the result's dtype.
-
-    Args:
-        actual: the computed sum.
-        expected: the sum to compare with, of the same dtype.
-        magnitude: the sum of the terms' absolute values.
-        num_terms: the number of terms.
-        message: prefix of the error.
-    """
+    """Asserts that `actual` is a float32 sum within its rounding error."""
     actual, expected, magnitude = (np.asarray(a) for a in (actual, expected, magnitude))
     assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
     eps = float(jnp.finfo(expected.dtype).eps)
@@ -421,11 +440,7 @@ def assert_sum_close(
 
 
 def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
-    """Returns x [..., H] converted to float8_e4m3fn rows and back, as a dispatch delivers it.
-
-    For "pallas" it is computed in NumPy, which rounds as the kernels do. Otherwise it is computed
-    by XLA, whose division rounds differently on GPUs.
-    """
+    """Returns x [..., H] converted to float8_e4m3fn rows and back, as a dispatch delivers it."""
     if implementation == "pallas":
         return FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(x), x.dtype)
     # Encode and decode in two programs: within one, XLA for GPUs removes both conversions.

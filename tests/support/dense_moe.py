@@ -23,33 +23,34 @@ def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -
     return moe_params.weight_shapes(config, ParameterOptions(**options), hidden, mlp_dim)
 
 
+def random_params(
+    hidden: int = H, mlp_dim: int = F, scale: float = 0.4, seed: int = 0, **parts: Any
+) -> MoEParams:
+    """Draws float32 parameters of E experts, with the `ParameterOptions` given by `parts`."""
+    rng = np.random.default_rng(seed)
+    shapes = {"gate": (hidden, E)} | weight_shapes(E, hidden, mlp_dim, **parts)
+    arrays = {name: scale * rng.normal(size=shape) for name, shape in shapes.items()}
+    return MoEParams.of(**{n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()})
+
+
 def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> MoEParams:
     rng = np.random.default_rng(seed)
     shapes = {"gate": (H, E)} | weight_shapes(E, H, F, num_shared_experts=S if shared else 0)
     weights = {
-        name: jnp.asarray(rng.normal(scale=shape[-2] ** -0.5, size=shape), jnp.float32)
+        name: rng.normal(scale=shape[-2] ** -0.5, size=shape).astype(np.float32)
         for name, shape in shapes.items()
     }
-    return MoEParams(
-        **weights, bias=jnp.asarray(np.linspace(-0.2, 0.2, E, dtype=np.float32)) if bias else None
-    )
+    return MoEParams(**weights, bias=np.linspace(-0.2, 0.2, E, dtype=np.float32) if bias else None)
 
 
-def make_x(seed: int = 1, shape: tuple[int, ...] = (BATCH, SEQUENCE)) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(*shape, H)), jnp.float32)
+def make_x(
+    seed: int = 1, shape: tuple[int, ...] = (BATCH, SEQUENCE), hidden: int = H
+) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(*shape, hidden)).astype(np.float32)
 
 
 def dense(params: MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the layer in float64, each token through all its experts, without an exchange.
-
-    Args:
-        params: the layer's parameters.
-        x: tokens [..., H].
-        **router: options of `reference.top_k_routing`.
-
-    Returns:
-        The output [..., H] and the number of tokens of each expert, [E].
-    """
+    """Computes the layer in float64, each token through all its experts, without an exchange."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     tokens = np.asarray(x, np.float64).reshape(-1, H)
     routed = reference.top_k_routing(tokens @ p.gate, K, bias=p.bias, **router)

@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,16 +24,38 @@ from unittest import mock
 from jax_ep.runtime import cuda_driver, processes, symmetric_memory
 from pallas_kernels.fabric import memory_map
 from support.fake_cuda import FakeCuda, open_descriptors
+from support.processes import HANG_SECONDS
 
 POOL_BYTES = 2**20
+# A process that dies here dies before any other knows of it.
+INTRODUCE = "processes.Meeting.introduce"
+
+
+class Clock:
+    """Takes the place of the module `time`; a test, or a `Store`, moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Store:
-    """A key-value service like that of `jax.distributed`, whose values are files in a folder."""
+    """A key-value service like that of `jax.distributed`, whose values are files in a folder.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        folder: the folder.
+        absent: processes that never publish a card. A wait for one takes all its time at once, on
+            `clock`.
+        clock: the clock of this process.
+    """
+
+    def __init__(self, folder: str, absent: Collection[int] = (), clock: Clock | None = None):
         self.folder = Path(folder) / "store"
         self.folder.mkdir(exist_ok=True)
+        self.absent = {processes._KEY.format(process=process) for process in absent}
+        self.clock = clock or Clock()
 
     def key_value_set(self, key: str, value: str) -> None:
         path = self.folder / key.replace("/", "-")
@@ -42,6 +64,9 @@ class Store:
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         path, deadline = self.folder / key.replace("/", "-"), time.monotonic() + timeout_in_ms / 1e3
+        if key in self.absent:
+            self.clock.now += timeout_in_ms / 1e3
+            raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
         while not path.exists():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
@@ -62,7 +87,7 @@ class Process:
         answers: the functions to replace: maps a name, "module.name" or "module.class.name", to the
             value that the function returns instead.
         dies_in: the name of a function in which the process is killed; "" for none.
-        late_s: seconds that the process waits before it begins.
+        after: processes, of lower numbers, that must have ended before this one begins.
     """
 
     gpus: Sequence[int]
@@ -72,7 +97,7 @@ class Process:
     participant: dict[str, Any] = dataclasses.field(default_factory=dict)
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
     dies_in: str = ""
-    late_s: float = 0.0
+    after: Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -81,17 +106,17 @@ class Outcome:
 
     Attributes:
         domain: the symmetric-memory domain, or the reason why there is none.
-        seconds: how long the set-up took.
         received: what all GPUs have written into each GPU of this process. Maps the GPU's number to
             a pair: the words in its symmetric heap, and those in its XLA array. GPU g writes word g
             of both.
         left: resources that the set-up should have released and did not.
+        waited_s: how long the process waited in vain, by its `Clock`.
     """
 
     domain: symmetric_memory.Domain | str
-    seconds: float
     received: dict[int, tuple[list[int], list[int]]]
     left: list[str]
+    waited_s: float = 0.0
 
 
 class Processes:
@@ -107,13 +132,11 @@ class Processes:
         )
 
     def close(self) -> None:
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=HANG_SECONDS)
 
-    def run(
-        self, members: Sequence[Process], folder: Path, timeout_s: float = 20.0
-    ) -> list[Outcome | None]:
+    def run(self, members: Sequence[Process], folder: Path) -> list[Outcome | None]:
         """Runs the set-up in one process for each member; its outcome is None if it was killed."""
-        pickle.dump((list(members), str(folder), timeout_s), self._server.stdin)
+        pickle.dump((list(members), str(folder)), self._server.stdin)
         self._server.stdin.flush()
         outcomes: list[Outcome | None] = pickle.load(self._server.stdout)
         return outcomes
@@ -127,19 +150,19 @@ def serve() -> None:
         replies.flush()
 
 
-def _run_all(members: list[Process], folder: str, timeout_s: float) -> list[Outcome | None]:
+def _run_all(members: list[Process], folder: str) -> list[Outcome | None]:
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in members]
-    started = []
+    started: list[multiprocessing.process.BaseProcess] = []
     for number, (_, there) in enumerate(pipes):
-        started.append(
-            context.Process(target=_run, args=(number, members, folder, timeout_s, there))
-        )
+        for other in members[number].after:
+            started[other].join(HANG_SECONDS)
+        started.append(context.Process(target=_run, args=(number, members, folder, there)))
         started[-1].start()
     outcomes: list[Outcome | None] = []
     for (here, there), process in zip(pipes, started, strict=True):
         there.close()
-        process.join(4 * timeout_s)
+        process.join(HANG_SECONDS)
         assert process.exitcode is not None, "a process hangs"
         outcomes.append(here.recv() if here.poll() and process.exitcode == 0 else None)
         here.close()
@@ -151,23 +174,24 @@ def sockets(folder: Path) -> list[str]:
     return glob.glob(f"{folder}/jax_ep-*")
 
 
-def _run(number: int, members: list[Process], folder: str, timeout_s: float, end: Any) -> None:
+def _run(number: int, members: list[Process], folder: str, end: Any) -> None:
     tempfile.tempdir = folder
-    me, store = members[number], Store(folder)
+    me, clock = members[number], Clock()
+    absent = [i for i, m in enumerate(members) if m.dies_in == INTRODUCE or number in m.after]
+    store = Store(folder, absent, clock)
     library = FakeCuda(list(me.gpus), **me.driver)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(cuda_driver, "_libcuda", lambda: library))
+        patches.enter_context(mock.patch.object(processes, "time", clock))
         if me.dies_in:
             _patch(patches, me.dies_in, lambda *_, **__: os.kill(os.getpid(), 9))
         for name, value in me.answers.items():
             _patch(patches, name, lambda *_, value=value: value)
-        time.sleep(me.late_s)
-        end.send(set_up(number, members, store, library, timeout_s))
+        outcome = set_up(number, members, store, library)
+        end.send(dataclasses.replace(outcome, waited_s=clock.now))
 
 
-def set_up(
-    number: int, members: list[Process], store: Any, library: FakeCuda, timeout_s: float
-) -> Outcome:
+def set_up(number: int, members: list[Process], store: Any, library: FakeCuda) -> Outcome:
     """Sets up symmetric memory in one process; if it succeeds, all GPUs write to all GPUs."""
     me = members[number]
     devices = [
@@ -187,14 +211,13 @@ def set_up(
         "devices": devices,
         "others": [other for other in range(len(members)) if other != number],
         "store": store,
-        "timeout_s": timeout_s,
+        "timeout_s": HANG_SECONDS,
         "array_address": lambda device: arrays[device.id],
         "jax_ep_version": "1",
     }
     participant = symmetric_memory.Participant(**values | me.participant)
-    before, begin = open_descriptors(), time.monotonic()
+    before = open_descriptors()
     domain = symmetric_memory.set_up(participant)
-    seconds = time.monotonic() - begin
     left = [f"{kind}: {n}" for kind, n in (open_descriptors() - before).items()]
     left = [what for what in left if not what.startswith("/memfd") or isinstance(domain, str)]
     if threading.active_count() > 1:
@@ -204,8 +227,8 @@ def set_up(
     if isinstance(domain, str):
         if len(library.mappings) != len(arrays) or library.reserved:
             left.append("mappings")
-        return Outcome(domain, seconds, {}, left)
-    return Outcome(domain, seconds, _write_to_all(domain, number, arrays, store), left)
+        return Outcome(domain, {}, left)
+    return Outcome(domain, _write_to_all(domain, number, arrays, store), left)
 
 
 def gpus_of_process(domain: symmetric_memory.Domain) -> dict[int, int]:
@@ -228,7 +251,7 @@ def _write_to_all(
     store.key_value_set(f"arrays/{number}", addresses)
     of_device = {}
     for process in gpus_of_process(domain):
-        for pair in store.blocking_key_value_get(f"arrays/{process}", 10_000).split():
+        for pair in store.blocking_key_value_get(f"arrays/{process}", 1000 * HANG_SECONDS).split():
             of_device[int(pair.split(":")[0])] = int(pair.split(":")[1])
     denied = {(one, other) for one, other, _ in domain.no_access}
     own = [gpu for gpu in domain.gpus if gpu.process == number]
@@ -247,7 +270,7 @@ def _write_to_all(
             cuda_driver.write(ordinal, there + place, word)
     store.key_value_set(f"written/{number}", "")
     for process in gpus_of_process(domain):
-        store.blocking_key_value_get(f"written/{process}", 10_000)
+        store.blocking_key_value_get(f"written/{process}", 1000 * HANG_SECONDS)
     received = {}
     for ordinal, gpu in _by_ordinal(own):
         places = (

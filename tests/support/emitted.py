@@ -14,8 +14,10 @@ as a whole. Else AssertionError is raised. Results begin as poison.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,20 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.exchange import short_rows
+from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.fabric import elementwise, float8
 from pallas_kernels.matmul import (
     float8_gate_gradient,
     gate_gradient,
-    packed,
     quantize,
     quantized_tiles,
-    transpose,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK
+from pallas_kernels.routing import logits, top_k
 
-_KERNELS = float8_gate_gradient, gate_gradient, quantize, transpose
-_MODULES = elementwise, float8, packed, quantized_tiles, short_rows, *_KERNELS
+_KERNELS = float8_gate_gradient, gate_gradient, quantize
+_MODULES = elementwise, float8, quantized_tiles, quantized_rows, logits, top_k, *_KERNELS
 _WARP, _WARPGROUP = 32, 128
 _POISON = 0xCD
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
@@ -83,7 +84,7 @@ class Memory:
 
 
 class Emulator:
-    """Emulates the modules `mosaic`, `arith`, `llvm` and `vector` for a thread block."""
+    """Emulates `compiler`, `mosaic`, `arith`, `llvm` and `vector` for a thread block."""
 
     def __init__(self, num_threads: int):
         self.thread = np.arange(num_threads, dtype=np.uint32)[:, None]
@@ -113,14 +114,18 @@ class Emulator:
             asm=lambda text, _, *operands, returns=None: _ptx(text, operands),
             chosen_bytes=lambda *words: _ptx("prmt.b32 $0, $1, $2, $3;", words),
             warp_max=self.warp_max,
+            warp_sum=self.warp_sum,
             shuffle=self.shuffle,
             block_barrier=self.block_barrier,
         )
+        self.compiler = types.SimpleNamespace(kernel=self.kernel)
         self.arith = types.SimpleNamespace(
             **{name: ufunc for ufunc, names in _ARITHMETIC.items() for name in names},
+            constant=lambda dtype, value: np.full((1, 1), value, dtype),
             select=np.where,
             CmpIPredicate=types.SimpleNamespace(sge=np.greater_equal),
             cmpi=lambda compare, a, b: compare(a.view(np.int32), b.view(np.int32)),
+            shrsi=lambda x, by: (x.view(np.int32) >> by.view(np.int32)).view(np.uint32),
             bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
             extui=lambda dtype, x: x.astype(dtype),
             extf=lambda dtype, x: x.astype(dtype),
@@ -129,6 +134,7 @@ class Emulator:
         self.llvm = types.SimpleNamespace(
             load=self.load,
             store=self.store,
+            intr_fma=_fma,
             inline_asm=lambda _, operands, text, *__, **___: _ptx(text, operands),
             bitcast=lambda kind, x: _halves(x, kind.element),
             extractelement=lambda vector, index: vector[int(index.flat[0])],
@@ -155,6 +161,34 @@ class Emulator:
         with self.when(turn < end):
             yield turn
 
+    def kernel(
+        self,
+        body: Callable[..., None],
+        *,
+        out_type: Any,
+        grid: tuple[int],
+        scratch_types: Any = None,
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """Runs a kernel's thread blocks one after the other, as `compiler.kernel` does together."""
+
+        def run(*operands: Any) -> Any:
+            refs = [Memory(np.asarray(operand)) for operand in operands]
+            outs = [_poisoned(out) for out in jax.tree.leaves(out_type)]
+            for block in range(*grid):
+                scratch = {
+                    name: Memory(np.full(of.shape, np.nan, of.dtype), is_shared=True)
+                    for name, of in (scratch_types or {}).items()
+                }
+                self.shared = list(scratch.values())
+                index = functools.partial(lambda block, _: scalar(block), block)
+                with unittest.mock.patch.object(jax.lax, "axis_index", index):
+                    body(*refs, *outs, **scratch)
+            results = [out.bytes.view(out.dtype).reshape(out.shape) for out in outs]
+            return jax.tree.unflatten(jax.tree.structure(out_type), results)
+
+        return run
+
     def block_barrier(self) -> None:
         assert np.all(self.active), "a barrier that not all threads reach"
         for memory in self.shared:
@@ -164,6 +198,15 @@ class Emulator:
         self._check_whole_warps()
         of_warps = self._of_all(word).reshape(-1, _WARP, np.shape(word)[1])
         return np.repeat(of_warps.max(1), _WARP, axis=0)
+
+    def warp_sum(self, value: Any, threads: int) -> Any:
+        self._check_whole_warps()
+        value = self._of_all(value)
+        distance = threads // 2
+        while distance:
+            value = value + value[self.thread[:, 0] ^ distance]
+            distance //= 2
+        return value
 
     def shuffle(self, word: Any, distance: int) -> Any:
         self._check_whole_warps()
@@ -226,10 +269,18 @@ _ARITHMETIC: dict[Any, tuple[str, ...]] = {
     np.floor_divide: ("divui",),
     np.remainder: ("remui",),
     np.bitwise_and: ("andi",),
+    np.bitwise_or: ("ori",),
+    np.bitwise_xor: ("xori",),
     np.left_shift: ("shli",),
     np.right_shift: ("shrui",),
     np.maximum: ("maxui", "maximumf"),
+    np.minimum: ("minui",),
 }
+
+
+def _poisoned(out: Any) -> Memory:
+    size = out.size * jnp.dtype(out.dtype).itemsize
+    return Memory(np.full(size, _POISON, np.uint8).view(out.dtype).reshape(out.shape))
 
 
 def _element_pointer(pointer: Pointer, index: Any, element: Any) -> Pointer:
@@ -249,11 +300,66 @@ def _word(low: Any, high: Any) -> Any:
 
 def _ptx(text: str, operands: Sequence[Any]) -> Any:
     """Computes an instruction of inline PTX, or a few of them."""
-    for pattern, function in _PTX.items():
-        if match := re.search(pattern, text):
-            with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
+        for pattern, function in _PTX.items():
+            if match := re.search(pattern, text):
                 return function(*operands, *match.groups())
-    raise NotImplementedError(text)
+        return _on_float32(text, operands)
+
+
+def _on_float32(text: str, operands: Sequence[Any]) -> Any:
+    """Runs instructions on float32 one by one; approximate ones are computed exactly."""
+    registers = {f"${i}": operand for i, operand in enumerate(operands, 1)}
+
+    def read(name: str) -> Any:
+        if name.startswith("0f"):
+            return np.uint32(int(name.removeprefix("0f"), 16)).view(np.float32)
+        return np.uint32(int(name)) if name.isdigit() else registers[name]
+
+    for line in map(str.strip, text.strip("{} ").split(";")):
+        if line and not line.startswith(".reg"):
+            name, result, *names = re.split(r"[ ,]+", line)
+            found = _FLOAT32[name](*map(read, names))
+            registers[result] = found.astype(np.float32) if name.startswith("set.") else found
+    return registers["$0"]
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+_FLOAT32: dict[str, Callable[..., Any]] = {
+    "add.rn.f32": np.add,
+    "sub.rn.f32": np.subtract,
+    "mul.rn.f32": np.multiply,
+    "max.NaN.f32": np.maximum,
+    "min.NaN.f32": np.minimum,
+    "neg.f32": np.negative,
+    "abs.f32": np.abs,
+    "fma.rn.f32": _fma,
+    # This instruction rounds down. Kernels use it only for results so large that neighbouring
+    # float32 numbers differ by 1, so `floor` rounds in the same way.
+    "fma.rm.f32": lambda a, b, c: np.floor(a.astype(np.float64) * b + c).astype(np.float32),
+    **dict.fromkeys(
+        ("rcp.rn.f32", "rcp.approx.f32", "rcp.approx.ftz.f32"), lambda a: np.float32(1) / a
+    ),
+    "div.full.f32": np.divide,
+    "ex2.approx.ftz.f32": np.exp2,
+    "cvt.sat.f32.f32": lambda a: np.clip(a, np.float32(0), np.float32(1)),
+    "mov.f32": lambda a: a,
+    "mov.b32": lambda a: a.view(np.uint32 if a.dtype == np.float32 else np.float32),
+    "shl.b32": np.left_shift,
+    "setp.ge.f32": np.greater_equal,
+    "setp.le.f32": np.less_equal,
+    "setp.lt.f32": np.less,
+    "setp.ne.f32": np.not_equal,
+    "selp.f32": lambda a, b, p: np.where(p, a, b),
+    "set.eq.f32.f32": np.equal,
+    "set.ge.f32.f32": np.greater_equal,
+    "set.gt.f32.f32": np.greater,
+    "set.le.f32.f32": np.less_equal,
+    "set.lt.f32.f32": np.less,
+}
 
 
 def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,11 +413,6 @@ _PTX: dict[str, Callable[..., Any]] = {
         lambda a, b: a.astype(np.float64) * b.astype(np.float64) + a.astype(np.float64)
     ),
     r"^max\.xorsign\.abs\.(\w+) ": _of_numbers(_larger_magnitude),
-    r"^rcp\.(?:rn|approx|approx\.ftz)\.f32 ": lambda x: np.float32(1) / x,
-    r"^ex2\.approx\.ftz\.f32 ": np.exp2,
-    r"^add\.rn\.f32 ": np.add,
-    r"^sub\.rn\.f32 ": np.subtract,
-    r"^mul\.rn\.f32 ": np.multiply,
     r"cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1": _float8_word,
     r"^cvt\.rn\.f16x2\.e4m3x2 ": _widened,
     r"^cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;": lambda low, high: _word(
@@ -334,10 +435,7 @@ def _on_tiles(
 ) -> list[np.ndarray]:
     """Runs a kernel like `quantized_tiles.on_tiles`, with the code that `emit` emits."""
     ins = [Memory(np.asarray(operand)) for operand in operands]
-    outs = [Memory(np.array(each)) for each in into]
-    for out in out_type:
-        size = out.size * jnp.dtype(out.dtype).itemsize
-        outs.append(Memory(np.full(size, _POISON, np.uint8).view(out.dtype)))
+    outs = [*(Memory(np.array(each)) for each in into), *map(_poisoned, out_type)]
     if blocks is None:
         firsts = range(0, operands[0].shape[0], BLOCK)
         table = [(first, BLOCK) for first in firsts]
@@ -362,7 +460,7 @@ def _on_tiles(
 def _emulated(emulator: Emulator) -> Iterator[None]:
     before = []
     for module in _MODULES:
-        for name in ("mosaic", "arith", "llvm", "vector"):
+        for name in ("compiler", "mosaic", "arith", "llvm", "vector"):
             if name in vars(module):
                 before.append((module, name, getattr(module, name)))
                 setattr(module, name, getattr(emulator, name))
@@ -371,6 +469,12 @@ def _emulated(emulator: Emulator) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+def run_kernel(function: Callable[[], Any], num_threads: int = _WARPGROUP) -> Any:
+    """Runs `function`, which emits code or calls `compiler.kernel`, in NumPy."""
+    with _emulated(Emulator(num_threads)), np.errstate(all="ignore"):
+        return function()
 
 
 def run_warpgroup(function: Callable[..., None], *arguments: Any) -> None:

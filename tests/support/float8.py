@@ -60,6 +60,12 @@ def transposed_matrices(x: np.ndarray) -> QuantizedArray:
     return matrices(np.ascontiguousarray(x.swapaxes(1, 2)))
 
 
+def block_sources(sizes: Sequence[int]) -> np.ndarray:
+    """Returns, for each row of the groups' blocks of 128 rows, the row it holds; -1 for none."""
+    groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return np.concatenate([np.pad(g, (0, -len(g) % BLOCK), constant_values=-1) for g in groups])
+
+
 def transposed_rows(x: np.ndarray, sizes: Sequence[int]) -> TransposedRows:
     """Transposes rows [R, K] and quantizes them, with a scale for each block of 128 x 128.
 
@@ -70,33 +76,22 @@ def transposed_rows(x: np.ndarray, sizes: Sequence[int]) -> TransposedRows:
         sizes: the rows of each group; each group is padded to whole blocks of 128 rows.
     """
     padded = np.zeros((padded_rows(len(x), len(sizes)), x.shape[1]), np.float32)
-    place = start = 0
-    for size in sizes:
-        padded[place : place + size] = x[start : start + size]
-        start += size
-        place += -(-size // BLOCK) * BLOCK
+    sources = block_sources(sizes)
+    padded[: len(sources)][sources >= 0] = x[: sum(sizes)]
     values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(padded)
     return TransposedRows(jnp.asarray(values.T), jnp.asarray(scales))
 
 
 def transposed_quantized_rows(rows: QuantizedArray, sizes: Sequence[int]) -> TransposedRows:
-    """Does in NumPy what `float8.transpose_rows` does with quantized rows on the device.
-
-    `sizes` are the rows of each group, as in `transposed_rows`.
-    """
+    """Does in NumPy what `float8.transpose_rows` does with quantized rows on the device."""
     num_rows, width = rows.values.shape
     height, columns = padded_rows(num_rows, len(sizes)), width // BLOCK
     numbers = np.zeros((height, columns, BLOCK), np.float32)
     own = np.zeros((height, columns), np.float32)
-    place = start = 0
-    for size in sizes:
-        of_group = slice(place, place + size), slice(start, start + size)
-        numbers[of_group[0]] = np.asarray(rows.values, np.float32)[of_group[1]].reshape(
-            size, columns, BLOCK
-        )
-        own[of_group[0]] = np.asarray(rows.scales)[of_group[1]]
-        start += size
-        place += -(-size // BLOCK) * BLOCK
+    sources, live = block_sources(sizes), sum(sizes)
+    values = np.asarray(rows.values, np.float32).reshape(num_rows, columns, BLOCK)
+    numbers[: len(sources)][sources >= 0] = values[:live]
+    own[: len(sources)][sources >= 0] = np.asarray(rows.scales)[:live]
     scales = np.maximum(
         own.reshape(-1, BLOCK, columns).max(axis=1), np.float32(FLOAT8_ROWS.least_scale)
     )
@@ -134,11 +129,7 @@ def gate_gradient(
     weights: np.ndarray,
     gating: Callable[..., Any] = swiglu,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Computes the gradient of weights * gating(gate, up), for `swiglu` or `shifted`, in float64.
-
-    Returns (dgate, dup, weights * hidden, dhidden * hidden), where hidden is gating(gate, up). Each
-    is [R, F]. The last, summed over F, is the gradient of the weights.
-    """
+    """Computes the gradient of weights * gating(gate, up), in float64 (`swiglu`, `shifted`)."""
     dhidden, gate, up = (each.astype(np.float64) for each in (dhidden, gate, up))
     of_rows = weights.astype(np.float64)[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -160,10 +151,7 @@ def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[i
     """
     live = sum(sizes)
     *arrays, products = want
-    blocks = np.concatenate([
-        np.arange(start, start + size).tolist() + [-1] * (-size % BLOCK)
-        for size, start in zip(sizes, np.cumsum([0, *sizes]), strict=False)
-    ]).astype(int)  # fmt: skip
+    sources = block_sources(sizes)
     for (rows, _), expected in zip(got.dpre, arrays, strict=False):
         numbers = np.asarray(rows.dequantize(jnp.float32))[:live]
         assert_rounded(numbers, expected, np.asarray(rows.scales)[:live])
@@ -171,8 +159,8 @@ def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[i
         values, scales = live_blocks(turned, sizes)
         of_rows = np.repeat(scales, BLOCK, axis=0)
         numbers = values.astype(np.float32).T * np.repeat(of_rows, BLOCK, axis=1)
-        assert (numbers[blocks < 0] == 0).all()
-        assert_rounded(numbers[blocks >= 0], expected[blocks[blocks >= 0]], of_rows[blocks >= 0])
+        assert (numbers[sources < 0] == 0).all()
+        assert_rounded(numbers[sources >= 0], expected[:live], of_rows[sources >= 0])
     with np.errstate(invalid="ignore"):
         wanted = products.sum(axis=1)
     dweights = np.asarray(got.dweights)[:live]
@@ -183,10 +171,7 @@ def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[i
 
 
 def times_huge(gate: Any, up: Any) -> Any:
-    """A gating whose results are finite, infinite and NaN within a row.
-
-    The result is NaN if both products are large and have the same sign.
-    """
+    """A gating whose results are finite, infinite and NaN within a row."""
     return gate * 3e38 - up * 3e38
 
 
@@ -201,10 +186,7 @@ def times_huge_of(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def assert_encodes(got: Any, numbers: Any) -> None:
-    """Asserts that `got`, (values, scales), has the bits of `FLOAT8_ROWS.encode` in NumPy.
-
-    A NaN may have any bits. `numbers` are float32.
-    """
+    """Asserts that `got`, (values, scales), has the bits of `FLOAT8_ROWS.encode` in NumPy."""
     values, scales = map(np.asarray, got)
     want, wanted_scales = FLOAT8_ROWS.encode(np.asarray(numbers))
     np.testing.assert_array_equal(scales.view(np.uint32), wanted_scales.view(np.uint32))
@@ -226,12 +208,7 @@ def assert_same_numbers(got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def assert_rounded(got: np.ndarray, want: np.ndarray, scales: np.ndarray) -> None:
-    """Asserts that `got` [R, C] is `want` rounded to float8 with the scales [R, C / 128].
-
-    Rounding to float8 changes a number by at most 2^-4 of itself or, if its value is subnormal, by
-    2^-10 of its scale. A little more is allowed, since numbers are rounded to bfloat16 first.
-    Numbers that are not finite must be NaN.
-    """
+    """Asserts that `got` [R, C] is `want` rounded to float8 with the scales [R, C / 128]."""
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(want.astype(np.float32))
         bound = 2.0**-4 * 1.1 * np.abs(want) + 2.0**-10 * np.repeat(scales, BLOCK, axis=1) * 1.1
@@ -255,11 +232,7 @@ def _on_device(array: QuantizedArray) -> QuantizedArray:
 
 
 def largest_of_columns(x: np.ndarray) -> np.ndarray:
-    """Returns x [..., R, C] with the largest magnitude of each 128 columns at the first of them.
-
-    The other numbers are zero. A product with another such array sums, for each 128 products, a
-    bound on the largest one.
-    """
+    """Returns x [..., R, C] with the largest magnitude of each 128 columns at the first of them."""
     sizes, out = _finite_sizes(x), np.zeros_like(x)
     for first in range(0, x.shape[-1], BLOCK):
         out[..., first] = sizes[..., first : first + BLOCK].max(axis=-1)
@@ -288,11 +261,7 @@ def assert_within_bound(
     sizes: Sequence[int],
     largest: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Asserts that `got` is compute(*operands, sizes), within the float8 sum's error bound.
-
-    `compute` is one of the products of `jax_ep.reference`. NaN must stand at the same places. If
-    tensor cores compute `got`, `largest` are operands of which `compute` sums the largest products.
-    """
+    """Asserts that `got` is compute(*operands, sizes), within the float8 sum's error bound."""
     want = compute(*operands, np.array(sizes))
     magnitudes = compute(*map(np.abs, operands), np.array(sizes))
     rounding = float(jnp.finfo(got.dtype).eps) / 2

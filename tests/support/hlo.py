@@ -15,12 +15,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def received_from_other_hosts(text: str, host_of: list[int]) -> int:
-    """Returns the largest number of bytes that one device receives from devices of other hosts.
-
-    Args:
-        text: the HLO text of a compiled program; the bytes of all its collectives are added.
-        host_of: the host of each device, by the device's number in the program.
-    """
+    """Returns the largest number of bytes that one device receives from devices of other hosts."""
     received = np.zeros(len(host_of), np.int64)
     for line in text.splitlines():
         if (found := _COLLECTIVE.search(line)) is None:

@@ -52,15 +52,15 @@ GROUP_SIZES = {
 }
 
 
-def operands(num_rows, sizes, dtype, seed=0):
+def operands(num_rows, sizes, dtype, seed=0, matrix_shape=(H, F)):
     """Returns lhs [R, H], rhs [L, H, F], group_sizes [L] and a cotangent [R, F].
 
     Rows past the last group are NaN.
     """
-    rng = np.random.default_rng(seed)
-    lhs = rng.standard_normal((num_rows, H)).astype(dtype)
-    rhs = (rng.standard_normal((len(sizes), H, F)) / np.sqrt(H)).astype(dtype)
-    grad = rng.standard_normal((num_rows, F)).astype(dtype)
+    rng, (depth, width) = np.random.default_rng(seed), matrix_shape
+    lhs = rng.standard_normal((num_rows, depth)).astype(dtype)
+    rhs = (rng.standard_normal((len(sizes), depth, width)) / np.sqrt(depth)).astype(dtype)
+    grad = rng.standard_normal((num_rows, width)).astype(dtype)
     lhs[sum(sizes) :] = np.nan
     grad[sum(sizes) :] = np.nan
     return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), jnp.asarray(grad)

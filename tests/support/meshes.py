@@ -35,3 +35,8 @@ def cuda_mesh(
     if jax.default_backend() == "gpu" and jax.device_count() >= size:
         return mesh(shape, axis_names, kind)
     return AbstractMesh(shape, axis_names, axis_types=(kind,) * len(shape))
+
+
+def model_mesh(*shape: int) -> Mesh:
+    """Makes a mesh of the axes of a `jax_ep.models` decoder, as many as `shape` has sizes."""
+    return mesh(shape, ("data", "expert", "tensor", "fsdp")[: len(shape)])

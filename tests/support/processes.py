@@ -17,6 +17,8 @@ _TESTS = Path(__file__).parents[1]
 # about half a GiB for each process.
 WORKERS_SHARE, PROGRAMS_SHARE = 0.6, 0.2
 COMPILES_FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+# Only what hangs takes as many seconds, however busy the machine is.
+HANG_SECONDS = 600
 # XLA flags that halve compile time for CPUs with jaxlib older than 0.11. Newer versions do not have
 # the first flag, and XLA exits if it gets a flag that it does not have.
 FAST_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1".split()
@@ -53,6 +55,13 @@ def compile_fast(environment: MutableMapping[str, str], jaxlib: str | None = Non
     if tuple(map(int, version.split(".")[:2])) < (0, 11):
         flags = environment.get("XLA_FLAGS", "").split()
         environment["XLA_FLAGS"] = " ".join([f for f in flags if f not in FAST_FLAGS] + FAST_FLAGS)
+
+
+def keep_compiled(environment: MutableMapping[str, str], folder: Path) -> None:
+    """Makes JAX keep all compiled programs in `folder`; call it before JAX starts."""
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def free_address() -> str:
@@ -97,7 +106,7 @@ def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
         env=environment_of_program(PYTHONPATH=path, **environment),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
@@ -112,5 +121,32 @@ def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProces
         env=environment_of_program(JAX_PLATFORMS=platforms),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
+
+
+def outputs_of_processes(program: str, *args: str) -> list[str]:
+    """Runs a Python program in two processes with two CPU devices each; returns what they print.
+
+    The program's arguments are the address of the coordinator, the process's number, and `args`.
+    """
+    environment = environment_of_program(
+        fast=True,
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        PYTHONPATH=str(_TESTS.parent),
+    )
+    address = free_address()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(i), *args],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return printed

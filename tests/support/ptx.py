@@ -20,13 +20,7 @@ _WARP = 32
 
 
 def divided_barriers(ptx: str) -> list[str]:
-    """Returns the branches at which threads of one warp may diverge ahead of a barrier.
-
-    A branch counts if its predicate may differ within a warp, which is the case if it depends on
-    the lowest five bits of the thread index. Two assumptions keep the analysis simple. Values
-    loaded from memory are equal in a warp. What is shifted, masked, or compared with a number of
-    whole warps is the thread index itself, not a multiple of it.
-    """
+    """Returns the branches at which threads of one warp may diverge ahead of a barrier."""
     lines = [" ".join(line.split("//")[0].split()) for line in ptx.splitlines()]
     lines = [line for line in lines if line]
     varying = _varying(lines)
@@ -74,11 +68,7 @@ def _varying(lines: list[str]) -> set[str]:
 
 
 def _of_warps(name: str, arguments: str) -> bool:
-    """Returns whether an instruction has one result for a warp though it reads the thread index.
-
-    `name` is the instruction's, such as "shr.u32", and `arguments` its text after the name. Such an
-    instruction shifts out the index within the warp, masks it, or compares with whole warps.
-    """
+    """Returns whether an instruction has one result for a warp though it reads the thread index."""
     last = arguments.rsplit(",", 1)[-1].strip()
     if not _NUMBER.fullmatch(last):
         return False
@@ -108,11 +98,7 @@ def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
 
 
 def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[int]:
-    """Returns the indices of the basic blocks that may run right after basic block i.
-
-    `blocks` and `places` are the results of `_blocks`: the lines of each block, and for each label
-    the index of the block that it begins.
-    """
+    """Returns the indices of the basic blocks that may run right after basic block i."""
     last = blocks[i][-1] if blocks[i] else ""
     after = [i + 1] if i + 1 < len(blocks) and not last.startswith("ret") else []
     if jump := _JUMP.match(last):
@@ -121,10 +107,7 @@ def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[
 
 
 def _certain(following: list[list[int]]) -> list[set[int]]:
-    """Returns, for each basic block, the other blocks through which every path to the end goes.
-
-    `following` has, for each block, the indices of the blocks that may run right after it.
-    """
+    """Returns, for each basic block, the other blocks through which every path to the end goes."""
     everything = set(range(len(following)))
     certain = [everything] * len(following)
     changed = True

@@ -9,6 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep.checkpoints.architectures import architectures
+from jax_ep.checkpoints.safetensors import Directory
+
 NAMES = {
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
@@ -17,6 +20,7 @@ NAMES = {
     np.dtype(jnp.float8_e8m0fnu): "F8_E8M0",
     np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
+    np.dtype(np.int8): "I8",
 }
 E, H, F, K = 8, 16, 12, 3
 
@@ -38,6 +42,8 @@ def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
     """Writes config.json and the safetensors files, and an index if there are several files."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    if not files:
+        return folder
     if len(files) == 1:
         (folder / "model.safetensors").write_bytes(safetensors_bytes(files[0]))
         return folder
@@ -55,6 +61,32 @@ def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     """Draws a matrix of normal numbers; its product with a vector has about the vector's scale."""
     scale = shape[-1] ** -0.5
     return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(dtype)
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    """Returns a config.json with exactly the keys that the table's row for this model reads."""
+    row = architectures()[model_type]
+    sizes = {"E": E, "H": H, "F": F, "S": 2 * F}
+    values = {"use_expert_bias": True, "model_type": model_type}
+    for letter, key in row.sizes.items():
+        for factor in key.split("*"):
+            values[factor.split("|")[0]] = sizes[letter] if "*" not in key else 2
+    for letter in "EHF":
+        if letter in row.sizes:
+            values[row.sizes[letter].split("|")[0]] = sizes[letter]
+    usual = {"num_experts_per_token": K, "activation": "silu", "normalize": True}
+    usual["score"] = "softmax"
+    for field, key in row.fields.items():
+        values.setdefault(key.split("|")[0], usual.get(field, 1))
+    values |= {key: allowed[0] for key, allowed in row.only.items() if allowed}
+    config: dict = {}
+    for key, value in values.items():
+        *outer, name = key.split(".")
+        inner = config
+        for each in outer:
+            inner = inner.setdefault(each, {})
+        inner[name] = value
+    return config
 
 
 def mixtral(layer: int = 1, dtype: Any = np.float32, **sizes: int) -> tuple[dict, Tensors]:
@@ -116,10 +148,7 @@ def deepseek_v3(
 
 
 def gpt_oss_in_mxfp4(**fields: Any) -> tuple[dict[str, Any], Tensors]:
-    """Returns a GPT-OSS's config.json, and one MoE block's tensors in MXFP4.
-
-    Matrices are [E, out, in], quantized in blocks of 32 inputs; the rows of gate and up alternate.
-    """
+    """Returns a GPT-OSS's config.json, and one MoE block's tensors in MXFP4."""
     h = f = 64
     config = {
         "model_type": "gpt_oss",
@@ -142,3 +171,33 @@ def gpt_oss_in_mxfp4(**fields: Any) -> tuple[dict[str, Any], Tensors]:
         scales = rng.integers(118, 124, size=(E, rows, 2))
         tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
     return config, {f"model.layers.1.mlp.{name}": array for name, array in tensors.items()}
+
+
+def float8_model(
+    block: int = 128, h: int = H, f: int = F, scale_dtype: Any = np.float32
+) -> tuple[dict[str, Any], Tensors]:
+    """Returns config.json and tensors of a DeepSeek-V3 in float8, as it is published."""
+    config, tensors = deepseek_v3(h=h, f=f)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    for name in [name for name in tensors if "expert" in name]:
+        scales = np.abs(numbers(5, *(-(-n // block) for n in tensors[name].shape))) + 0.01
+        tensors[name + "_scale_inv"] = scales.astype(scale_dtype)
+        tensors[name] = (100 * tensors[name]).astype(jnp.float8_e4m3fn)
+    return config, tensors
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> Tensors:
+    """Returns all tensors of a directory of safetensors files, by name."""
+    files = Directory(folder)
+    return {n: files.read(n, (slice(None),) * len(files.entry(n).shape)) for n in files.files}
+
+
+def assert_same(got: Tensors, want: Tensors) -> None:
+    assert sorted(got) == sorted(want)
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(got[name], array, err_msg=name)

@@ -104,6 +104,12 @@ def kolibri(logits, bias):
     return idx, p / p.sum()
 
 
+def laguna(logits, bias):
+    p = sigmoid(0.7 * np.tanh(logits / 0.7))
+    idx = best(p + bias, K)
+    return idx, p[idx] / p[idx].sum()
+
+
 def phimoe(logits, bias):
     """Chooses two experts by PhiMoE's sparsemixer, as it works at inference."""
     idx, weights = [], []
@@ -161,16 +167,7 @@ def relu2(h, _):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A model's MoE block.
-
-    Attributes:
-        route: the router in NumPy, (logits [E], bias [E]) -> (experts [k], weights [k]).
-        config: fields of the layer's `MoEConfig`.
-        parts: fields of its `ParameterOptions`: which optional weights there are.
-        biased: whether it has a selection bias.
-        k: how many experts each token chooses.
-        hidden: the expert's activation in NumPy, (gate, up) -> operand of the last matmul.
-    """
+    """A model's MoE block."""
 
     route: Callable[[Array, Any], tuple[Array, Array]]
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -178,6 +175,7 @@ class Block:
     biased: bool = False
     k: int = K
     hidden: Callable[[Array, Any], Array] = swiglu
+    shared_hidden: Callable[[Array, Any], Array] | None = None
 
     def layer_config(self, **changes: Any) -> jax_ep.MoEConfig:
         fields = dict(num_experts=E, num_experts_per_token=self.k) | self.config | changes
@@ -228,6 +226,16 @@ BLOCKS = {
     "Qwen2-MoE": Block(olmoe, dict(normalize=False), dict(shared_dim=20, use_shared_gate=True)),
     "Gemma 4": Block(mixtral, parts=dict(use_expert_scale=True)),
     "Kolibri": Block(kolibri, dict(score="sigmoid", choose_by="logit"), biased=True),
+    "Laguna": Block(laguna, dict(score="sigmoid", logit_softcap=0.7), biased=True),
+    "Hunyuan 4": Block(
+        deepseek_v3,
+        dict(score="sigmoid", scale=2.5, clamp=1.0, **_GROUPS)
+        | dict(shared_gating=lambda gate, up: jax.nn.silu(gate) * up),
+        dict(num_shared_experts=1),
+        biased=True,
+        hidden=clamped_swiglu,
+        shared_hidden=swiglu,
+    ),
     "PhiMoE": Block(phimoe, dict(router=phimoe_router), k=2),
 }
 
@@ -269,7 +277,8 @@ def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
             )
         if p["shared_wo"] is not None:
             weights = (p[n] for n in ("shared_wi_0", "shared_wi_1", "shared_wo"))
-            shared = expert(block, *weights, None, None, None, token)
+            of_shared = dataclasses.replace(block, hidden=block.shared_hidden or block.hidden)
+            shared = expert(of_shared, *weights, None, None, None, token)
             row += (
                 shared if p["shared_gate"] is None else shared * sigmoid(token @ p["shared_gate"])
             )

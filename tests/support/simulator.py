@@ -19,6 +19,9 @@ simulator adds to the interpreter:
   overwrites another or is never received, and a missing barrier between threads of a warpgroup
   (the interpreter runs a warpgroup as one thread).
 
+The interpreter runs a kernel's operations of Pallas. What a kernel emits as MLIR or PTX runs in
+`emitted`, for one rank.
+
 The simulator uses private parts of JAX 0.11 and newer. If one is missing, the tests that need the
 simulator are skipped.
 """
@@ -46,17 +49,14 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric.low_latency import TileMemory
 from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_tile_buffers
-from pallas_kernels.fabric.sentinel_words import TileMemory
+from support.interpreted import matmul_kernels
 from support.kernels import KERNELS_RUN, WHY_NOT
 
-# The seconds for which a rank may wait while no thread does anything; then the test fails.
-WAIT_SECONDS = 30.0
-# If this process uses more than this fraction of a CPU core, some thread computes or compiles.
-# Threads that only wait use less.
-BUSY = 0.05
-# The seconds that a whole kernel may take.
-DEADLOCK_SECONDS = 300.0
+# The seconds that a whole kernel may take. Deadlocks are found without a clock; this only ends a
+# process that hangs in another way.
+HANG_SECONDS = 600.0
 
 _missing = ""
 try:
@@ -66,23 +66,31 @@ try:
     from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 
     _Memory = shared_memory.GPUSharedMemory
-    _Interpreter = jaxpr_interpret.JaxprInterpreter
-    _run_jaxpr_of_jax = thread_map._run_jaxpr
+    # Maps a name to the attribute of the interpreter that a simulation replaces.
+    _REPLACED: dict[str, tuple[Any, str]] = {
+        "kernel": (plgpu, "kernel"),
+        "commit": (plgpu, "commit_smem_to_gmem_group"),
+        "run": (thread_map, "_run_jaxpr"),
+        "inline": (jaxpr_interpret.JaxprInterpreter, "_interpret_inline_mgpu_p"),
+        "access": (_Memory, "access"),
+        "check_read": (GPURaceDetectionState, "check_read"),
+        "check_write": (GPURaceDetectionState, "check_write"),
+        "get": (gpu_callbacks, "_get"),
+        "swap": (gpu_callbacks, "_swap"),
+        "commit_smem": (_Memory, "commit_smem"),
+        "copy": (gpu_callbacks, "copy_smem_to_gmem"),
+        "add_copy": (_Memory, "add_copy_smem_to_gmem_clocks"),
+        "wait_copies": (_Memory, "wait_smem_to_gmem"),
+        "barrier_wait": (shared_memory.Barrier, "_wait"),
+        "thread_finished": (_Memory, "kernel_thread_finished"),
+        "cluster_finished": (gpu_callbacks, "cluster_finished"),
+    }
+    _original = {key: getattr(*place) for key, place in _REPLACED.items()}
     _used = (
         gpu_callbacks.get_races,
         gpu_callbacks.reset_gpu_interpret_mode_state,
-        _Memory.access,
-        _Memory.set_failed,
-        _Memory.add_copy_smem_to_gmem_clocks,
-        _Memory.wait_smem_to_gmem,
-        _Memory.kernel_thread_finished,
-        _Memory.commit_smem,
-        gpu_callbacks._get,
-        gpu_callbacks._swap,
-        _Interpreter._interpret_inline_mgpu_p,
         gpu_callbacks.fail_on_exception,
-        gpu_callbacks.cluster_finished,
-        gpu_callbacks.copy_smem_to_gmem,
+        shared_memory.Warpgroup,
     )
     INTERPRETER = InterpretGPUParams(detect_races=True)
 except (ImportError, AttributeError) as error:
@@ -133,39 +141,37 @@ class Simulated:
         pass
 
     def barrier(self) -> None:
-        _on_host(_Barrier())
+        _on_host(_barrier)
 
     def enter(
         self, operands: Sequence[Any], buffers: Sequence[Any], *, num_blocks: int, **_: Any
     ) -> None:
-        _on_host(_Enter(num_blocks))
+        _on_host(_enter, num_blocks=num_blocks)
 
     def connect(self) -> None:
-        _on_host(_Connect(self.num_ranks))
+        _on_host(_connect, num_ranks=self.num_ranks)
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        _on_host(_Signal(kind, self.num_ranks, release), count)
+        _on_host(_signal, count, kind=kind, num_ranks=self.num_ranks, release=release)
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        _on_host(_Wait(kind, self.num_ranks, what), count)
+        _on_host(_wait, count, kind=kind, num_ranks=self.num_ranks, what=what)
 
-    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        ranks = range(self.num_ranks) if ranks is None else ranks
-        _on_host(_SendValues(), words[...], start, *ranks)
+    def send_values(self, words: Any, start: Any) -> None:
+        _on_host(_send_values, words[...], start, num_ranks=self.num_ranks)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         received = jax.ShapeDtypeStruct(words.shape, words.dtype)
-        operation = _ReadValues(what, words.shape[0], words.dtype)
-        (words[...],) = _on_host(operation, rank, start, returns=[received])
+        (words[...],) = _on_host(_read_values, rank, start, what=what, returns=[received])
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        _on_host(_SendHalves(self.num_ranks, count), words[...], first)
+        _on_host(_send_halves, words[...], first, count=count, num_ranks=self.num_ranks)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
         self.read_values(rank, 0, words, what)
 
     def delay_point(self, number: int) -> None:
-        _on_host(_Pause(number))
+        _on_host(_pause)
 
 
 def simulated_ranks(num_ranks: int, *, detect_races: bool = True) -> Simulated:
@@ -193,11 +199,10 @@ class SimulatedChannels(ll.Channels):
         return super().mesh_index(self.mine(ref))
 
     def barrier(self) -> None:
-        _on_host(_Barrier())
+        _on_host(_barrier)
 
     def hold_back(self, point: int, rank: jax.Array) -> None:
-        del rank
-        _on_host(_Pause(point))
+        _on_host(_pause)
 
 
 class TileContents:
@@ -214,22 +219,22 @@ class SimulatedTileMemory(TileMemory):
     contents: TileContents
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        _on_host(_Send(self), gpu, buffer, tile)
+        _on_host(_send, gpu, buffer, tile, memory=self)
 
     def receive(
         self, gpu, buffers, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
     ) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(buffers)
-        operation = _Receive(self, what, len(buffers), dtype, shape)
         wanted = [jnp.int32(w) for w in wanted or (1,) * len(buffers)]
-        return _on_host(operation, gpu, rank, *buffers, *peers, *wanted, returns=tiles)
+        operands = gpu, rank, *buffers, *peers, *wanted
+        return _on_host(_receive, *operands, memory=self, what=what, returns=tiles)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
-        return _on_host(_ReadCounters(self), gpu, *counters, returns=values)
+        return _on_host(_read_counters, gpu, *counters, memory=self, returns=values)
 
     def write(self, gpu, counters, values) -> None:
-        _on_host(_WriteCounters(self, len(counters)), gpu, *counters, *values)
+        _on_host(_write_counters, gpu, *counters, *values, memory=self)
 
 
 def simulated_channels(
@@ -256,37 +261,19 @@ def simulated_channels(
 
 
 def interpret(function: Callable[[], Any]) -> Any:
-    """Runs `function`, which calls one kernel on `INTERPRETER`; returns NumPy arrays."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    try:
-        with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
-            try:
-                results = _on_cpu(function)
-            # In JAX newer than 0.11, a race is an exception of the runtime.
-            except Exception as error:
-                if "RACE DETECTED" in str(error):
-                    raise KernelError(f"a race: {error}") from None
-                raise
+    """Runs `function`, which calls one kernel, in the interpreter; returns NumPy arrays."""
+    run_jaxpr = mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr)
+    with _interpreter(), run_jaxpr, matmul_kernels(INTERPRETER):
+        try:
+            results = jax.tree.map(np.asarray, function())
+        # In JAX newer than 0.11, a race is an exception of the runtime.
+        except Exception as error:
+            if "RACE DETECTED" in str(error):
+                raise KernelError(f"a race: {error}") from None
+            raise
         if gpu_callbacks.get_races().races_found:
             raise KernelError("a race: its two sides are printed above")
         return results
-    finally:
-        _compiled.clear()
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-
-
-def _on_cpu(function: Callable[[], Any]) -> Any:
-    """Runs `function` on the CPU, even if there is a GPU; returns NumPy arrays.
-
-    On a GPU, XLA would remove some of the roundings that the kernels ask for.
-    """
-    before = jax.config.jax_default_device
-    # Set the default device for all threads, because the interpreter starts threads of its own.
-    jax.config.update("jax_default_device", jax.devices("cpu")[0])
-    try:
-        return jax.tree.map(np.asarray, function())
-    finally:
-        jax.config.update("jax_default_device", before)
 
 
 def simulate(function: Callable[[], Any]) -> Any:
@@ -296,282 +283,237 @@ def simulate(function: Callable[[], Any]) -> Any:
         KernelError: a race, an access out of bounds, a deadlock, an early exit, or another error.
     """
     simulation = _Simulation()
-    try:
-        with _changed_interpreter(simulation), _watchdog(simulation):
-            try:
-                results = _on_cpu(function)
-            # JAX's runtime has turned the kernel's error into text; raise the recorded original.
-            except Exception as error:
-                raise simulation.failure or error from None
-    finally:
-        _compiled.clear()
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+    with _interpreter(), _changed_interpreter(simulation):
+        try:
+            results = jax.tree.map(np.asarray, function())
+        # JAX's runtime has turned the kernel's error into text; raise the recorded original.
+        except Exception as error:
+            raise simulation.failure or error from None
     if simulation.failure is not None:
         raise simulation.failure
     return results
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    """Makes the CPU run kernels, even if there is a GPU; ends the process if one hangs.
+
+    On a GPU, XLA would remove some of the roundings that the kernels ask for.
+    """
+    before = jax.config.jax_default_device
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    # Set the default device for all threads, because the interpreter starts threads of its own.
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_device", before)
+        faulthandler.cancel_dump_traceback_later()
+        _compiled.clear()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 # ----------------------------------------------------------------- operations that kernels ask for
 
 
 def _on_host(
-    operation: Any, *operands: Any, returns: Sequence[jax.ShapeDtypeStruct] = ()
+    operation: Callable[..., Any],
+    *operands: Any,
+    returns: Sequence[jax.ShapeDtypeStruct] = (),
+    **options: Any,
 ) -> list[jax.Array]:
-    """Makes the simulation run `operation`, in order with this thread's accesses to memory."""
+    """Makes the simulation run an operation, in order with this thread's accesses to memory.
+
+    Calls operation(simulation, thread, *operands, **options), which returns the arrays `returns`.
+    """
 
     def layout(shape: tuple[int, ...]) -> Any:
         return plgpu.Layout.WG_STRIDED(shape, vec_size=1) if shape else plgpu.Layout.WG_SPLAT(())
 
+    if returns:
+        options["returns"] = returns
     arrays = [x if hasattr(x, "shape") else jnp.int32(x) for x in operands]
     types = [plgpu.ShapeDtypeStruct(r.shape, r.dtype, layout=layout(r.shape)) for r in returns]
     inline = plgpu.inline_mgpu(
         arg_types=tuple(layout(array.shape) for array in arrays), return_type=types
     )
-    return inline(operation)(*arrays)
+    return inline(functools.partial(operation, **options))(*arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Barrier:
-    def run(self, simulation: _Simulation, thread: Any) -> None:
-        simulation.lanes.barrier(thread)
+def _barrier(simulation, thread):
+    simulation.lanes.barrier(thread)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Enter:
-    num_blocks: int
-
-    def run(self, simulation: _Simulation, thread: Any) -> None:
-        with simulation.changed:
-            simulation.num_blocks = self.num_blocks
-            simulation.entered.add(thread.block_id)
-            simulation.changed.notify_all()
+def _enter(simulation, thread, *, num_blocks):
+    with simulation.changed:
+        simulation.num_blocks = num_blocks
+        simulation.entered.add(thread.block_id)
+        simulation.changed.notify_all()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Connect:
-    """Waits until all ranks have entered the kernel; only then may peers' memory be used.
-
-    It orders no other accesses of different ranks.
-    """
-
-    num_ranks: int
-
-    def run(self, simulation: _Simulation, thread: Any) -> None:
-        simulation.wait_until(
-            lambda: len(simulation.entered) == self.num_ranks,
-            lambda: f"rank {thread.block_id} waits to connect: only {simulation.entered} entered",
-        )
-        clock = simulation.memory.incr_clock(thread)
-        with simulation.changed:
-            simulation.connected[thread.block_id].append(clock)
-            simulation.hears(thread, range(self.num_ranks))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Signal:
-    kind: int
-    num_ranks: int
-    release: bool
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        simulation.lanes.barrier(thread)
-        clock = simulation.memory.incr_clock(thread)
-        with simulation.changed:
-            visible = simulation.visible.after_signal(thread.block_id) if self.release else {}
-            for rank in range(self.num_ranks):
-                signals = simulation.signals[self.kind, rank, thread.block_id]
-                last = signals[-1].count if signals else 0
-                if int(count) <= last:
-                    raise KernelError(
-                        f"rank {thread.block_id} signals {int(count)} of kind {self.kind}, "
-                        f"after {last}: counts must grow"
-                    )
-                signals.append(_Sent(int(count), clock, visible))
-            simulation.changed.notify_all()
+def _connect(simulation, thread, *, num_ranks):
+    """Waits until all ranks have entered the kernel; orders no accesses of different ranks."""
+    simulation.wait_until(
+        thread,
+        lambda: len(simulation.entered) == num_ranks,
+        lambda: f"rank {thread.block_id} waits to connect: only {simulation.entered} entered",
+    )
+    clock = simulation.memory.incr_clock(thread)
+    with simulation.changed:
+        simulation.connected[thread.block_id].append(clock)
+        simulation.hears(thread, range(num_ranks))
 
 
 class _Sent(NamedTuple):
-    """A signal that was sent.
-
-    Attributes:
-        count: its count.
-        clock: the sender's vector clock at that time.
-        visible: maps a writer's rank to the number of its last write that the signal makes visible.
-    """
+    """A signal that was sent, the sender's vector clock, and what it makes visible (`_Visible`)."""
 
     count: int
     clock: Any
     visible: dict[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wait:
-    kind: int
-    num_ranks: int
-    what: str
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        memory, count = simulation.memory, int(count)
-        for rank in range(self.num_ranks) if count > 0 else ():
-            signals = simulation.signals[self.kind, thread.block_id, rank]
-            simulation.wait_until(
-                lambda signals=signals: signals and signals[-1].count >= count,
-                lambda signals=signals, rank=rank: (
-                    f"{self.what}: rank {thread.block_id} waits for signal {count} of kind "
-                    f"{self.kind} of rank {rank}, which has sent {[s.count for s in signals]}"
-                ),
-            )
-            # Take the first signal that suffices: the rank may not have seen any later one.
-            seen = next(signal for signal in signals if signal.count >= count)
-            with memory.lock:
-                memory.clocks[thread].update(seen.clock)
-            with simulation.changed:
-                simulation.visible.wait(thread.block_id, seen.visible)
-                simulation.hears(thread, [rank])
-        simulation.lanes.barrier(thread)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SendValues:
-    def run(
-        self, simulation: _Simulation, thread: Any, words: Any, start: Any, *ranks: Any
-    ) -> None:
-        with simulation.changed:
-            for rank in map(int, ranks):
-                values = simulation.values[rank, thread.block_id]
-                for i, word in enumerate(np.array(words).view(np.int32), int(start)):
-                    if not 0 <= i < MAX_VALUES:
-                        raise KernelError(f"there is no value {i}")
-                    if values.setdefault(i, word) != word:
-                        raise KernelError(f"rank {thread.block_id} sends two values {i} in a call")
-            simulation.changed.notify_all()
-
-
-@dataclasses.dataclass(frozen=True)
-class _SendHalves:
-    num_ranks: int
-    count: int
-
-    def run(self, simulation: _Simulation, thread: Any, words: Any, first: Any) -> None:
-        words, first = np.array(words), int(first)
-        sent = words[2 * first : 2 * (first + self.count)]
-        sent = np.where(sent == sent.astype(np.int16), sent, -1)
-        _SendValues().run(simulation, thread, sent, 2 * first, *range(self.num_ranks))
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadValues:
-    what: str
-    count: int
-    dtype: Any
-
-    def run(self, simulation: _Simulation, thread: Any, rank: Any, start: Any) -> Any:
-        values = simulation.values[thread.block_id, int(rank)]
-        wanted = range(int(start), int(start) + self.count)
-        simulation.wait_until(
-            lambda: all(i in values for i in wanted),
-            lambda: f"{self.what}: rank {thread.block_id} waits for values of rank {rank}",
-        )
-        with simulation.changed:
-            simulation.hears(thread, [int(rank)])
-        return [np.array([values[i] for i in wanted], np.int32).view(self.dtype)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pause:
-    point: int
-
-    def run(self, simulation: _Simulation, thread: Any) -> None:
-        del simulation, thread
-        time.sleep(random.choice((0.0, 0.0, 0.001, 0.01)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Send:
-    memory: SimulatedTileMemory
-
-    def run(self, simulation: _Simulation, thread: Any, gpu: Any, buffer: Any, tile: Any) -> None:
-        tile, key = np.array(tile), (int(gpu), int(buffer))
-        num_gpus, tiles = self.memory.num_gpus, self.memory.contents.tiles
-        known = key[0] in range(num_gpus) and key[1] < num_tile_buffers(num_gpus)
-        if tile.nbytes != TILE_BYTES or not known:
-            raise KernelError(f"GPU {gpu} has no tile buffer {buffer} of {tile.nbytes} bytes")
-        with simulation.changed:
-            if key in tiles:
+def _signal(simulation, thread, count, *, kind, num_ranks, release):
+    count = int(count)
+    simulation.lanes.barrier(thread)
+    clock = simulation.memory.incr_clock(thread)
+    with simulation.changed:
+        visible = simulation.visible.after_signal(thread.block_id) if release else {}
+        for rank in range(num_ranks):
+            signals = simulation.signals[kind, rank, thread.block_id]
+            last = signals[-1].count if signals else 0
+            if count <= last:
                 raise KernelError(
-                    f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
-                    f"tile buffer {buffer} of GPU {gpu}"
+                    f"rank {thread.block_id} signals {count} of kind {kind}, after {last}: counts "
+                    f"must grow"
                 )
-            simulation.sent[key] = tiles
-            tiles[key] = tile
-            simulation.changed.notify_all()
+            signals.append(_Sent(count, clock, visible))
+        simulation.changed.notify_all()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Receive:
-    memory: SimulatedTileMemory
-    what: str
-    count: int
-    dtype: Any
-    shape: Any
-
-    def run(self, simulation: _Simulation, thread: Any, gpu: Any, rank: Any, *rest: Any) -> Any:
-        simulation.owns_memory(thread, gpu)
-        tiles = self.memory.contents.tiles
-        keys, peers, wanted = (
-            rest[i : i + self.count] for i in range(0, 3 * self.count, self.count)
-        )
-        keys = [(int(gpu), int(buffer)) for buffer in keys]
-        peers = [int(peer) for peer in peers]
-        comes = {key for key, w in zip(keys, wanted, strict=True) if w}
-        if len(set(keys)) < len(keys):
-            raise KernelError(
-                f"{self.what}: peers {peers} share a tile buffer: one's tile overtakes another's"
-            )
-
-        def missing() -> list[int]:
-            waits = zip(peers, keys, strict=True)
-            return [peer for peer, key in waits if key in comes and key not in tiles]
-
+def _wait(simulation, thread, count, *, kind, num_ranks, what):
+    memory, count = simulation.memory, int(count)
+    for rank in range(num_ranks) if count > 0 else ():
+        signals = simulation.signals[kind, thread.block_id, rank]
         simulation.wait_until(
-            lambda: not missing(),
-            lambda: f"{self.what}: rank {rank} waits for a tile of {missing()}",
+            thread,
+            lambda signals=signals: signals and signals[-1].count >= count,
+            lambda signals=signals, rank=rank: (
+                f"{what}: rank {thread.block_id} waits for signal {count} of kind {kind} of rank "
+                f"{rank}, which has sent {[s.count for s in signals]}"
+            ),
         )
+        # Take the first signal that suffices: the rank may not have seen any later one.
+        seen = next(signal for signal in signals if signal.count >= count)
+        with memory.lock:
+            memory.clocks[thread].update(seen.clock)
         with simulation.changed:
-            simulation.hears(thread, [p for p, w in zip(peers, wanted, strict=True) if w])
-            # The kernel polls some buffers without wanting their tiles. It must not use what it
-            # reads there, so return a strange value.
-            strange = np.full(self.shape, 77, self.dtype)
-            return [tiles.pop(key) if key in comes else strange for key in keys]
+            simulation.visible.wait(thread.block_id, seen.visible)
+            simulation.hears(thread, [rank])
+    simulation.lanes.barrier(thread)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ReadCounters:
-    memory: SimulatedTileMemory
-
-    def run(self, simulation: _Simulation, thread: Any, gpu: Any, *counters: Any) -> Any:
-        simulation.owns_memory(thread, gpu)
-        values = self.memory.contents.counters
-        return [np.int32(values[int(gpu), int(counter)]) for counter in counters]
-
-
-@dataclasses.dataclass(frozen=True)
-class _WriteCounters:
-    memory: SimulatedTileMemory
-    count: int
-
-    def run(self, simulation: _Simulation, thread: Any, gpu: Any, *scalars: Any) -> None:
-        simulation.owns_memory(thread, gpu)
-        simulation.lanes.barrier(thread)
-        assert all(0 <= counter < NUM_COUNTERS for counter in scalars[: self.count])
-        for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
-            self.memory.contents.counters[int(gpu), int(counter)] = int(value)
+def _send_values(simulation, thread, words, start, *, num_ranks):
+    with simulation.changed:
+        for rank in range(num_ranks):
+            values = simulation.values[rank, thread.block_id]
+            for i, word in enumerate(np.array(words).view(np.int32), int(start)):
+                if not 0 <= i < MAX_VALUES:
+                    raise KernelError(f"there is no value {i}")
+                if values.setdefault(i, word) != word:
+                    raise KernelError(f"rank {thread.block_id} sends two values {i} in a call")
+        simulation.changed.notify_all()
 
 
-@dataclasses.dataclass(frozen=True)
-class _CommitGroup:
-    def run(self, simulation: _Simulation, thread: Any) -> None:
-        simulation.copies[thread].commit()
+def _send_halves(simulation, thread, words, first, *, count, num_ranks):
+    start = 2 * int(first)
+    sent = np.array(words)[start : start + 2 * count]
+    sent = np.where(sent == sent.astype(np.int16), sent, -1)
+    _send_values(simulation, thread, sent, start, num_ranks=num_ranks)
+
+
+def _read_values(simulation, thread, rank, start, *, what, returns):
+    (received,) = returns
+    values = simulation.values[thread.block_id, int(rank)]
+    wanted = range(int(start), int(start) + received.size)
+    simulation.wait_until(
+        thread,
+        lambda: all(i in values for i in wanted),
+        lambda: f"{what}: rank {thread.block_id} waits for values of rank {rank}",
+    )
+    with simulation.changed:
+        simulation.hears(thread, [int(rank)])
+    return [np.array([values[i] for i in wanted], np.int32).view(received.dtype)]
+
+
+def _pause(simulation, thread):
+    time.sleep(random.choice((0.0, 0.0, 0.001, 0.01)))
+
+
+def _send(simulation, thread, gpu, buffer, tile, *, memory):
+    tile, key, tiles = np.array(tile), (int(gpu), int(buffer)), memory.contents.tiles
+    known = key[0] in range(memory.num_gpus) and key[1] < num_tile_buffers(memory.num_gpus)
+    if tile.nbytes != TILE_BYTES or not known:
+        raise KernelError(f"GPU {gpu} has no tile buffer {buffer} of {tile.nbytes} bytes")
+    with simulation.changed:
+        if key in tiles:
+            raise KernelError(
+                f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in tile "
+                f"buffer {buffer} of GPU {gpu}"
+            )
+        simulation.sent[key] = tiles
+        tiles[key] = tile
+        simulation.changed.notify_all()
+
+
+def _receive(simulation, thread, gpu, rank, *rest, memory, what, returns):
+    """Takes a tile from each of some buffers; `rest` has the buffers, peers, and what is wanted."""
+    simulation.owns_memory(thread, gpu)
+    tiles, count = memory.contents.tiles, len(returns)
+    buffers, peers, wanted = (
+        list(map(int, rest[i : i + count])) for i in range(0, 3 * count, count)
+    )
+    keys = [(int(gpu), buffer) for buffer in buffers]
+    comes = {key for key, w in zip(keys, wanted, strict=True) if w}
+    if len(set(keys)) < count:
+        raise KernelError(
+            f"{what}: peers {peers} share a tile buffer: one's tile overtakes another's"
+        )
+
+    def missing() -> list[int]:
+        waits = zip(peers, keys, strict=True)
+        return [peer for peer, key in waits if key in comes and key not in tiles]
+
+    simulation.wait_until(
+        thread,
+        lambda: not missing(),
+        lambda: f"{what}: rank {rank} waits for a tile of {missing()}",
+    )
+    with simulation.changed:
+        simulation.hears(thread, [p for p, w in zip(peers, wanted, strict=True) if w])
+        # The kernel polls some buffers without wanting their tiles. It must not use what it reads
+        # there, so return a strange value.
+        strange = np.full(returns[0].shape, 77, returns[0].dtype)
+        return [tiles.pop(key) if key in comes else strange for key in keys]
+
+
+def _read_counters(simulation, thread, gpu, *counters, memory, returns):
+    simulation.owns_memory(thread, gpu)
+    return [np.int32(memory.contents.counters[int(gpu), int(counter)]) for counter in counters]
+
+
+def _write_counters(simulation, thread, gpu, *scalars, memory):
+    """Writes counters; `scalars` are their numbers and then their values."""
+    simulation.owns_memory(thread, gpu)
+    simulation.lanes.barrier(thread)
+    count = len(scalars) // 2
+    assert all(0 <= counter < NUM_COUNTERS for counter in scalars[:count])
+    for counter, value in zip(scalars[:count], scalars[count:], strict=True):
+        memory.contents.counters[int(gpu), int(counter)] = int(value)
+
+
+def _commit_group(simulation, thread):
+    simulation.copies[thread].commit()
 
 
 # --------------------------------------------------------------------------- the simulation's state
@@ -622,16 +564,10 @@ class _Lanes:
         self._periods[thread] = next(self._new_period)
 
     def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
-        """Returns records of the accessed elements, and a number for how the threads divide them.
+        """Returns records of the last accesses to the accessed elements, and who accesses them.
 
-        The records are arrays that say, for each accessed element, when and how it was last
-        accessed. The number is 0 if all threads access a single element. For a vector it is a hash
-        of the vector's index: vectors of equal indices are divided among the threads alike.
-
-        Args:
-            key: the buffer.
-            access: the elements that are accessed.
-            shape: the buffer's shape.
+        The latter is 0 if all threads access a single element. For a vector it is a hash of the
+        vector's index: vectors of equal indices are divided among the threads alike.
         """
         names = ("read in", "read by", "written in", "written by", "unsettled in")
         if key not in self._tables:
@@ -682,10 +618,7 @@ class _Visible:
         self._remote: list[tuple[int, int, int, str]] = []
 
     def after_signal(self, rank: int) -> dict[int, int]:
-        """Returns the last writes that a release signal of `rank` makes visible.
-
-        Maps the rank of each writer to the number of its last visible write.
-        """
+        """Maps each writer to the number of its last write that `rank`'s signal makes visible."""
         return {**self._upto[rank], rank: self._writes}
 
     def wait(self, rank: int, visible: dict[int, int]) -> None:
@@ -726,8 +659,6 @@ class _Simulation:
         self.writers: dict[Any, np.ndarray] = {}
         self.readers: dict[Any, np.ndarray] = {}
         self.block = 0
-        # When some thread last did something: wall-clock time, and this process's CPU time.
-        self.last_step = time.monotonic(), time.process_time()
         self._begin_call()
 
     def _begin_call(self) -> None:
@@ -741,6 +672,9 @@ class _Simulation:
         self._begin_block()
 
     def _begin_block(self) -> None:
+        # Maps a thread that waits to whether it may go on, and to what it waits for.
+        self.waiting: dict[Any, tuple[Callable[[], Any], Callable[[], str]]] = {}
+        self.left: set[Any] = set()
         # Maps (kind of signal, receiving rank, sending rank) to the signals sent.
         self.signals: dict[Any, list[_Sent]] = collections.defaultdict(list)
         # Maps a rank to the vector clocks of its calls of `connect`.
@@ -760,24 +694,64 @@ class _Simulation:
     def memory(self) -> Any:
         return gpu_callbacks._get_shared_memory()
 
-    def wait_until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Waits until `done()`; raises KernelError(what()) after WAIT_SECONDS without any activity.
-
-        CPU time that this process uses, for example to compile, is activity too.
-        """
-        with self.changed:
-            self._step()
+    def wait_until(self, thread: Any, done: Callable[[], Any], what: Callable[[], str]) -> None:
+        """Waits until `done()`; raises KernelError if no thread can go on, and says `what()`."""
+        with self.changed, self.waits(thread, done, what):
             while not done():
+                # Nothing notifies of a failure.
                 self.changed.wait(0.1)
                 self.memory.check_failed()
-                when, computed = self.last_step
-                if time.process_time() > computed + BUSY * WAIT_SECONDS:
-                    self._step()
-                elif time.monotonic() > when + WAIT_SECONDS:
-                    raise KernelError(what())
 
-    def _step(self) -> None:
-        self.last_step = time.monotonic(), time.process_time()
+    @contextlib.contextmanager
+    def waits(
+        self, thread: Any, done: Callable[[], Any], what: Callable[[], str]
+    ) -> Iterator[None]:
+        """Counts a thread among those that wait until `done()`, within a `with` statement."""
+        try:
+            with self.changed:
+                self.waiting[thread] = done, what
+                self.find_deadlock()
+            yield
+        finally:
+            with self.changed:
+                del self.waiting[thread]
+
+    def leaves(self, thread: Any) -> None:
+        """Counts a thread among those that have left the kernel."""
+        with self.changed:
+            self.left.add(thread)
+            self.find_deadlock()
+
+    def find_deadlock(self) -> None:
+        """Raises KernelError if all threads wait and none may go on, but for those that have left.
+
+        Only a running thread can let another one go on, so this needs no clock: it is called when a
+        thread stops running.
+        """
+        self.changed.notify_all()
+        if self.waiting and self.stuck(self.threads()):
+            whats = "; ".join(what() for _, what in self.waiting.values())
+            self.failure = self.failure or KernelError(f"a deadlock: {whats}")
+            raise self.failure
+
+    def stuck(self, threads: Sequence[Any]) -> bool:
+        """Returns whether each of some threads has left, or waits and may not go on."""
+        return all(
+            thread in self.left or (thread in self.waiting and not self.waiting[thread][0]())
+            for thread in threads
+        )
+
+    def threads(self) -> list[Any]:
+        """Returns all threads of all ranks; the interpreter runs a warpgroup as one thread."""
+        every = self.memory.all_concurrent_threads
+        return [thread for thread in every if isinstance(thread, shared_memory.Warpgroup)]
+
+    def fall_behind(self, thread: Any) -> None:
+        """Holds a thread back until the threads of all other ranks can do nothing without it."""
+        others = [other for other in self.threads() if other.block_id != thread.block_id]
+        self.wait_until(
+            thread, lambda: self.stuck(others), lambda: f"rank {thread.block_id} falls behind"
+        )
 
     def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a callback of the interpreter so that its first error is kept in `failure`.
@@ -799,7 +773,6 @@ class _Simulation:
         """Records and checks an access to global memory, where every buffer is stacked by rank."""
         shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
         what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
-        self._step()
         if not isinstance(owner, int):
             raise KernelError(f"several ranks' memory at once: {what}")
         with self.changed:
@@ -882,27 +855,34 @@ def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
-    """Replaces functions of the interpreter by those of a simulation.
+    """Replaces functions of the interpreter by those of a simulation."""
+    replacements = {"kernel": _kernel, "run": _run_jaxpr}
+    replacements |= _operations(simulation) | _memory(simulation)
+    with contextlib.ExitStack() as stack:
+        for key, (owner, name) in _REPLACED.items():
+            stack.enter_context(mock.patch.object(owner, name, replacements[key]))
+        yield
 
-    One long function has all replacements, since all use the simulation and the originals.
-    """
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        """Turns a grid over (rank, block) into a grid over blocks, each a cluster of all ranks."""
-        ranks, blocks = kwargs.pop("grid")
-        # The grid has the ranks of one group that communicates, but the leading axis of a result
-        # has the ranks of all groups, which the simulation runs. Without results there must be one
-        # group only.
-        if kwargs["out_type"]:
-            ranks = kwargs["out_type"][0].shape[0]
-        assert kwargs.pop("grid_names") == ("rank", "block")
-        kwargs |= dict(grid=(blocks,), grid_names=("block",))
-        return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
+def _kernel(*args: Any, **kwargs: Any) -> Any:
+    """Turns a grid over (rank, block) into a grid over blocks, each a cluster of all ranks."""
+    ranks, blocks = kwargs.pop("grid")
+    # The grid has the ranks of one group that communicates, but the leading axis of a result has
+    # the ranks of all groups, which the simulation runs. Without results there must be one group.
+    if kwargs["out_type"]:
+        ranks = kwargs["out_type"][0].shape[0]
+    assert kwargs.pop("grid_names") == ("rank", "block")
+    kwargs |= dict(grid=(blocks,), grid_names=("block",))
+    return _original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
+
+
+def _operations(simulation: _Simulation) -> dict[str, Callable[..., Any]]:
+    """Returns what replaces the interpreter's operations of kernels."""
 
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def run_on_host(operation: Any, token: Any, thread: Any, *args: Any) -> Any:
-        return token, *(operation.run(simulation, thread, *args) or ())
+        return token, *(operation(simulation, thread, *args) or ())
 
     def inline(self: Any, eqn: Any, token: Any, get_operands: Any) -> Any:
         args = get_operands()[: eqn.params["pytree_args"].num_leaves]
@@ -912,43 +892,14 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         token, *results = io_callback(function, results, token, self.thread, *args)
         return token, results
 
-    @simulation.remembers
-    def access(self: Any, key: Any, transforms: Any) -> Any:
-        found = original["access"](self, key, transforms)
-        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
-        return found
-
-    def checking(name: str, write: bool) -> Callable[..., None]:
-        @simulation.remembers
-        def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
-            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
-                simulation.note_access(thread, clock, key, access, write)
-                if simulation.reads_ahead(key, access, write):
-                    return
-            try:
-                original[name](self, thread, clock, key, access, **info)
-            # In JAX newer than 0.11, a race is an exception.
-            except RuntimeError as error:
-                raise KernelError(f"a race: {error}") from None
-            if self.races_found:
-                raise KernelError("a race: its two sides are printed above")
-
-        return check
-
     def copy_smem_to_gmem(*, thread: Any, commit_group: bool, **kwargs: Any) -> Any:
-        token = original["copy"](thread=thread, commit_group=commit_group, **kwargs)
+        token = _original["copy"](thread=thread, commit_group=commit_group, **kwargs)
         if commit_group:
             simulation.copies[thread].commit()
         return token
 
     def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
-        """Returns (key, access, contents) of a buffer in shared memory; None for other memory.
-
-        Args:
-            keys: the interpreter's array that identifies the buffer.
-            transforms: the indices and slices that the kernel applies to the buffer; as an
-                `access` they say which elements it reads or writes.
-        """
+        """Returns (key, access, contents) of a buffer in shared memory; None for other memory."""
         key = shared_memory.HostAllocationKey.from_array(keys)
         if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
             return None
@@ -959,26 +910,59 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def get(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, *args, **kw) -> Any:
-        simulation._step()
         if found := shared(keys, transforms):
             key, where, content = found
             with simulation.changed:
                 simulation.lanes.read(thread, key, where, content.shape)
-        return original["get"](token, location, thread, keys, transforms, *args, **kw)
+        return _original["get"](token, location, thread, keys, transforms, *args, **kw)
 
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def swap(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, val, *args, **kw):
-        simulation._step()
         if found := shared(keys, transforms):
             key, where, content = found
             with simulation.changed:
                 simulation.lanes.write(thread, key, where, content, np.asarray(val))
-        return original["swap"](token, location, thread, keys, transforms, val, *args, **kw)
+        return _original["swap"](token, location, thread, keys, transforms, val, *args, **kw)
+
+    return dict(
+        commit=lambda: _on_host(_commit_group),
+        inline=inline,
+        copy=copy_smem_to_gmem,
+        get=get,
+        swap=swap,
+    )
+
+
+def _memory(simulation: _Simulation) -> dict[str, Callable[..., Any]]:
+    """Returns what replaces methods of the interpreter's memory, barriers and race detection."""
+
+    @simulation.remembers
+    def access(self: Any, key: Any, transforms: Any) -> Any:
+        found = _original["access"](self, key, transforms)
+        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
+        return found
+
+    def checking(key_of_original: str, write: bool) -> Callable[..., None]:
+        @simulation.remembers
+        def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
+            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
+                simulation.note_access(thread, clock, key, access, write)
+                if simulation.reads_ahead(key, access, write):
+                    return
+            try:
+                _original[key_of_original](self, thread, clock, key, access, **info)
+            # In JAX newer than 0.11, a race is an exception.
+            except RuntimeError as error:
+                raise KernelError(f"a race: {error}") from None
+            if self.races_found:
+                raise KernelError("a race: its two sides are printed above")
+
+        return check
 
     def commit_smem(self: Any, thread: Any) -> None:
         simulation.lanes.barrier(thread)
-        original["commit_smem"](self, thread)
+        _original["commit_smem"](self, thread)
 
     def add_copy(self: Any, thread: Any, read_clock: Any, write_clock: Any) -> None:
         simulation.copies[thread].open.append((read_clock, write_clock))
@@ -989,10 +973,17 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
             simulation.copies[thread].wait(self.clocks[thread], n, wait_read_only)
         simulation.lanes.barrier(thread)
 
+    def barrier_wait(self: Any, thread: Any, logging_info: Any = None) -> None:
+        seen = self.last_observed_phase_by_thread.get(thread, 0)
+        what = f"rank {thread.block_id} waits at a barrier of its own"
+        with simulation.waits(thread, lambda: self.phase > seen, lambda: what):
+            _original["barrier_wait"](self, thread, logging_info)
+
     @simulation.remembers
     def thread_finished(self: Any, thread: Any) -> None:
         if simulation.copies[thread].pending:
             raise KernelError(f"{thread} leaves while copies of it are under way")
+        simulation.leaves(thread)
         # Without race detection there are no clocks.
         if not self.detect_races:
             return
@@ -1004,31 +995,19 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @simulation.remembers
     def cluster_finished(*, token: Any) -> Any:
         simulation.finish_block()
-        return original["cluster_finished"](token=token)
+        return _original["cluster_finished"](token=token)
 
-    changes = (
-        ("kernel", plgpu, "kernel", kernel),
-        ("commit", plgpu, "commit_smem_to_gmem_group", lambda: _on_host(_CommitGroup())),
-        ("run", thread_map, "_run_jaxpr", _run_jaxpr),
-        ("inline", _Interpreter, "_interpret_inline_mgpu_p", inline),
-        ("access", _Memory, "access", access),
-        ("read", GPURaceDetectionState, "check_read", checking("read", write=False)),
-        ("write", GPURaceDetectionState, "check_write", checking("write", write=True)),
-        ("get", gpu_callbacks, "_get", get),
-        ("swap", gpu_callbacks, "_swap", swap),
-        ("commit_smem", _Memory, "commit_smem", commit_smem),
-        ("copy", gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem),
-        ("add_copy", _Memory, "add_copy_smem_to_gmem_clocks", add_copy),
-        ("wait_copies", _Memory, "wait_smem_to_gmem", wait_copies),
-        ("thread_finished", _Memory, "kernel_thread_finished", thread_finished),
-        ("cluster_finished", gpu_callbacks, "cluster_finished", cluster_finished),
+    return dict(
+        access=access,
+        check_read=checking("check_read", write=False),
+        check_write=checking("check_write", write=True),
+        commit_smem=commit_smem,
+        add_copy=add_copy,
+        wait_copies=wait_copies,
+        barrier_wait=barrier_wait,
+        thread_finished=thread_finished,
+        cluster_finished=cluster_finished,
     )
-    original = {key: getattr(where, name) for key, where, name, _ in changes}
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    with contextlib.ExitStack() as stack:
-        for _, where, name, replacement in changes:
-            stack.enter_context(mock.patch.object(where, name, replacement))
-        yield
 
 
 _compiled: dict[int, tuple[Any, Any]] = {}
@@ -1043,27 +1022,3 @@ def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
             options = {"xla_backend_optimization_level": 0}
             _compiled[id(jaxpr)] = jaxpr, function.lower(consts, *args).compile(options)
     _compiled[id(jaxpr)][1](consts, *args)
-
-
-@contextlib.contextmanager
-def _watchdog(simulation: _Simulation | None) -> Iterator[None]:
-    """Ends the code in a `with` statement if it runs longer than DEADLOCK_SECONDS.
-
-    A simulation ends with a KernelError. Without a simulation, or if that fails, the process ends.
-    """
-
-    def give_up() -> None:
-        assert simulation is not None
-        simulation.failure = KernelError(f"a deadlock: no end after {DEADLOCK_SECONDS:g} s")
-        simulation.memory.set_failed(simulation.failure, None, top_level=False)
-
-    timer = threading.Timer(DEADLOCK_SECONDS, give_up)
-    if simulation is not None:
-        timer.daemon = True
-        timer.start()
-    faulthandler.dump_traceback_later(DEADLOCK_SECONDS + 2 * WAIT_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import numpy as np
 from jax_ep import reference
 from jax_ep.exchange import routes
 from pallas_kernels.exchange import combine as combine_kernel
-from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
@@ -21,6 +21,7 @@ from pallas_kernels.formats import FLOAT8_ROWS
 from support.contract import (
     Case,
     assert_bitwise_equal,
+    assert_equal,
     owned_rows,
     routing,
     small_integers,
@@ -31,11 +32,7 @@ from support.contract import (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The operands of one dispatch or combine, with the expected results of each kernel.
-
-    Shapes: N ranks, T tokens and K choices per rank, R rows in a receive buffer, hidden size H, E
-    experts.
-    """
+    """The operands of one dispatch or combine, with the expected results of each kernel."""
 
     num_ranks: int
     num_tokens: int
@@ -82,9 +79,9 @@ class Problem:
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
-    def dispatched(self, num_rows: int, x: np.ndarray | None = None) -> list[reference.Dispatched]:
+    def _dispatch(self, x: np.ndarray, num_rows: int) -> list[reference.Dispatched]:
         return reference.dispatch(
-            list(self.x if x is None else x),
+            list(x),
             list(self.topk_idx),
             num_experts=self.num_experts,
             capacity=num_rows,
@@ -93,9 +90,19 @@ class Problem:
         )
 
     @functools.cached_property
+    def dispatched(self) -> list[reference.Dispatched]:
+        """The expected results of a dispatch of `x`, one for each rank."""
+        return self._dispatch(self.x, self.num_rows)
+
+    @property
+    def sent(self) -> list[reference.Routes]:
+        """The routes of each rank's choices."""
+        return [d.routes for d in self.dispatched]
+
+    @functools.cached_property
     def tokens(self) -> np.ndarray:
         """The expected receive buffers, [N, R, H], of a dispatch of `x`."""
-        return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
+        return np.stack([d.tokens for d in self.dispatched])
 
     @functools.cached_property
     def quantized(self) -> tuple[np.ndarray, np.ndarray]:
@@ -104,11 +111,8 @@ class Problem:
 
     @functools.cached_property
     def quantized_tokens(self) -> tuple[np.ndarray, ...]:
-        """The expected receive buffers of a dispatch of `x` with a wire_dtype.
-
-        They are the values [N, R, H] and the scales [N, R, H / 128].
-        """
-        sent = [self.dispatched(self.num_rows, part) for part in self.quantized]
+        """The expected receive buffers of a dispatch of `x` with a wire_dtype."""
+        sent = [self._dispatch(part, self.num_rows) for part in self.quantized]
         return tuple(np.stack([d.tokens for d in part]) for part in sent)
 
     @functools.cached_property
@@ -119,19 +123,16 @@ class Problem:
         of rank r, or -1 if the choice names no expert of rank r. Dropped choices have a row too,
         past the end of the receive buffer.
         """
-        sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
+        sent = [d.routes for d in self._dispatch(self.x, self._rows_of_any_routing)]
         ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
         if self.overflow == "fair":
-            kept = np.stack([d.routes.rows for d in self.dispatched(self.num_rows)])
+            kept = np.stack([route.rows for route in self.sent])
             rows = np.where(kept < 0, self.num_rows, kept)
         return np.stack([np.where(ranks == r, rows, -1) for r in range(self.num_ranks)])
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """The counts that each rank has, [N, N, E] int32: how often each rank chose each expert.
-
-        All ranks have equal counts, so the entries do not depend on the first index.
-        """
+        """The counts that each rank has, [N, N, E] int32: how often each rank chose each expert."""
         experts = np.arange(self.num_experts)
         counts = (self.topk_idx[..., None] == experts).sum(axis=(1, 2), dtype=np.int32)
         return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
@@ -139,21 +140,17 @@ class Problem:
     @functools.cached_property
     def groups(self) -> routes.RowGroups:
         """The expected `RowGroups` of a dispatch, its counts of rows by expert, stacked by rank."""
-        sent = self.dispatched(self.num_rows)
+        fields = routes.RowGroups._fields
         return routes.RowGroups(
-            *(np.stack([getattr(s, name) for s in sent]) for name in routes.RowGroups._fields)
+            *(np.stack([getattr(d, name) for d in self.dispatched]) for name in fields)
         )
 
     @functools.cached_property
     def y(self) -> np.ndarray:
-        """Receive-buffer rows to combine, [N, R, H]: small integers, whose sums are exact.
-
-        Rows to which no (token, choice) was sent are NaN, since none may be read.
-        """
+        """Receive-buffer rows to combine, [N, R, H]: small integers, whose sums are exact."""
         shape = (self.num_ranks, self.num_rows, self.hidden)
-        sent = [d.routes for d in self.dispatched(self.num_rows)]
         y = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
-        return with_nan_elsewhere(y, owned_rows(sent, self.num_rows))
+        return with_nan_elsewhere(y, owned_rows(self.sent, self.num_rows))
 
     def _reals(self, shape: tuple[int, ...]) -> np.ndarray:
         """Draws numbers whose magnitude varies by block of 128; some are NaN, infinite or 0."""
@@ -172,18 +169,12 @@ class Problem:
 
     @functools.cached_property
     def real_y(self) -> np.ndarray:
-        """Receive-buffer rows to combine, [N, R, H]: real numbers, which float8 rounds.
-
-        The same rows as in `y` are NaN, since none of them may be read.
-        """
+        """Receive-buffer rows to combine, [N, R, H]: real numbers, which float8 rounds."""
         return np.where(np.isnan(self.y), self.y, self._reals(self.y.shape))
 
     @functools.cached_property
     def real_sums(self) -> np.ndarray:
-        """Rank-major partial sums to combine, [N, N, T, H]: real numbers, which float8 rounds.
-
-        The same sums as in `sums` are NaN, since none of them may be read.
-        """
+        """Rank-major partial sums to combine, [N, N, T, H]: real numbers, which float8 rounds."""
         return np.where(np.isnan(self.sums), self.sums, self._reals(self.sums.shape))
 
     @functools.cached_property
@@ -193,82 +184,112 @@ class Problem:
             return None
         return small_weights(self._generator(), self.topk_idx.shape, np.float32)
 
+    @property
+    def _weights_of_ranks(self) -> list[np.ndarray] | None:
+        return None if self.weights is None else list(self.weights)
+
     @functools.cached_property
     def dispatched_by_rank(self) -> list[reference.RankDispatched]:
         """The expected results of a rank-major dispatch of `x`, one for each rank."""
-        weights = None if self.weights is None else list(self.weights)
         return reference.rank_dispatch(
-            list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
+            list(self.x),
+            list(self.topk_idx),
+            self._weights_of_ranks,
+            num_experts=self.num_experts,
         )
+
+    @property
+    def local_topk_idx(self) -> np.ndarray:
+        """The expected local ids of a rank-major dispatch, [N, N, T, K] int32."""
+        return np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
 
     @functools.cached_property
     def sums(self) -> np.ndarray:
-        """Rank-major partial sums to combine, [N, N, T, H]: small integers, like `y`.
-
-        Axis 0 is the rank that computed the sums, axis 1 the rank of the tokens. Sums of tokens
-        that chose no expert of the computing rank are NaN, since none may be read.
-        """
+        """Rank-major partial sums to combine, [N, N, T, H]: small integers, like `y`."""
         shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
         sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
-        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
-        return with_nan_elsewhere(sums, (local >= 0).any(axis=-1))
+        return with_nan_elsewhere(sums, (self.local_topk_idx >= 0).any(axis=-1))
 
     @functools.cached_property
     def combined(self) -> np.ndarray:
         """The expected result of a combine of `y`, [N, T, H]."""
-        sent = [d.routes for d in self.dispatched(self.num_rows)]
-        weights = None if self.weights is None else list(self.weights)
-        return np.stack(reference.combine(list(self.y), sent, weights))
+        return np.stack(reference.combine(list(self.y), self.sent, self._weights_of_ranks))
 
     @functools.cached_property
     def combined_by_wire(self) -> np.ndarray:
         """The expected result of a combine of `real_y` with a wire_dtype, [N, T, H]."""
-        sent = [d.routes for d in self.dispatched(self.num_rows)]
-        weights = None if self.weights is None else list(self.weights)
         y, sums = list(self.real_y.astype(np.float32)), []
         for rank in range(self.num_ranks):
-            here = [s._replace(rows=np.where(s.ranks == rank, s.rows, -1)) for s in sent]
+            here = [s._replace(rows=np.where(s.ranks == rank, s.rows, -1)) for s in self.sent]
             with np.errstate(over="ignore", invalid="ignore"):
-                sums.append(np.stack(reference.combine(y, here, weights)))
+                sums.append(np.stack(reference.combine(y, here, self._weights_of_ranks)))
         return self._added_after_the_wire(sums)
 
     @functools.cached_property
     def combined_by_rank_and_wire(self) -> np.ndarray:
         """The expected result of a combine of `real_sums` with a wire_dtype, [N, T, H]."""
-        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
-        sent = (local >= 0).any(axis=-1, keepdims=True)
+        sent = (self.local_topk_idx >= 0).any(axis=-1, keepdims=True)
         return self._added_after_the_wire(list(np.where(sent, self.real_sums, 0)))
 
     def _added_after_the_wire(self, sums: list[np.ndarray]) -> np.ndarray:
-        """Adds the partial sums that the ranks send in float8: one [N, T, H] from each rank.
-
-        Each partial sum is rounded to float8; the sums are added in float32 and rounded once.
-        """
+        """Adds the partial sums that the ranks send in float8: one [N, T, H] from each rank."""
         total = np.zeros((self.num_ranks, self.num_tokens, self.hidden), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             for of_rank in sums:
                 total += FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(of_rank), np.float32)
             return total.astype(jnp.dtype(self.dtype))
 
-    @functools.cached_property
-    def g(self) -> np.ndarray:
-        """A cotangent of `combined`, [N, T, H]: small integers, whose sums are exact."""
-        return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
 
-    @functools.cached_property
-    def combine_grads(self) -> tuple[np.ndarray, np.ndarray]:
-        """The expected gradients of `y` [N, R, H] and `weights` [N, T, K] for cotangent `g`."""
-        assert self.weights is not None
-        sent = [d.routes for d in self.dispatched(self.num_rows)]
-        dy, dweights = reference.combine_grad(list(self.g), list(self.y), sent, list(self.weights))
-        return np.stack(dy), np.stack(dweights)
+# Each check function compares a kernel's results, stacked by rank, with the reference's. `wire` is
+# the kernel's option.
+
+
+def check_parts(parts: Any, expected: Sequence[np.ndarray], what: str = "rows") -> None:
+    for part, wanted in zip(parts, expected, strict=True):
+        assert_bitwise_equal(np.asarray(part).reshape(wanted.shape), wanted, what)
+
+
+def check_dispatch(problem: Problem, results: Any, wire: Any = None) -> None:
+    parts, rows, counts, *groups = results
+    check_dispatch_like(problem, parts, wire)
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    np.testing.assert_array_equal(counts, problem.counts, "counts")
+    described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
+    for name, got in zip(described, groups, strict=True):
+        wanted = getattr(problem.groups, name)
+        np.testing.assert_array_equal(np.asarray(got).reshape(wanted.shape), wanted, name)
+
+
+def check_dispatch_like(problem: Problem, parts: Any, wire: Any = None) -> None:
+    check_parts(parts, problem.quantized_tokens if wire else (problem.tokens,), "tokens")
+
+
+def check_combine(problem: Problem, out: Any, wire: Any = None) -> None:
+    assert_equal(out, problem.combined_by_wire if wire else problem.combined)
+
+
+def check_rank_dispatch(problem: Problem, results: Any, wire: Any = None) -> None:
+    parts, local, weights = results
+    received = problem.dispatched_by_rank
+    sent = [
+        reference.rank_dispatch(list(x), list(problem.topk_idx), num_experts=problem.num_experts)
+        for x in (problem.quantized if wire else (problem.x,))
+    ]
+    check_parts(parts, [np.stack([r.tokens for r in part]) for part in sent], "tokens")
+    assert_bitwise_equal(local, problem.local_topk_idx, "local_topk_idx")
+    if problem.weighted:
+        assert_bitwise_equal(weights, np.stack([r.topk_weights for r in received]), "weights")
+    else:
+        assert weights is None
+
+
+def check_rank_combine(problem: Problem, out: Any, wire: Any = None) -> None:
+    plain = np.stack(reference.rank_combine(list(problem.sums), list(problem.local_topk_idx)))
+    assert_equal(out, problem.combined_by_rank_and_wire if wire else plain)
 
 
 def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.ndarray:
-    """Returns rows [N, R, ...] with `value` in the unused rows past each rank's last expert.
-
-    The interpreter fills new memory with NaN, so rows that a kernel must not write stay NaN.
-    """
+    """Returns rows [N, R, ...] with `value` in the unused rows past each rank's last expert."""
     used = problem.groups.group_sizes.sum(axis=1)
     unused = np.arange(rows.shape[1]) >= used[:, None]
     assert unused.any() and not unused.all(), "a test of nothing"
@@ -280,13 +301,9 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the dispatch kernel.
-
-    Its results are a tuple of receive buffers (the rows, or float8 values and scales), the routes
-    `rows` and `counts`, and the fields of `RowGroups` one by one.
-    """
+    """Returns a call of the dispatch kernel."""
     return functools.partial(
-        dispatch_kernel.dispatch,
+        dispatch_kernel.expert_dispatch,
         jnp.asarray(problem.x),
         jnp.asarray(problem.topk_idx),
         num_experts=problem.num_experts,
@@ -300,10 +317,7 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> An
 
 
 def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`.
-
-    Its result is a tuple of receive buffers: the rows, or float8 values and scales.
-    """
+    """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`."""
     return functools.partial(
         dispatch_kernel.dispatch_like,
         jnp.asarray(problem.x),
@@ -319,10 +333,7 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the combine kernel on expert-major rows; its result is out [N, T, H].
-
-    The rows are `problem.y`. With the option `wire`, a float8 format, they are `problem.real_y`.
-    """
+    """Returns a call of the combine kernel on expert-major rows; its result is out [N, T, H]."""
     return functools.partial(
         combine_kernel.combine,
         jnp.asarray(problem.real_y if "wire" in options else problem.y),
@@ -336,43 +347,8 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
     )
 
 
-def combine_grad(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the kernel for a combine's gradient, with the cotangent `problem.g`.
-
-    Its results are dy [N, R, H] and dweights [N, T, K].
-    """
-    return functools.partial(
-        combine_grad_kernel.combine_grad,
-        *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
-        jnp.asarray(problem.rows),
-        jnp.asarray(problem.counts),
-        fabric=fabric,
-        plan=plan,
-        expert_alignment=problem.alignment,
-        fair=problem.overflow == "fair",
-        **options,
-    )
-
-
-def check_combine_grad(problem: Problem, results: Any, *, zero_unused: bool = True) -> None:
-    """Asserts that the results of `combine_grad` are exact; sums of small integers do not round.
-
-    Without `zero_unused`, rows past each rank's last expert must be left unwritten.
-    """
-    expected_dy, expected_dweights = problem.combine_grads
-    dy, dweights = results
-    if not zero_unused:
-        expected_dy = with_unused_rows(problem, expected_dy, np.nan)
-    assert_bitwise_equal(dy, expected_dy, "dy")
-    np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
-
-
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the rank-major dispatch kernel.
-
-    Its results are a tuple of receive buffers (the rows, or float8 values and scales),
-    local_topk_idx, and the received weights or None.
-    """
+    """Returns a call of the rank-major dispatch kernel."""
     return functools.partial(
         rank_dispatch_kernel.rank_dispatch,
         jnp.asarray(problem.x),
@@ -386,19 +362,14 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
 
 
 def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """Returns a call of the combine kernel on rank-major partial sums; its result is out [N, T, H].
-
-    The sums are `problem.sums`. With the option `wire`, a float8 format, they are
-    `problem.real_sums`.
-    """
-    received = problem.dispatched_by_rank
+    """Returns a call of the combine kernel on rank-major partial sums, with out [N, T, H]."""
     sums = problem.real_sums if "wire" in options else problem.sums
     return functools.partial(
         combine_kernel.combine,
         jnp.asarray(sums).reshape(problem.num_ranks, -1, problem.hidden),
         None,
         jnp.asarray(problem.topk_idx),
-        jnp.asarray(np.stack([r.local_topk_idx for r in received])),
+        jnp.asarray(problem.local_topk_idx),
         fabric=fabric,
         plan=plan,
         num_experts=problem.num_experts,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,16 +44,6 @@ def test_warps_must_meet_between_accesses(reads_first):
         second()
 
 
-def test_every_reader_of_a_word_counts():
-    block = emulator()
-    (shared,), thread = block.shared, block.mosaic.thread()
-    first = word(block, shared, thread * np.uint32(0))
-    block.llvm.load(WORD, first)
-    with block.mosaic.when(block.mosaic.equal(thread, block.mosaic.i32(63))):
-        with pytest.raises(AssertionError, match="no barrier between two warps"):
-            block.llvm.store(thread, first)
-
-
 def test_threads_may_only_store_equal_numbers_to_one_place():
     block = emulator()
     memory, thread = Memory(np.zeros(64, np.uint32)), block.mosaic.thread()
@@ -93,38 +80,3 @@ def test_only_active_threads_store():
     with block.mosaic.when(block.mosaic.below(thread, block.mosaic.i32(5))):
         block.llvm.store(block.mosaic.i32(7), word(block, memory, thread))
     np.testing.assert_array_equal(memory.bytes.view(WORD), [7] * 5 + [0] * 59)
-
-
-def test_turns_are_computed_together():
-    block = emulator()
-    memory = Memory(np.zeros(128, np.uint32))
-    with block.mosaic.repeat(2) as turn:
-        at = block.arith.addi(turn * np.uint32(64), block.mosaic.thread())
-        block.llvm.store(at, word(block, memory, at))
-    np.testing.assert_array_equal(memory.bytes.view(WORD), np.arange(128))
-
-
-def test_lanes_exchange_words():
-    block = emulator()
-    thread = block.mosaic.thread()
-    np.testing.assert_array_equal(block.mosaic.warp_max(thread)[:, 0], [31] * 32 + [63] * 32)
-    np.testing.assert_array_equal(block.mosaic.shuffle(thread, 4)[:, 0], np.arange(64) ^ 4)
-
-
-def test_instructions_of_packed_numbers():
-    block = emulator()
-
-    def packed(*numbers):
-        return np.asarray(numbers, jnp.bfloat16).view(np.uint32)[:, None]
-
-    def asm(text, *words):
-        found = block.mosaic.asm(text, "", *words)
-        return found.view(jnp.bfloat16).astype(np.float32).ravel().tolist()
-
-    zero = np.uint32([[0]])
-    clean = asm("fma.rn.bf16x2 $0, $1, $2, $1;", packed(-3, np.inf), zero)
-    assert clean[0] == -3 and np.isnan(clean[1])
-    text = "max.xorsign.abs.bf16x2 $0, $1, $2;"
-    assert asm(text, packed(-3, np.nan), packed(2, -5)) == [-3, -5]
-    with pytest.raises(NotImplementedError, match=re.escape("sin.approx")):
-        block.mosaic.asm("sin.approx.f32 $0, $1;", "", zero)

@@ -14,7 +14,6 @@ import pytest
 from support import processes
 from support.processes import (
     COMPILES_FAST,
-    FAST_FLAGS,
     compile_fast,
     environment_of_program,
     take_share_of_gpus,
@@ -60,20 +59,7 @@ def test_a_fraction_that_the_user_sets_stays(name, environment):
     assert names & set(environment_of_program()) == {FRACTION}
 
 
-def test_this_process_has_taken_its_share():
-    """conftest.py or the user must set this process's memory fraction before JAX starts."""
-    assert FRACTION in os.environ or OLD_FRACTION in os.environ
-
-
 FLAG = "--xla_force_host_platform_device_count=8"
-
-
-@pytest.mark.parametrize("jaxlib, flags", [("0.10.2", [FLAG, *FAST_FLAGS]), ("0.11.0", [FLAG])])
-def test_flags_are_of_this_version_of_xla_and_set_once(jaxlib, flags):
-    environment = {"XLA_FLAGS": FLAG}
-    for _ in range(2):
-        compile_fast(environment, jaxlib)
-        assert environment == {COMPILES_FAST: "1", "XLA_FLAGS": " ".join(flags)}
 
 
 def test_a_program_compiles_as_a_users_unless_it_is_to_compile_fast(environment):
@@ -84,12 +70,6 @@ def test_a_program_compiles_as_a_users_unless_it_is_to_compile_fast(environment)
     alone, fast = environment_of_program(), environment_of_program(fast=True, XLA_FLAGS="")
     assert COMPILES_FAST not in alone and alone["XLA_FLAGS"] == FLAG
     assert fast[COMPILES_FAST] == "1" and FLAG not in fast["XLA_FLAGS"]
-
-
-def test_a_user_may_refuse_to_compile_fast():
-    environment = {COMPILES_FAST: "0"}
-    compile_fast(environment, "0.10.2")
-    assert environment == {COMPILES_FAST: "0"}
 
 
 def run_tests(*arguments: str, **environment: str) -> str:
@@ -112,13 +92,3 @@ def test_what_there_is_no_time_for_is_skipped():
     printed = run_tests(JAX_EP_TESTS_END=str(time.time() - 1))
     assert "no time is left" in printed
     assert "passed" not in printed.splitlines()[-1]
-
-
-def test_another_test_may_be_the_first():
-    def collected(first: int) -> list[str]:
-        printed = run_tests("--collect-only", "-q", JAX_EP_TESTS_FIRST=str(first))
-        return [line for line in printed.splitlines() if "::" in line]
-
-    in_order = collected(0)
-    assert len(in_order) > 2
-    assert collected(len(in_order) + 2) == in_order[2:] + in_order[:2]

@@ -44,10 +44,7 @@ def test_a_barrier_after_threads_have_met_is_none():
 
 
 def test_copies_of_a_barrier_on_both_sides_are_found():
-    """A barrier copied into both sides of a branch must be found.
-
-    LLVM makes such copies when it merges two waits of one thread, each with a barrier after it.
-    """
+    """A barrier copied into both sides of a branch must be found."""
     both = f"{BARRIER}\n    bra.uni $L__BB0_3;\n$L__BB0_1:\n    {BARRIER}"
     text = kernel(some=both).replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
     text = text.replace("    ret;", "$L__BB0_3:\n    ret;")

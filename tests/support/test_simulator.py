@@ -10,12 +10,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collectives import tiles
-from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.tiles import tile_length
+from pallas_kernels.collectives.with_signals import one_shot, two_shot
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
-from support import simulator
+from support.selection import quick
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine, dispatch
 
@@ -63,57 +63,35 @@ class Unconnected(Simulated):
 
 
 class Wordless(Simulated):
-    def send_values(self, words, start, ranks=None):
+    def send_values(self, words, start):
         pass
 
 
-@pytest.mark.parametrize("kernel", [dispatch, combine])
-@pytest.mark.slow
-def test_a_wait_that_does_not_wait_is_found(kernel):
-    with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
-        simulate(kernel(PROBLEM, PLAN, faulty(Impatient)))
+UNORDERED = "a race|may leave before|no signal has released"
+UNCONNECTED, RELEASED = "a rank's memory before connect", "no signal has released rank"
+# A case is (the faulty fabric, the kernel, the error that names the fault).
+FAULTS = [
+    (Silent, dispatch, r"rank . waits for signal 1 .* has sent \[\]"),
+    (Unconnected, dispatch, UNCONNECTED),
+    (Unconnected, combine, UNCONNECTED),
+    (Impatient, dispatch, UNORDERED),
+    (Impatient, combine, UNORDERED),
+    (Chatty, dispatch, UNORDERED),
+    (Repeating, dispatch, "signals 1 of kind 0, after 1: counts must grow"),
+    (Wordless, dispatch, "rank . waits for (values|signal 1) of"),
+    (Overtaking, dispatch, RELEASED),
+    (Overtaking, combine, RELEASED),
+]
 
 
-def test_a_signal_that_is_never_sent_is_found(monkeypatch):
-    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
-    with pytest.raises(KernelError, match=r"rank . waits for signal 1 .* has sent \[\]"):
-        simulate(dispatch(PROBLEM, PLAN, faulty(Silent)))
-
-
-@pytest.mark.slow
-def test_a_signal_too_many_is_found():
-    with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
-        simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
-
-
-@pytest.mark.slow
-def test_a_count_that_does_not_grow_is_found():
-    with pytest.raises(KernelError, match=r"signals 1 of kind 0, after 1: counts must grow"):
-        simulate(dispatch(PROBLEM, PLAN, faulty(Repeating)))
-
-
-@pytest.mark.parametrize("kernel", [dispatch, combine])
-def test_the_use_of_a_peer_before_connect_is_found(kernel):
-    with pytest.raises(KernelError, match="a rank's memory before connect"):
-        simulate(kernel(PROBLEM, PLAN, faulty(Unconnected)))
-
-
-@pytest.mark.slow
-def test_words_that_are_never_sent_are_found(monkeypatch):
-    """A kernel whose ranks never send the values that others wait for must fail with an error.
-
-    The rank that fails waits for the values or, if it is further on, for a later signal.
-    """
-    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
-    with pytest.raises(KernelError, match=r"rank . waits for (values|signal 1) of"):
-        simulate(dispatch(PROBLEM, PLAN, faulty(Wordless)))
+@pytest.mark.parametrize(("kind", "kernel", "message"), quick(FAULTS, *FAULTS[:3]))
+def test_a_faulty_fabric_is_found(kind, kernel, message):
+    with pytest.raises(KernelError, match=message):
+        simulate(kernel(PROBLEM, PLAN, faulty(kind)))
 
 
 def test_a_rank_that_sends_values_and_hears_nothing_is_found():
-    """A rank that sends values must receive something from each peer.
-
-    Otherwise its call after the next would overwrite values that the peer has not read.
-    """
+    """A rank that sends values must receive something from each peer."""
     ranks = simulated_ranks(2)
 
     def body(x, out, words):
@@ -131,18 +109,8 @@ def test_a_rank_that_sends_values_and_hears_nothing_is_found():
         simulate(lambda: kernel(jnp.zeros((2, WARPGROUP), jnp.int32)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [dispatch, combine])
-def test_a_signal_that_may_overtake_writes_is_found(kernel):
-    with pytest.raises(KernelError, match="no signal has released rank"):
-        simulate(kernel(PROBLEM, PLAN, faulty(Overtaking)))
-
-
 def test_writes_need_no_reader_to_be_released():
-    """A relaxed signal must be an error if a rank has written to a peer, even if nobody reads it.
-
-    `two_shot` writes to peers, whose output must be complete when they exit; `one_shot` only reads.
-    """
+    """A relaxed signal must be an error if a rank has written to a peer, unread or not."""
     x = jnp.ones((2, 2, tile_length("float32")))
     collective = dict(fabric=faulty(Overtaking), plan=tiles.TilePlan(1, 1))
     with pytest.raises(KernelError, match="no signal has released .* the end of rank"):
@@ -151,7 +119,6 @@ def test_writes_need_no_reader_to_be_released():
 
 
 def test_a_deadlock_within_a_rank_is_found(monkeypatch):
-    monkeypatch.setattr(simulator, "DEADLOCK_SECONDS", 5.0)
     monkeypatch.setattr(
         "pallas_kernels.exchange.combine.plgpu.barrier_arrive", lambda barrier: None
     )

@@ -1,80 +1,78 @@
-"""Tests of the collective kernels: simulated, lowered for CUDA, and on GPUs out of step."""
+"""Tests of the collective kernels by both protocols: simulated, and lowered for CUDA."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.collectives import (
     AXIS,
     KERNELS,
-    LOWERED,
-    NORM_CASES,
-    REPLICATED,
-    SHARDED,
+    PROTOCOLS,
     assert_same_bits,
+    call,
     check_norm,
-    delays,
-    in_rank_order,
-    lower_for_cuda,
     norm_operands,
-    on_gpus,
     operand,
-    ranks_here,
+    simulated_connection,
 )
-from support.kernels import needs_kernels
-from support.meshes import RANK_COUNTS, expert_mesh
+from support.kernels import assert_kernels_alone, lowered, needs_kernels, on_ranks
+from support.meshes import cuda_mesh
 from support.selection import quick
-from support.simulator import simulate, simulated, simulated_ranks
+from support.simulator import simulate, simulated
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives.algorithms import FUSED
-from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import FlatTiles, TilePlan, tile_length
-from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 # --------------------------------------------------------------------- kernels in the simulator
+
+# A case is (protocol, ranks, dtype, elements, plan, whether to look for races). A last tile that is
+# not whole is moved back over the one before; if another warpgroup has that one, the interpreter
+# would report a race of equal values.
+CASES = {
+    "one_rank": ("signals", 1, "float32", 1024, TilePlan(1, 2), True),
+    "warpgroups_without_a_second_tile": (
+        "signals", 2, "bfloat16", 5 * 1024, TilePlan(2, 2), True,
+    ),
+    "a_block_with_nothing_to_do": ("signals", 3, "float16", 4 * 1024, TilePlan(3, 1, 2), True),
+    "a_last_tile_moved_back": ("signals", 2, "bfloat16", 1024 + 8, TilePlan(1, 2), False),
+    "ll_of_two_tiles_each": ("low_latency", 2, "bfloat16", 4 * 1024, TilePlan(2, 1), True),
+    "ll_of_three_ranks": ("low_latency", 3, "float16", 2 * 1024, TilePlan(1, 2), True),
+    # With four ranks, a float32 sum depends on its order.
+    "ll_of_four_ranks": ("low_latency", 4, "float32", 512, TilePlan(1, 1), True),
+    "ll_with_a_last_tile_moved_back": ("low_latency", 2, "float32", 516, TilePlan(1, 1), True),
+    # Workers without a tile of their own repeat the last tile.
+    "ll_of_more_workers_than_tiles": (
+        "low_latency", 2, "bfloat16", 1024 + 8, TilePlan(2, 2), False,
+    ),
+    "ll_of_workers_that_share": ("low_latency", 2, "bfloat16", 3056, TilePlan(1, 2), False),
+}  # fmt: skip
 
 
 @simulated
 @pytest.mark.parametrize(
-    ("num_ranks", "dtype", "tiles", "plan"),
-    quick(
-        [
-            (1, "float32", 2, TilePlan(1, 2)),
-            # Here some warpgroups have no second tile.
-            (2, "bfloat16", 5, TilePlan(2, 2)),
-            # Here one block has nothing to do.
-            (3, "float16", 4, TilePlan(3, 1, 2)),
-        ],
-        (3, "float16", 4, TilePlan(3, 1, 2)),
-    ),
+    ("protocol", "num_ranks", "dtype", "size", "plan", "detect_races"),
+    quick(CASES, "a_block_with_nothing_to_do", "a_last_tile_moved_back", "ll_of_four_ranks"),
 )
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel(name, num_ranks, dtype, tiles, plan):
-    kernel, shape, expected = KERNELS[name]
-    x = operand(shape(num_ranks, tiles * tile_length(dtype)), dtype)
-    run = functools.partial(kernel, fabric=simulated_ranks(num_ranks), plan=plan)
-    assert_same_bits(simulate(lambda: run(jnp.asarray(x))), expected(x))
-
-
-@simulated
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
-    """If a size is not whole tiles, the last tile must be moved back over the one before.
-
-    Both tiles write the same values to the overlap, which the simulator would report as a race.
-    """
-    kernel, shape, expected = KERNELS[name]
-    x = operand(shape(2, tile_length("bfloat16") + 8), "bfloat16")
-    fabric = simulated_ranks(2, detect_races=False)
-    out = simulate(lambda: kernel(jnp.asarray(x), fabric=fabric, plan=TilePlan(1, 2)))
+def test_kernel(name, protocol, num_ranks, dtype, size, plan, detect_races):
+    shape, expected = KERNELS[name]
+    x = operand(shape(num_ranks, size), dtype)
+    connection = simulated_connection(protocol, num_ranks, detect_races=detect_races)
+    out = simulate(lambda: call(name, connection, jnp.asarray(x), plan=plan))
     assert_same_bits(out, expected(x))
+    if protocol == "low_latency":
+        # Each worker of each rank, even one without a tile of its own, has counted one call.
+        counters = connection.memory.contents.counters
+        assert set(counters.values()) == {1}
+        workers = num_ranks * plan.num_blocks * plan.num_warpgroups
+        assert len(counters) == workers * (num_ranks - 1)
 
 
 def test_sizes_that_cannot_be_are_refused():
@@ -84,37 +82,84 @@ def test_sizes_that_cannot_be_are_refused():
             FlatTiles(size, jnp.bfloat16, TilePlan(1))
 
 
+NORM_CASES = {
+    # A case is (ranks, rows, hidden size, padded hidden size, x's dtype, residual's dtype, plan).
+    "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
+    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
+    "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
+    "padded": (3, 2, 1000, 1024, "float32", "bfloat16", TilePlan(3, 2)),
+    "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", TilePlan(1, 2)),
+    "a_last_tile_moved_back": (3, 4, 1032, 1032, "bfloat16", "bfloat16", TilePlan(2, 1)),
+}
+NORMS = {
+    f"{name}-{protocol}": (protocol, *case)
+    for name, case in NORM_CASES.items()
+    for protocol in PROTOCOLS
+    if name != ("one_rank" if protocol == "low_latency" else "a_last_tile_moved_back")
+}
+
+
 @simulated
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-@pytest.mark.parametrize("case", quick(NORM_CASES, "padded", unpack=False))
+@pytest.mark.parametrize("case", quick(NORMS, "padded-signals", unpack=False))
 def test_all_reduce_rms_norm(case, two_shot):
-    num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
+    protocol, num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
     arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)
-    options = dict(
-        eps=1e-3, hidden=hidden, two_shot=two_shot, fabric=simulated_ranks(num_ranks), plan=plan
+    by_signals = protocol == "signals"
+    if two_shot and not by_signals:
+        plan = TilePlan(-(-rows // num_ranks), plan.num_warpgroups)
+    # Low-latency blocks without a row repeat the last row, which would be reported as a race.
+    connection = simulated_connection(
+        protocol, num_ranks, detect_races=by_signals or plan.num_blocks <= rows
     )
-    results = simulate(lambda: all_reduce_rms_norm(*map(jnp.asarray, arrays), **options))
-    check_norm(results, arrays, hidden, 1e-3)
+    options = dict(eps=1e-3, hidden=hidden, two_shot=two_shot, plan=plan)
+    operands = [jnp.asarray(array) for array in arrays]
+    # A second low-latency call uses the second set of tile buffers.
+    for _ in range(1 if by_signals else 2):
+        results = simulate(lambda: call("all_reduce_rms_norm", connection, *operands, **options))
+        check_norm(results, arrays, hidden, 1e-3)
 
 
 # ------------------------------------------------------------------- kernels lowered for CUDA
+
+LOWERED = [
+    ("all_reduce", "one_shot", "ep_all_reduce_one_shot"),
+    ("all_reduce", "two_shot", "ep_all_reduce_two_shot"),
+    ("all_gather", "direct", "ep_all_gather"),
+    ("reduce_scatter", "direct", "ep_reduce_scatter"),
+    ("all_to_all", "direct", "ep_all_to_all"),
+]
+LOWERED += [
+    (op, "ll" if algorithm == "direct" else f"{algorithm}_ll", f"{kernel}_ll")
+    for op, algorithm, kernel in LOWERED
+]
 
 
 @needs_kernels
 @pytest.mark.parametrize(("op", "algorithm", "kernel"), LOWERED)
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
-    [(2, (4, 8192), "bfloat16"), (3, (9, 5), "float16"), (8, (64, 2880), "float32")],
+    quick(
+        [(2, (4, 8192), "bfloat16"), (3, (9, 5), "float16"), (8, (64, 2880), "float32")],
+        (3, (9, 5), "float16"),
+    ),
 )
-@pytest.mark.slow
-def test_collectives_lower_for_cuda(op, algorithm, kernel, num_ranks, shape, dtype):
-    text = lower_for_cuda(
-        lambda x: getattr(collectives, op)(x, AXIS, algorithm=algorithm),
-        num_ranks,
-        jax.ShapeDtypeStruct((num_ranks * shape[0], *shape[1:]), jnp.dtype(dtype)),
-        out_specs=REPLICATED if op == "all_reduce" else SHARDED,
-    )
-    assert kernel in text and "@mosaic_gpu" in text
+def test_a_collective_and_its_gradient_are_kernels_alone(
+    op, algorithm, kernel, num_ranks, shape, dtype
+):
+    backwards = {"all_gather": "ep_reduce_scatter", "reduce_scatter": "ep_all_gather"}
+
+    def out_and_gradient(x):
+        apply = functools.partial(getattr(collectives, op), axis_name=AXIS, algorithm=algorithm)
+        out, pull = jax.vjp(apply, x)
+        return out, *pull(jnp.sin(out))
+
+    x = jax.ShapeDtypeStruct((num_ranks * shape[0], *shape[1:]), jnp.dtype(dtype))
+    text = lowered(on_ranks(out_and_gradient, cuda_mesh((num_ranks,), (AXIS,))), x)
+    assert_kernels_alone(text, num_kernels=2)
+    assert kernel in text and backwards.get(op, kernel) in text
+    if algorithm.endswith("ll"):
+        assert f"jax_ep: {kernel}: rank %d waited over 100 s for rank %d (block %d)" in text
 
 
 @needs_kernels
@@ -122,12 +167,9 @@ def test_collectives_lower_for_cuda(op, algorithm, kernel, num_ranks, shape, dty
 def test_what_is_only_moved_has_any_dtype(dtype):
     with jax.enable_x64(dtype == "float64"):
         for op in ("all_gather", "all_to_all"):
-            text = lower_for_cuda(
-                lambda x, op=op: getattr(collectives, op)(x, AXIS, algorithm="direct"),
-                2,
-                jax.ShapeDtypeStruct((8, 1000), jnp.dtype(dtype)),
-            )
-            assert f"ep_{op}" in text
+            apply = functools.partial(getattr(collectives, op), axis_name=AXIS, algorithm="direct")
+            program = on_ranks(apply, cuda_mesh((2,), (AXIS,)), check_vma=True)
+            assert f"ep_{op}" in lowered(program, jax.ShapeDtypeStruct((16, 1000), dtype))
 
 
 @needs_kernels
@@ -137,14 +179,18 @@ def test_what_is_only_moved_has_any_dtype(dtype):
     [(2, 8192, "bfloat16"), (8, 2880, "bfloat16"), (4, 5, "float32")],
 )
 def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype):
-    text = lower_for_cuda(
+    program = on_ranks(
         lambda *args: collectives.all_reduce_rms_norm(*args, AXIS, algorithm=algorithm),
-        num_ranks,
-        jax.ShapeDtypeStruct((num_ranks * 4, hidden), jnp.dtype(dtype)),
+        cuda_mesh((num_ranks,), (AXIS,)),
+        in_specs=(P(AXIS), P(), P()),
+        out_specs=P(),
+        check_vma=True,
+    )
+    text = lowered(
+        program,
+        jax.ShapeDtypeStruct((num_ranks * 4, hidden), dtype),
         jax.ShapeDtypeStruct((4, hidden), jnp.float32),
         jax.ShapeDtypeStruct((hidden,), jnp.float32),
-        in_specs=(SHARDED, REPLICATED, REPLICATED),
-        out_specs=REPLICATED,
     )
     assert "ep_all_reduce_rms_norm" in text and "@mosaic_gpu" in text
 
@@ -152,132 +198,28 @@ def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype
 @needs_kernels
 @pytest.mark.needs_devices(2)
 def test_multimem_lowers_to_jax_own_kernels():
-    text = lower_for_cuda(
+    program = on_ranks(
         lambda x: collectives.all_reduce(x, AXIS, algorithm="multimem"),
-        4,
-        jax.ShapeDtypeStruct((20, 33), jnp.bfloat16),
-        out_specs=REPLICATED,
+        cuda_mesh((4,), (AXIS,)),
+        out_specs=P(),
+        check_vma=True,
     )
+    text = lowered(program, jax.ShapeDtypeStruct((80, 33), jnp.bfloat16))
     assert text.count("@mosaic_gpu") == 2 and "ep_" not in text
 
 
-@needs_kernels
-def test_a_plan_can_be_forced(monkeypatch):
-    kernel, asked = fb.kernel, []
-
-    def note(*args, num_blocks, num_warpgroups, **options):
-        asked.append((num_blocks, num_warpgroups))
-        return kernel(*args, num_blocks=num_blocks, num_warpgroups=num_warpgroups, **options)
-
-    monkeypatch.setattr(fb, "kernel", note)
-    for plan in (TilePlan(5, 2), None):
-        with pallas_collectives.forced_plan(plan):
-            lower_for_cuda(
-                lambda x: collectives.all_gather(x, AXIS, algorithm="direct"),
-                2,
-                jax.ShapeDtypeStruct((8, 8192), jnp.bfloat16),
-            )
-    assert asked[0] == (5, 2) and len(asked) == 2 and asked[1] != (5, 2)
-
-
-def test_plans_give_every_warpgroup_as_many_tiles():
-    for num_tiles in (1, 5, 64, 128, 300, 512, 1000, 2048, 10**5):
-        plan = pallas_collectives._plan(num_tiles * tile_length("bfloat16"), "bfloat16")
-        workers = plan.num_blocks * plan.num_warpgroups
-        rounds = -(-num_tiles // (workers * plan.num_vectors))
-        fewer = (plan.num_blocks - 1) * plan.num_warpgroups * plan.num_vectors * rounds
-        assert plan.num_blocks <= 132 and plan.num_warpgroups <= 4 and fewer < num_tiles
-
-
-# ------------------------------------------------------------ kernels on GPUs, with ranks delayed
-
-
-def next_operand(name: str, out: Any, rank: Any, num_ranks: int) -> Any:
-    """Returns a rank's operand for the next call of the collective `name`, made from its result.
-
-    `out` is the result on that rank. The operand is exact in float32, and differs between ranks.
-    """
-    if name == "all_gather":
-        return out.sum(0) / num_ranks + rank
-    if name == "reduce_scatter":
-        xp = jnp if isinstance(out, jax.Array) else np
-        return xp.stack([out / num_ranks + shard for shard in range(num_ranks)]) + rank
-    return out / num_ranks + rank
-
-
-@on_gpus
-@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
-@pytest.mark.parametrize("name", KERNELS)
-def test_nobody_leaves_early(name, num_ranks):
-    """No rank may leave a call of a collective while a peer still reads the rank's operand.
-
-    Each call in a loop overwrites the operand of the call before, so leaving early changes results.
-    """
-    kernel, shape, expected = KERNELS[name]
-    mesh, calls = expert_mesh(num_ranks), 6
-    size = 40 * tile_length("float32")
-    x = np.random.default_rng(0).integers(-8, 8, shape(num_ranks, size)).astype(np.float32)
-    want = x
-    for _ in range(calls):
-        outs = expected(want)
-        want = np.stack([next_operand(name, outs[r], r, num_ranks) for r in range(num_ranks)])
-    for delay in delays(num_ranks):
-
-        def loop(x, delay=delay):
-            fabric = ranks_here((AXIS,), x, delay)
-
-            def call(_, x):
-                out = kernel(x, fabric=fabric, plan=TilePlan(8, 4))
-                return next_operand(name, out, jax.lax.axis_index(AXIS), num_ranks)
-
-            return jax.lax.fori_loop(0, calls, call, x[0])[None]
-
-        mapped = jax.shard_map(
-            loop, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=False
-        )
-        np.testing.assert_array_equal(jax.jit(mapped)(x), want, err_msg=str(delay))
-
-
-@on_gpus
-@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
-@pytest.mark.parametrize("num_blocks", [8, 24], ids=["three_rows", "one_row"])
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
-    mesh, calls = expert_mesh(num_ranks), 6
-    arrays = norm_operands(num_ranks, 24, 2048, 2048, "bfloat16", "float32")
-    for delay in delays(num_ranks):
-
-        def loop(x, residual, scale, delay=delay):
-            fabric, plan = ranks_here((AXIS,), x, delay), TilePlan(num_blocks, 2)
-            options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
-
-            def call(_, results):
-                # `again` has the values of x but depends on the last call's result, so that XLA
-                # keeps the order of the calls. It overwrites the last call's operand.
-                again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
-                return all_reduce_rms_norm(again, residual[0], scale[0], **options)
-
-            first = all_reduce_rms_norm(x[0], residual[0], scale[0], **options)
-            return jax.tree.map(lambda a: a[None], jax.lax.fori_loop(1, calls, call, first))
-
-        mapped = jax.shard_map(
-            loop, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=False
-        )
-        check_norm(jax.jit(mapped)(*arrays), arrays, 2048, 1e-3)
-
-
-@on_gpus
-@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_all_ranks_runs_and_algorithms_agree_bit_for_bit(num_ranks, dtype):
-    x = operand((num_ranks, 3, 5000), dtype)
-    want = np.stack([in_rank_order(x)] * num_ranks)
-    for algorithm in ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll") * 2:
-        mapped = jax.shard_map(
-            functools.partial(collectives.all_reduce, axis_name=AXIS, algorithm=algorithm),
-            mesh=expert_mesh(num_ranks),
-            in_specs=SHARDED,
-            out_specs=SHARDED,
-            check_vma=False,
-        )
-        assert_same_bits(jax.jit(mapped)(x), want)
+@pytest.mark.parametrize("for_low_latency", [False, True])
+@pytest.mark.parametrize("num_tiles", [1, 5, 64, 127, 129, 300, 511, 513, 1000, 2047, 2048, 10**5])
+def test_plans_give_every_warpgroup_as_many_tiles(num_tiles, for_low_latency):
+    plan = pallas_collectives._plan(
+        num_tiles * tile_length("bfloat16"), "bfloat16", for_low_latency=for_low_latency
+    )
+    workers = plan.num_blocks * plan.num_warpgroups
+    rounds = -(-num_tiles // (workers * plan.num_vectors))
+    fewer = (plan.num_blocks - 1) * plan.num_warpgroups * plan.num_vectors * rounds
+    assert plan.num_warpgroups <= 4 and fewer < num_tiles
+    if not for_low_latency:
+        assert plan.num_blocks <= 132
+    elif num_tiles <= MAX_WORKERS * tiles_of_channel(2):
+        assert workers <= MAX_WORKERS and plan.num_vectors == 1
+        assert rounds == -(-num_tiles // MAX_WORKERS)

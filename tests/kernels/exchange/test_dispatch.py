@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.contract import assert_bitwise_equal
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
-from support.stacked import Problem, dispatch, dispatch_like, with_unused_rows
+from support.stacked import (
+    Problem,
+    check_dispatch,
+    check_dispatch_like,
+    check_parts,
+    dispatch,
+    dispatch_like,
+    with_unused_rows,
+)
 
 from pallas_kernels.exchange import dispatch as kernel
 from pallas_kernels.exchange.plan import Plan
@@ -64,47 +71,31 @@ CASES = {
 
 @simulated
 @pytest.mark.parametrize(
-    "case", quick([*CASES], "overflow_of_blocks", "many_experts", "fair_of_blocks")
+    ("problem", "plan"), quick(CASES, "overflow_of_blocks", "many_experts", "fair_of_blocks")
 )
-def test_dispatch(case):
-    problem, plan = CASES[case]
+def test_dispatch(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
-    (tokens,), rows, counts, *groups = simulate(dispatch(problem, plan, fabric))
-    assert_bitwise_equal(tokens, problem.tokens, "tokens")
-    np.testing.assert_array_equal(rows, problem.rows, "rows")
-    np.testing.assert_array_equal(counts, problem.counts, "counts")
-    described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-    for name, got in zip(described, groups, strict=True):
-        wanted = getattr(problem.groups, name)
-        np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
+    check_dispatch(problem, simulate(dispatch(problem, plan, fabric)))
 
 
 @simulated
 @pytest.mark.slow
 def test_choices_are_counted_in_parts(monkeypatch):
-    """The kernel must count each choice once if it loads the choices in several parts.
-
-    The number of choices is no multiple of a part's, so the last part overlaps the one before.
-    """
+    """The kernel must count each choice once if it loads the choices in several parts."""
     monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", WARPGROUP)
     problem = Problem(2, 40, 32, 8, 8, "masked")
     assert 2 * WARPGROUP < problem.topk_idx[0].size < 3 * WARPGROUP
-    _, rows, counts, *_ = simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2)))
-    np.testing.assert_array_equal(rows, problem.rows, "rows")
-    np.testing.assert_array_equal(counts, problem.counts, "counts")
+    check_dispatch(problem, simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2))))
 
 
 @simulated
 @pytest.mark.parametrize("call", quick([dispatch, dispatch_like], dispatch))
 def test_rows_that_no_token_gets_may_stay_as_they_are(call):
-    """Without `zero_unused`, the kernel must not write the rows past the last expert's rows.
-
-    It must still write zeros to the rows that pad each expert to the alignment.
-    """
+    """Without `zero_unused`, the kernel must not write the rows past the last expert's rows."""
     problem = Problem(2, 5, 32, 2, 4, "masked", alignment=4)
-    parts, *_ = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False)), None
-    tokens = parts[0][0] if call is dispatch else parts[0]
-    assert_bitwise_equal(tokens, with_unused_rows(problem, problem.tokens, np.nan), "tokens")
+    results = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False))
+    parts = results[0] if call is dispatch else results
+    check_parts(parts, [with_unused_rows(problem, problem.tokens, np.nan)])
 
 
 LIKE_CASES = [
@@ -127,5 +118,4 @@ LIKE_CASES = [
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    (tokens,) = simulate(dispatch_like(problem, plan, fabric))
-    assert_bitwise_equal(tokens, problem.tokens, "tokens")
+    check_dispatch_like(problem, simulate(dispatch_like(problem, plan, fabric)))

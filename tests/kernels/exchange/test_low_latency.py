@@ -9,17 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.contract import assert_bitwise_equal, assert_equal
 from support.selection import quick
 from support.simulator import TileContents, simulate, simulated, simulated_channels, simulated_ranks
-from support.stacked import Problem, with_unused_rows
-
-from jax_ep import reference
-from pallas_kernels.exchange import (
-    low_latency_combine,
-    low_latency_combine_grad,
-    low_latency_dispatch,
+from support.stacked import (
+    Problem,
+    check_combine,
+    check_dispatch,
+    check_dispatch_like,
+    check_parts,
+    check_rank_combine,
+    with_unused_rows,
 )
+
+from pallas_kernels.exchange import low_latency_combine, low_latency_dispatch
 from pallas_kernels.exchange.plan import LowLatencyPlan
 
 # A problem, and limits of its plan.
@@ -85,126 +87,72 @@ class Calls:
         options |= dict(fabric=fabric, channels=channels, plan=plan)
         return simulate(functools.partial(kernel, *operands, **options))
 
-    def dispatch(self) -> None:
-        problem, kernel = self.problem, low_latency_dispatch.dispatch
-        (tokens,), rows, counts, *groups = self.run(
-            kernel, problem.x, problem.topk_idx, capacity=problem.num_rows
-        )
-        assert_bitwise_equal(tokens, problem.tokens, "tokens")
-        np.testing.assert_array_equal(rows, problem.rows, "rows")
-        np.testing.assert_array_equal(counts, problem.counts, "counts")
-        described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-        for name, got in zip(described, groups, strict=True):
-            wanted = getattr(problem.groups, name)
-            np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
+    def dispatch(self, **options: Any) -> Any:
+        kernel, problem = low_latency_dispatch.low_latency_dispatch, self.problem
+        return self.run(kernel, problem.x, problem.topk_idx, capacity=problem.num_rows, **options)
 
-    def leave_unused(self) -> None:
-        """Checks that rows to which no token is sent stay unwritten."""
-        problem, unused = self.problem, functools.partial(with_unused_rows, self.problem)
-        arrays, options = (problem.x, problem.topk_idx), dict(capacity=problem.num_rows)
-        options |= dict(zero_unused=False)
-        (tokens,), *_ = self.run(low_latency_dispatch.dispatch, *arrays, **options)
-        assert_bitwise_equal(tokens, unused(problem.tokens, np.nan), "tokens")
-        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
-        kernel = low_latency_combine_grad.combine_grad
-        dy, _ = self.run(kernel, *arrays, problem.counts, zero_unused=False)
-        assert_bitwise_equal(dy, unused(problem.combine_grads[0], np.nan), "dy")
-
-    def dispatch_like(self) -> None:
-        problem, kernel = self.problem, low_latency_dispatch.dispatch_like
+    def dispatch_like(self) -> Any:
+        kernel, problem = low_latency_dispatch.dispatch_like, self.problem
         arrays = problem.x, problem.topk_idx, problem.rows, problem.counts
-        (tokens,) = self.run(kernel, *arrays, capacity=problem.num_rows)
-        assert_bitwise_equal(tokens, problem.tokens, "tokens")
+        return self.run(kernel, *arrays, capacity=problem.num_rows)
 
-    def combine(self) -> None:
-        problem, kernel = self.problem, low_latency_combine.combine
+    def combine(self) -> Any:
+        kernel, problem = low_latency_combine.combine, self.problem
         arrays = problem.y, problem.weights, problem.topk_idx, problem.rows
-        assert_equal(self.run(kernel, *arrays, by_expert=False), problem.combined)
+        return self.run(kernel, *arrays, by_expert=False)
 
-    def combine_by_rank(self) -> None:
-        problem, kernel = self.problem, low_latency_combine.combine
-        local = [received.local_topk_idx for received in problem.dispatched_by_rank]
+    def rank_combine(self) -> Any:
+        kernel, problem = low_latency_combine.combine, self.problem
         sums = problem.sums.reshape(problem.num_ranks, -1, problem.hidden)
-        arrays = sums, None, problem.topk_idx, np.stack(local)
-        out = self.run(kernel, *arrays, by_expert=False, by_rank=True)
-        assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
+        arrays = sums, None, problem.topk_idx, problem.local_topk_idx
+        return self.run(kernel, *arrays, by_expert=False, by_rank=True)
 
-    def combine_grad(self) -> None:
-        problem, kernel = self.problem, low_latency_combine_grad.combine_grad
-        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
-        dy, dweights = self.run(kernel, *arrays, problem.counts)
-        expected_dy, expected_dweights = problem.combine_grads
-        assert_bitwise_equal(dy, expected_dy, "dy")
-        # dweights must be exact, since products and sums of small integers do not round.
-        np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
+    def check(self, *kernels: str) -> None:
+        """Runs kernels one after another, and compares their results with the reference's."""
+        for kernel in kernels:
+            CHECKS[kernel](self.problem, getattr(self, kernel)())
+
+
+CHECKS = {
+    "dispatch": check_dispatch,
+    "dispatch_like": check_dispatch_like,
+    "combine": check_combine,
+    "rank_combine": check_rank_combine,
+}
 
 
 @simulated
 @pytest.mark.slow
 def test_rows_that_no_token_gets_may_stay_as_they_are():
-    Calls(Problem(2, 3, 512, 2, 4, "masked", alignment=2)).leave_unused()
+    problem = Problem(2, 3, 512, 2, 4, "masked", alignment=2)
+    parts, *_ = Calls(problem).dispatch(zero_unused=False)
+    check_parts(parts, [with_unused_rows(problem, problem.tokens, np.nan)])
 
 
 def without_weights(problem: Problem) -> Problem:
     return dataclasses.replace(problem, weighted=False)
 
 
-@simulated
-@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
-def test_dispatch(problem, limits):
-    Calls(problem, limits).dispatch()
+RUNS = {
+    f"{kernel}-{name}": (kernel, *CASES[name])
+    for kernel in CHECKS
+    for name in CASES
+    if kernel != "rank_combine"
+    or name in ("tokens_of_a_block", "three_ranks", "idle_sources", "empty")
+}
+RUNS |= {
+    f"plain_combine-{name}": ("combine", without_weights(problem), limits)
+    for name, (problem, limits) in CASES.items()
+}
 
 
 @simulated
-@pytest.mark.slow
-@pytest.mark.parametrize(("problem", "limits"), quick(CASES))
-def test_dispatch_like(problem, limits):
-    Calls(problem, limits).dispatch_like()
-
-
-@simulated
-@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
-def test_combine(problem, limits):
-    Calls(problem, limits).combine()
-
-
-@simulated
-@pytest.mark.slow
-@pytest.mark.parametrize(("problem", "limits"), quick(CASES))
-def test_combine_without_weights(problem, limits):
-    Calls(without_weights(problem), limits).combine()
-
-
-@simulated
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["tokens_of_a_block", "three_ranks", "idle_sources", "empty"])
-def test_combine_by_rank(case):
-    Calls(*CASES[case]).combine_by_rank()
-
-
-@simulated
-@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
-def test_combine_grad(problem, limits):
-    Calls(problem, limits).combine_grad()
-
-
-@simulated
-@pytest.mark.slow
-def test_an_infinite_row_has_an_infinite_product():
-    """The gradient of a weight whose row of y holds an infinity must be infinite, not NaN.
-
-    This gradient is the row's product with the token's cotangent. A row of one tile is computed by
-    four warpgroups, of which three repeat the tile; their products must not count.
-    """
-    problem = Problem(2, 2, 512, 3, 4, "masked")
-    y = problem.y.copy()
-    y[..., 0] = np.inf
-    arrays = np.ones_like(problem.g), problem.weights, y, problem.topk_idx, problem.rows
-    kernel = low_latency_combine_grad.combine_grad
-    _, dweights = Calls(problem).run(kernel, *arrays, problem.counts)
-    filled = ((problem.rows >= 0) & (problem.rows < problem.num_rows)).any(axis=0)
-    assert filled.any()
-    np.testing.assert_array_equal(dweights, np.where(filled, np.inf, 0))
+@pytest.mark.parametrize(
+    ("kernel", "problem", "limits"),
+    quick(RUNS, "dispatch-tokens_of_a_block", "combine-tokens_of_a_block"),
+)
+def test_kernel(kernel, problem, limits):
+    Calls(problem, limits).check(kernel)
 
 
 @simulated
@@ -213,8 +161,10 @@ def test_calls_one_after_another():
     """Calls of different kernels must use the two sets of tile buffers in turn."""
     calls = Calls(*CASES["two_ranks"])
     plain = dataclasses.replace(calls, problem=without_weights(calls.problem))
-    for call in (calls.dispatch, plain.combine, calls.combine_grad) * 2:
-        call()
+    for _ in range(2):
+        calls.check("dispatch")
+        plain.check("combine")
+        calls.check("combine")
     assert set(calls.memory.counters.values()) == {6}
     assert not calls.memory.tiles
 
@@ -222,9 +172,7 @@ def test_calls_one_after_another():
 @simulated
 @pytest.mark.slow
 def test_a_last_tile_that_is_moved_back():
-    calls = Calls(MOVED_BACK, detect_races=False)
-    for call in (calls.dispatch, calls.dispatch_like, calls.combine, calls.combine_grad):
-        call()
+    Calls(MOVED_BACK, detect_races=False).check("dispatch", "dispatch_like", "combine")
 
 
 PLAN = LowLatencyPlan(

@@ -11,13 +11,20 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.contract import assert_bitwise_equal, random_bits
-from support.kernels import needs_kernels
+from support.kernels import lowered, needs_kernels
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
-from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
+from support.stacked import (
+    Problem,
+    check_dispatch,
+    check_dispatch_like,
+    check_rank_dispatch,
+    dispatch,
+    dispatch_like,
+    rank_dispatch,
+)
 
-from jax_ep import reference
-from jax_ep.exchange.quantization import WIRE_FORMATS
+from jax_ep.exchange.interface import WIRE_FORMATS
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan
@@ -43,50 +50,38 @@ CASES = {
 }
 
 
-def assert_same_parts(received, expected):
-    for part, wanted, name in zip(received, expected, ("rows", "scales"), strict=True):
-        assert_bitwise_equal(part.reshape(wanted.shape), wanted, name)
+RUNS = {
+    f"{call.__name__}-{case}": (call, check, *CASES[case])
+    for call, check, cases in (
+        (dispatch, check_dispatch, CASES),
+        (dispatch_like, check_dispatch_like, ("half", "one_expert", "overflow")),
+        (
+            rank_dispatch,
+            check_rank_dispatch,
+            ("one_rank", "half", "two_stages", "lag_of_none", "empty"),
+        ),
+    )
+    for case in cases
+}
 
 
 @simulated
-@pytest.mark.parametrize("case", quick([*CASES], "overflow", "lag_of_none"))
-def test_dispatch(case):
-    problem, plan = CASES[case]
-    fabric = simulated_ranks(problem.num_ranks)
-    received, rows, counts, *_ = simulate(dispatch(problem, plan, fabric, wire=WIRE))
-    assert_same_parts(received, problem.quantized_tokens)
-    np.testing.assert_array_equal(rows, problem.rows, "rows")
-    np.testing.assert_array_equal(counts, problem.counts, "counts")
-
-
-@simulated
-@pytest.mark.parametrize("case", ["half", "one_expert", "overflow"])
-@pytest.mark.slow
-def test_dispatch_like(case):
-    problem, plan = CASES[case]
-    fabric = simulated_ranks(problem.num_ranks)
-    received = simulate(dispatch_like(problem, plan, fabric, wire=WIRE))
-    assert_same_parts(received, problem.quantized_tokens)
-
-
-@simulated
-@pytest.mark.parametrize("case", ["one_rank", "half", "two_stages", "lag_of_none", "empty"])
-@pytest.mark.slow
-def test_rank_dispatch(case):
-    problem, plan = CASES[case]
-    fabric = simulated_ranks(problem.num_ranks)
-    received, local, _ = simulate(rank_dispatch(problem, plan, fabric, wire=WIRE))
-    expected = [
-        reference.rank_dispatch(list(part), list(problem.topk_idx), num_experts=problem.num_experts)
-        for part in problem.quantized
-    ]
-    assert_same_parts(received, [np.stack([r.tokens for r in part]) for part in expected])
-    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in expected[0]]))
+@pytest.mark.parametrize(
+    ("call", "check", "problem", "plan"), quick(RUNS, "dispatch-overflow", "dispatch-lag_of_none")
+)
+def test_kernel(call, check, problem, plan):
+    results = simulate(call(problem, plan, simulated_ranks(problem.num_ranks), wire=WIRE))
+    check(problem, results, WIRE)
 
 
 def test_kernels_have_every_format_of_the_wire():
     assert set(WIRE_FORMATS) == set(quantized_rows._PTX_TYPES)
     assert {wire.block for wire in WIRE_FORMATS} == {(1, BLOCK)}
+
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 
 
 def quantize_rows(x: jax.Array) -> list[jax.Array]:
@@ -117,21 +112,12 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
             plgpu.SMEM((hidden // BLOCK,), jnp.float32),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=COMPILER_PARAMS,
     )(x)
 
 
 def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) -> jax.Array:
-    """Sums each token's float8 rows over the N ranks in a kernel, one grid block per token.
-
-    Args:
-        values: [N, T, H] float8.
-        scales: [N, T, H / 128] float32.
-        sent: [N, T], whether rank n sends a row for token t.
-        dtype: dtype of the result [T, H].
-    """
+    """Sums each token's float8 rows over the N ranks in a kernel, one grid block per token."""
     num_ranks, num_rows, hidden = values.shape
 
     def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
@@ -153,15 +139,19 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
         grid=(num_rows,),
         grid_names=("block",),
         scratch_types=[plgpu.SMEM((hidden,), dtype)],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=COMPILER_PARAMS,
     )(values, scales, sent)
 
 
 on_gpus = pytest.mark.skipif(
     availability.unavailable_reason() is not None, reason=availability.unavailable_reason() or ""
 )
+
+
+def assert_equal_bits_but_of_nan(got: np.ndarray, want: np.ndarray) -> None:
+    nan = np.isnan(want.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan)
+    assert_bitwise_equal(np.where(nan, 0, got), np.where(nan, 0, want))
 
 
 @on_gpus
@@ -178,21 +168,7 @@ def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
     for row, of_row, was_sent in zip(values, scales, sent, strict=True):
         row = WIRE.decode((row, of_row), np.float32)
         total += np.where(was_sent[:, None] != 0, row, 0)
-    expected = total.astype(jnp.dtype(dtype))
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(out), nan)
-    assert_bitwise_equal(np.where(nan, 0, out), np.where(nan, 0, expected))
-
-
-@needs_kernels
-@pytest.mark.parametrize("hidden", [512, 4096, 7168])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_sums_of_rows_lower(dtype, hidden):
-    shapes = ((4, 8, hidden), WIRE.dtype), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    run = jax.jit(functools.partial(add_rows, dtype=dtype))
-    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1
+    assert_equal_bits_but_of_nan(out, total.astype(jnp.dtype(dtype)))
 
 
 @on_gpus
@@ -204,14 +180,17 @@ def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):
     values, scales = (np.asarray(part) for part in jax.jit(quantize_rows)(x))
     expected_values, expected_scales = WIRE.encode(x)
     np.testing.assert_array_equal(scales, expected_scales)
-    nan = np.isnan(expected_values.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(values.astype(np.float32)), nan)
-    assert_bitwise_equal(np.where(nan, 0, values), np.where(nan, 0, expected_values))
+    assert_equal_bits_but_of_nan(values, expected_values)
 
 
 @needs_kernels
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_arithmetic_lowers(dtype):
-    shape = jax.ShapeDtypeStruct((4, 7168), dtype)
-    text = jax.jit(quantize_rows).trace(shape).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1
+def test_the_arithmetic_lowers(dtype, hidden):
+    shapes = ((4, 8, hidden), WIRE.dtype), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
+    for function, operands in (
+        (quantize_rows, [((4, hidden), dtype)]),
+        (functools.partial(add_rows, dtype=dtype), shapes),
+    ):
+        arrays = [jax.ShapeDtypeStruct(*operand) for operand in operands]
+        assert lowered(jax.jit(function), *arrays).count("@mosaic_gpu_v2") == 1

@@ -6,18 +6,20 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from support.contract import assert_bitwise_equal, assert_equal
-from support.kernels import needs_kernels
+from support.kernels import lowered, needs_kernels, on_ranks
 from support.meshes import cuda_mesh
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
-from support.stacked import Problem, rank_combine, rank_dispatch
+from support.stacked import (
+    Problem,
+    check_rank_combine,
+    check_rank_dispatch,
+    rank_combine,
+    rank_dispatch,
+)
 
 import jax_ep
-from jax_ep import reference
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.formats import FLOAT8_ROWS
 
@@ -43,44 +45,27 @@ CASES = {
 @simulated
 @pytest.mark.parametrize(("problem", "plan"), quick(CASES, "windows"))
 def test_dispatch(problem, plan):
-    (tokens,), local, weights = simulate(
-        rank_dispatch(problem, plan, simulated_ranks(problem.num_ranks))
-    )
-    received = problem.dispatched_by_rank
-    expected = np.stack([r.tokens for r in received])
-    assert_bitwise_equal(tokens.reshape(expected.shape), expected, "tokens")
-    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in received]), "local_topk_idx")
-    if problem.weighted:
-        assert_bitwise_equal(weights, np.stack([r.topk_weights for r in received]), "weights")
-    else:
-        assert weights is None
+    fabric = simulated_ranks(problem.num_ranks)
+    check_rank_dispatch(problem, simulate(rank_dispatch(problem, plan, fabric)))
 
 
-COMBINE_CASES = [name for name in CASES if name != "words"]
-
-
-@simulated
-@pytest.mark.parametrize("case", COMBINE_CASES)
-@pytest.mark.slow
-def test_combine(case):
-    problem, plan = CASES[case]
-    out = simulate(rank_combine(problem, plan, simulated_ranks(problem.num_ranks)))
-    local = [r.local_topk_idx for r in problem.dispatched_by_rank]
-    assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
+WIRE_CASES = ("one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources")
 
 
 @simulated
 @pytest.mark.parametrize(
-    "case",
-    ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"],
+    ("case", "wire"),
+    [(name, None) for name in CASES if name != "words"]
+    + [(name, FLOAT8_ROWS) for name in WIRE_CASES],
 )
 @pytest.mark.slow
-def test_combine_of_quantized_sums(case):
+def test_combine(case, wire):
     problem, plan = CASES[case]
-    problem = dataclasses.replace(problem, hidden=512)
-    fabric = simulated_ranks(problem.num_ranks)
-    out = simulate(rank_combine(problem, plan, fabric, wire=FLOAT8_ROWS))
-    assert_equal(out, problem.combined_by_rank_and_wire)
+    options = {}
+    if wire:
+        problem, options = dataclasses.replace(problem, hidden=512), dict(wire=wire)
+    call = rank_combine(problem, plan, simulated_ranks(problem.num_ranks), **options)
+    check_rank_combine(problem, simulate(call), wire)
 
 
 @needs_kernels
@@ -119,19 +104,17 @@ def test_lowers_to_the_kernels(num_ranks, shape, dtype):
             y = sent.tokens * jnp.sum(sent.topk_weights, axis=-1, keepdims=True).astype(dtype)
             return jax_ep.combine(y, sent.handle, wire_dtype=wire_dtype, implementation="pallas")
 
-        run = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        run = on_ranks(on_one_rank, mesh, check_vma=True)
         return jnp.sum(run(x, topk_idx, weights).astype(jnp.float32))
 
     rows = num_ranks * num_tokens
-    arguments = [
-        jax.ShapeDtypeStruct(*a)
-        for a in (
-            ((rows, hidden), dtype), ((rows, top_k), jnp.int32), ((rows, top_k), jnp.float32)
-        )
-    ]  # fmt: skip
+    shapes = (
+        ((rows, hidden), dtype), ((rows, top_k), jnp.int32), ((rows, top_k), jnp.float32)
+    )  # fmt: skip
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     for wire_dtype in (None, "float8_e4m3fn") if hidden % 128 == 0 else (None,):
         gradient = jax.jit(jax.value_and_grad(lambda *a, w=wire_dtype: loss(*a, w), argnums=(0, 2)))
-        text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(gradient, *arguments)
         # Forward and backward have one dispatch and one combine each; the weights' gradient is an
         # all-to-all.
         assert text.count("@mosaic_gpu_v2") == 4

@@ -3,14 +3,14 @@
 `python processes_check.py` runs the same programs in one process, and in one process for each GPU.
 Such a process sees all GPUs or only its own. The check compares every result bit for bit, and the
 exchange and its gradients with `jax_ep.reference` under all routings of `support.contract`. It
-repeats the exchange while ranks are delayed at random, times loops of calls, and prints a table.
+repeats the exchange while ranks are delayed at random, and prints a table.
 
 Before that, it kills one of the processes in the middle of a loop. The other processes must end
 soon, say in which op which rank waited for which, and leave nothing on a GPU. The check exits with
 1 if anything differs. pytest does not collect it.
 
 `python processes_check.py --share=8` runs 8 processes on one GPU, which runs their kernels in
-turns. It checks the results of 8 ranks on a machine with one GPU, without timings.
+turns. It checks the results of 8 ranks on a machine with one GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,16 +28,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.runtime import cuda_driver
+from pallas_kernels.exchange.plan import Row, Sizes, for_low_latency
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from support import contract, kernels
+from support.processes import free_address
 
 AXIS = "expert"
 # How long a kernel waits for a killed process.
 TIMEOUT_SECONDS = 5.0
 # After this time without a heartbeat, jax.distributed ends the remaining processes.
 HEARTBEAT_SECONDS = 10
-# The number of calls in a loop that is timed.
-CALLS = 400
-SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
+NUM_EXPERTS, TOP_K, NUM_TOKENS, HIDDEN = 16, 4, 67, 1024
 # Which GPUs a process sees: all, its own, or one that all processes share.
 ALL, OWN, SHARED = "all", "own", "shared"
 
@@ -85,11 +94,7 @@ def number_of_gpus() -> int:
 
 
 def start(processes: int, sees: str, path: Path, repeats: int) -> str:
-    """Runs the programs and checks in `processes` processes; returns what process 0 printed.
-
-    Exits if a process fails. `sees` is ALL, OWN or SHARED, and `repeats` says how often the
-    exchange is repeated. The processes write their results to the new folder `path`.
-    """
+    """Runs the programs and checks in `processes` processes; returns what process 0 printed."""
     running = launch(processes, sees, path, "--repeats", str(repeats))
     texts = [process.communicate(timeout=300)[0] for process in running]
     if any(process.returncode for process in running):
@@ -100,46 +105,31 @@ def start(processes: int, sees: str, path: Path, repeats: int) -> str:
 
 
 def launch(
-    processes: int, sees: str, path: Path, *flags: str, **options: Any
+    processes: int, sees: str, path: Path, *flags: str, stderr: int | None = None
 ) -> list[subprocess.Popen[str]]:
     path.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = free_address()
     if sees == SHARED:
         flags = (*flags, "--share", str(processes))
     running = []
     for i in range(processes):
-        environment = os.environ | options.get("environment", {})
+        environment = dict(os.environ)
         if sees != ALL:
             environment["CUDA_VISIBLE_DEVICES"] = str(i if sees == OWN else 0)
         if sees == SHARED:
             environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / processes:.3f}"
         command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
         command += ["--coordinator", coordinator, "--results", str(path), *flags]
-        running.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=options.get("stderr"),
-                text=True,
-            )
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
+        running.append(process)
     return running
 
 
 def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
-    """Kills the last of `processes` processes in its loop, and waits for the end of the others.
-
-    Returns a text that says when and with which message they ended. Returns "" if they ended too
-    late, without an error, or without a message about the rank that they waited for. `sees` is ALL,
-    OWN or SHARED; `path` is a new folder for the processes.
-    """
-    seconds = {"JAX_EP_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
-    running = launch(
-        processes, sees, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
-    )
+    """Kills the last of `processes` processes in its loop, and waits for the end of the others."""
+    running = launch(processes, sees, path, "--endless", stderr=subprocess.STDOUT)
     try:
         for process in running:
             assert process.stdout is not None
@@ -202,8 +192,8 @@ def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
 
 def run(args: Any) -> None:
     """Runs the programs and checks of one process."""
-    import jax
-
+    if args.endless:
+        os.environ["JAX_EP_TIMEOUT_SECONDS"] = str(TIMEOUT_SECONDS)
     number, count = map(int, args.process.split("/"))
     if args.share:
         pass_for_another_gpu(number)
@@ -220,7 +210,7 @@ def run(args: Any) -> None:
             local_device_ids=ids,
             heartbeat_timeout_seconds=seconds,
         )
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), (AXIS,))
+    mesh = Mesh(np.asarray(jax.devices()), (AXIS,))
     if args.endless:
         repeat(mesh, sys.maxsize, lambda i: i or print("looping", flush=True), loss=False)
     results, loss = {}, not args.share
@@ -235,90 +225,60 @@ def run(args: Any) -> None:
                     raise SystemExit(f"{key} is wrong")
     np.savez(Path(args.results) / f"{number}.npz", **results)
     check_contract(mesh)
-    texts = ["the contract holds", repeat(mesh, args.repeats, loss=loss)]
-    texts += [] if args.share else times(mesh)
+    alike = repeat(mesh, args.repeats, loss=loss)
     if number == 0:
-        print(", ".join(texts))
+        print(f"the contract holds, {alike}")
 
 
 def pass_for_another_gpu(number: int) -> None:
-    """Makes the GPU that all processes share look like a different GPU in each process.
-
-    `number` is this process's number; it is appended to the GPU's UUID.
-    """
-    from jax_ep.runtime import cuda_driver
-
+    """Makes the GPU that all processes share look like a different GPU in each process."""
     uuid = cuda_driver.uuid
     cuda_driver.uuid = lambda ordinal: f"{uuid(ordinal)}, {number}"
 
 
-def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
-    """Checks the exchange against the reference, with and without the low-latency protocol.
-
-    A row that is sent by the low-latency protocol is not whole tiles here, so its last tile
-    overlaps the tile before.
-    """
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    import jax.numpy as jnp
-    from support import contract
-
-    from pallas_kernels.exchange.plan import Row, Sizes, for_low_latency
-
+def check_contract(mesh: Mesh) -> None:
+    """Checks the exchange against the reference, with and without the low-latency protocol."""
     for hidden, few in ((5120, True), (256, False)):
         case = contract.Case(mesh.size, 6, hidden, 3, 4 * mesh.size, "bfloat16", 20)
         names = "num_tokens", "num_ranks", "top_k", "num_experts"
         sizes = Sizes(**{name: getattr(case, name) for name in names})
         plan = for_low_latency(Row(hidden, jnp.bfloat16), sizes, mesh.size)
         assert (plan is not None) == few
-        contract.check_ranks_here(case, mesh, contract.ROUTINGS, implementation)
+        contract.check_ranks_here(case, mesh, contract.ROUTINGS, "pallas")
 
 
-def sharded(mesh: Any, array: np.ndarray) -> Any:
-    import jax
-
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def inputs(mesh: Any, **sizes: int) -> list[Any]:
-    return [sharded(mesh, array) for array in arrays(mesh.size, **sizes)]
-
-
-def arrays(
-    num_ranks: int, *, num_experts: int, top_k: int, num_tokens: int, hidden: int
-) -> tuple[np.ndarray, ...]:
+def arrays(num_ranks: int) -> tuple[np.ndarray, ...]:
     """Draws the tokens, choices and weights of all ranks, [N * T, ...] each."""
-    import jax.numpy as jnp
-
-    rng, rows = np.random.default_rng(0), num_ranks * num_tokens
-    choices = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(rows)])
-    x = rng.standard_normal((rows, hidden)).astype(jnp.bfloat16)
-    weights = rng.random((rows, top_k)).astype(np.float32)
+    rng, rows = np.random.default_rng(0), num_ranks * NUM_TOKENS
+    choices = np.stack([rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(rows)])
+    x = rng.standard_normal((rows, HIDDEN)).astype(jnp.bfloat16)
+    weights = rng.random((rows, TOP_K)).astype(np.float32)
     return x, choices.astype(np.int32), weights
 
 
-def on_ranks(mesh: Any, function: Any) -> Any:
-    import jax
-
-    spec = jax.sharding.PartitionSpec(AXIS)
-    lifted = lambda *args: jax.tree.map(lambda leaf: leaf[None], function(*args))  # noqa: E731
-    return jax.jit(jax.shard_map(lifted, mesh=mesh, in_specs=spec, out_specs=spec))
+def inputs(mesh: Mesh) -> list[jax.Array]:
+    sharding = NamedSharding(mesh, P(AXIS))
+    return [contract.shared(array, sharding) for array in arrays(mesh.size)]
 
 
-def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
-    import jax
-    import jax.numpy as jnp
+def on_ranks(mesh: Mesh, function: Callable[..., Any]) -> Any:
+    def stacked(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], function(*args))
 
-    import jax_ep
+    return kernels.on_ranks(stacked, mesh, check_vma=True)
+
+
+def exchange(mesh: Mesh, loss: bool) -> Any:
+    """Jits dispatch, combine and their gradients."""
 
     def step(x: Any, choices: Any, weights: Any) -> Any:
         def forward(x: Any, weights: Any) -> Any:
             received = jax_ep.dispatch(
                 x,
                 choices,
-                num_experts=num_experts,
+                num_experts=NUM_EXPERTS,
                 axis_name=AXIS,
-                capacity=capacity,
+                capacity=3 * NUM_TOKENS * TOP_K // 4,
                 implementation="pallas",
             )
             y = received.tokens * 2
@@ -332,28 +292,23 @@ def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
             return kept, gradients
         return kept, gradients, jax.lax.psum(total, AXIS) + jnp.zeros_like(total)
 
-    return step
+    return on_ranks(mesh, step)
 
 
-def programs(mesh: Any, loss: bool) -> Any:
+def programs(mesh: Mesh, loss: bool) -> Any:
     """Yields a program's name, function and operands, and each rank's expected result or None."""
-    import jax.numpy as jnp
-
-    import jax_ep
-
-    all_tokens, *others = arrays(mesh.size, **SIZES)
-    operands = [sharded(mesh, array) for array in (all_tokens, *others)]
-    capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
-    yield "exchange", on_ranks(mesh, exchange(SIZES["num_experts"], capacity, loss)), operands, None
+    all_tokens, *_ = arrays(mesh.size)
+    operands = inputs(mesh)
+    yield "exchange", exchange(mesh, loss), operands, None
     x = operands[0]
     num_rows = 64 // mesh.size * mesh.size
-    sent = all_tokens.reshape(mesh.size, SIZES["num_tokens"], -1)[:, :num_rows]
+    sent = all_tokens.reshape(mesh.size, NUM_TOKENS, -1)[:, :num_rows]
     total = functools.reduce(np.add, sent.astype(np.float32)).astype(sent.dtype)
-    parts = sent.reshape(mesh.size, mesh.size, -1, SIZES["hidden"])
+    parts = sent.reshape(mesh.size, mesh.size, -1, HIDDEN)
     # These results must be equal bit for bit.
     want = {
         "all_reduce": [total] * mesh.size,
-        "all_gather": [sent.reshape(-1, SIZES["hidden"])] * mesh.size,
+        "all_gather": [sent.reshape(-1, HIDDEN)] * mesh.size,
         "reduce_scatter": np.split(total, mesh.size),
         "all_to_all": parts.swapaxes(0, 1).reshape(sent.shape),
     }
@@ -378,24 +333,8 @@ def programs(mesh: Any, loss: bool) -> Any:
 def repeat(
     mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None, loss: bool = True
 ) -> str:
-    """Repeats the exchange `repeats` times, while this process is late at random.
-
-    Exits if a result on this process's ranks differs from the first one in any bit.
-
-    Args:
-        mesh: the mesh of all ranks.
-        repeats: the number of repeats.
-        tell: called with the number of each repeat that has been launched.
-        loss: whether the program also sums a loss over the ranks, by XLA's own collective.
-
-    Returns:
-        A line for the report.
-    """
-    import jax
-
-    operands = inputs(mesh, **SIZES)
-    capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
-    program = on_ranks(mesh, exchange(SIZES["num_experts"], capacity, loss))
+    """Repeats the exchange `repeats` times, while this process is late at random."""
+    operands, program = inputs(mesh), exchange(mesh, loss)
 
     def bits(results: Any) -> list[bytes]:
         leaves = jax.tree.leaves(results)
@@ -413,81 +352,6 @@ def repeat(
     if bits(results) != expected:
         raise SystemExit("the last repeat differs")
     return f"{repeats} repeats alike"
-
-
-def times(mesh: Any) -> list[str]:
-    """Times a dispatch, and a dispatch with a combine, for few and for many tokens.
-
-    Returns a text for each: the microseconds of a call in a loop, first by wall-clock time, then
-    those of the first GPU's kernels alone.
-    """
-    import jax
-
-    import jax_ep
-
-    texts = []
-    for num_tokens in (128, 4096):
-        operands = inputs(mesh, num_experts=256, top_k=8, num_tokens=num_tokens, hidden=7168)
-        capacity = num_tokens * 9
-
-        def dispatch(x: Any, choices: Any) -> Any:
-            return jax_ep.dispatch(
-                x,
-                choices,
-                num_experts=256,
-                axis_name=AXIS,
-                capacity=capacity,  # noqa: B023
-                implementation="pallas",
-            )
-
-        def round_trip(x: Any, choices: Any, weights: Any) -> Any:
-            received = dispatch(x, choices)
-            return jax_ep.combine(
-                received.tokens, received.handle, weights, implementation="pallas"
-            )
-
-        for name, function in (
-            ("dispatch", lambda x, c, w: dispatch(x, c).tokens),
-            ("round trip", round_trip),
-        ):
-
-            def loop(x: Any, c: Any, w: Any, function: Any = function) -> Any:
-                def body(_: Any, x: Any) -> Any:
-                    out = jax.lax.optimization_barrier(function(x, c, w))
-                    return x.at[0, 0].add(out[0, 0] * 0)
-
-                return jax.lax.fori_loop(0, CALLS, body, x, unroll=10)
-
-            program = on_ranks(mesh, loop)
-            jax.block_until_ready(program(*operands))
-            walls = []
-            for _ in range(5):
-                start = time.perf_counter()
-                jax.block_until_ready(program(*operands))
-                walls.append((time.perf_counter() - start) / CALLS * 1e6)
-            device = device_time(program, operands)
-            texts.append(f"{name} T={num_tokens} {np.median(walls):.1f}, {device:.1f} us")
-    return texts
-
-
-def device_time(program: Any, operands: Any) -> float:
-    """Returns the microseconds of one call's kernels: the sum of each kernel's median."""
-    import jax
-
-    from jax_ep.bench.timing import launches_by_device
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(program(*operands))
-        (path,) = Path(folder).glob("**/*.xplane.pb")
-        launches = launches_by_device(jax.profiler.ProfileData.from_file(str(path)))[0]
-    durations: dict[str, list[float]] = {}
-    for name, duration in launches:
-        if name.startswith("ep_"):
-            durations.setdefault(name, []).append(duration)
-    if not durations:
-        raise SystemExit("the profiler saw no kernel of the library")
-    return sum(np.median(times) * len(times) / CALLS for times in durations.values())
 
 
 if __name__ == "__main__":

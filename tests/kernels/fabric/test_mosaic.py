@@ -1,4 +1,4 @@
-"""Tests of `mosaic`, the only module that uses Mosaic's internals and names missing ones."""
+"""Tests of `mosaic`, `compiler` and `requirements`: what kernels use of Mosaic's internals."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import core
 from jax.sharding import AbstractMesh
 from jaxlib.mlir import ir, passmanager
-from support.kernels import forget, needs_kernels
+from support.kernels import forget, lowered, needs_kernels
 
 import pallas_kernels
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import compiler, mosaic, requirements
 from pallas_kernels.matmul import grouped_matmul as kernels
 
 PRIVATE = re.compile(
@@ -27,16 +27,11 @@ PRIVATE = re.compile(
 )
 
 
-def test_no_other_module_imports_internals():
-    root = pathlib.Path(pallas_kernels.__file__).parent
-    found = {
-        str(path.relative_to(root))
-        for path in root.rglob("*.py")
-        if any(PRIVATE.search(line) for line in path.read_text().splitlines() if "import" in line)
-    }
-    assert not found
-    assert PRIVATE.search("from jaxlib.mlir import ir")
-    assert PRIVATE.search("from jax.experimental.mosaic import gpu")
+SOURCES = {
+    path.relative_to(root).as_posix(): path.read_text()
+    for root in [pathlib.Path(pallas_kernels.__file__).parent]
+    for path in root.rglob("*.py")
+}
 
 
 def handles_internals(source: str) -> bool:
@@ -52,51 +47,43 @@ def handles_internals(source: str) -> bool:
     return False
 
 
-def test_no_other_module_handles_internals():
-    root = pathlib.Path(pallas_kernels.__file__).parent
-    found = {
-        str(p.relative_to(root)) for p in root.rglob("*.py") if handles_internals(p.read_text())
-    }
-    assert found == {"fabric/mosaic.py"}
+def test_two_modules_alone_handle_internals():
+    private = [line for text in SOURCES.values() for line in text.splitlines() if "import" in line]
+    assert not any(map(PRIVATE.search, private))
+    assert PRIVATE.search("from jaxlib.mlir import ir")
+    assert PRIVATE.search("from jax.experimental.mosaic import gpu")
+    found = {path for path, source in SOURCES.items() if handles_internals(source)}
+    assert found == {"fabric/compiler.py", "fabric/mosaic.py"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "plgpu.inline_mgpu(arg_types=())(emit)()",
-        "array.registers.item()",
-        "from pallas_kernels.fabric.mosaic import mgpu",
-        "plgpu.kernel(body, out_type=out_type)",
-    ],
-)
-def test_a_way_round_the_door_is_found(line):
-    assert handles_internals(line) and not handles_internals("mosaic.registers(array)")
-
-
-USES = [f"{module}.{name}" for module, names in mosaic._REQUIRED.items() for name in names]
+USES = [f"{module}.{name}" for module, names in requirements.REQUIRED.items() for name in names]
 # These names belong to the launch context, an operand, and not to a module.
 CONTEXT = {path for path in USES if ".launch_context." in path}
 # Name in `mosaic` and the kernels -> the module that it stands for.
 MODULES = {
     name: getattr(mosaic, name).__name__
-    for name in ("mgpu", "ir", "passmanager", "arith", "gpu", "llvm", "scf", "vector")
-} | {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
+    for name in ("mgpu", "ir", "arith", "gpu", "llvm", "scf", "vector")
+} | {
+    "passmanager": compiler.passmanager.__name__,
+    "pl": "jax.experimental.pallas",
+    "plgpu": "jax.experimental.pallas.mosaic_gpu",
+}
 # JAX 0.11 lacks this name.
 OPTIONAL = {"jax.experimental.pallas.mosaic_gpu.store"}
 
 
 @pytest.fixture
 def forgets():
-    """Clears what `mosaic` has cached of JAX, before and after a test that changes JAX."""
-    mosaic.unavailable_reason.cache_clear()
+    """Clears what is cached of JAX, before and after a test that changes JAX."""
+    requirements.unavailable_reason.cache_clear()
     yield
-    mosaic.unavailable_reason.cache_clear()
+    requirements.unavailable_reason.cache_clear()
 
 
-def attributes(path: pathlib.Path) -> set[str]:
+def attributes(source: str) -> set[str]:
     """Returns the dotted names that a module of kernels uses from the modules in `MODULES`."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         module, *names = text.split(".")
         if module in MODULES and all(name.isidentifier() for name in names):
@@ -111,7 +98,7 @@ def parts(path: str) -> list[str]:
 
 
 def test_the_names_that_kernels_need_are_those_that_they_use():
-    used = set().union(*map(attributes, pathlib.Path(pallas_kernels.__file__).parent.rglob("*.py")))
+    used = set().union(*map(attributes, SOURCES.values()))
     modules = tuple(f"{module}." for module in MODULES.values())
     needed = {path for path in USES if path.startswith(modules)}
     assert needed - CONTEXT <= used
@@ -121,17 +108,17 @@ def test_the_names_that_kernels_need_are_those_that_they_use():
 
 @needs_kernels
 def test_this_jax_has_all_of_it(forgets):
-    assert mosaic.unavailable_reason() is None
+    assert requirements.unavailable_reason() is None
 
 
 @needs_kernels
 @pytest.mark.parametrize("path", USES)
 def test_whatever_is_missing_is_named(path, forgets, monkeypatch):
     module, name = next(
-        (m, n) for m, names in mosaic._REQUIRED.items() for n in names if path == f"{m}.{n}"
+        (m, n) for m, names in requirements.REQUIRED.items() for n in names if path == f"{m}.{n}"
     )
     forget(monkeypatch, module, name)
-    assert mosaic.unavailable_reason().endswith(f"lacks {path}")
+    assert requirements.unavailable_reason().endswith(f"lacks {path}")
 
 
 @needs_kernels
@@ -155,7 +142,7 @@ def test_peers_are_reached_by_coordinates_alone(monkeypatch):
 
 
 def product(x, matrices, sizes):
-    return kernels.product(
+    return kernels.grouped_matmul(
         [(x, matrices)],
         sizes,
         transpose_rhs=False,
@@ -165,10 +152,7 @@ def product(x, matrices, sizes):
 
 
 def lower_product(name, monkeypatch):
-    """Lowers a new program that calls `product` in a function named `name`.
-
-    Returns the hashes of its kernels, and kernel name -> MLIR module.
-    """
+    """Lowers a new program that calls `product` in a function named `name`."""
     known: dict[bytes, bytes] = {}
     monkeypatch.setattr(core, "KNOWN_KERNELS", known)
     shapes = [((256, 128), jnp.bfloat16), ((2, 128, 128), jnp.bfloat16), ((2,), jnp.int32)]
@@ -176,7 +160,7 @@ def lower_product(name, monkeypatch):
     scope = {"product": product}
     exec(f"def {name}(*operands):\n    return 1 + product(*operands)", scope)
     jax.clear_caches()
-    text = jax.jit(scope[name]).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(jax.jit(scope[name]), *operands)
     modules = {}
     for code in known.values():
         context = mlir.make_ir_context()
@@ -194,57 +178,24 @@ def test_programs_that_have_the_same_kernels_compile_them_once(monkeypatch):
     second, _ = lower_product("second", monkeypatch)
     assert set(modules) == {"grouped_matmul", "row_tiles"}
     assert len(first) == 2 and first == second
-
-
-@needs_kernels
-def test_places_in_source_files_stay_where_kernels_are_dumped(monkeypatch):
-    _, without = lower_product("first", monkeypatch)
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    _, modules = lower_product("first", monkeypatch)
-    for name, module in modules.items():
-        assert f"{name}.py" in module.operation.get_asm(enable_debug_info=True)
-        assert ".py" not in without[name].operation.get_asm(enable_debug_info=True)
-
-
-@needs_kernels
-def test_kernels_are_simplified_before_they_are_compiled(monkeypatch):
-    _, modules = lower_product("first", monkeypatch)
     for module in modules.values():
+        # The kernels are simplified before they are compiled.
         before = module.operation.get_asm()
         with module.context:
             passes = passmanager.PassManager.parse("builtin.module(cse,canonicalize)")
         passes.run(module.operation)
         assert module.operation.get_asm() == before
-
-
-@needs_kernels
-def test_descriptors_are_copied_in_words(monkeypatch):
-    """The host must copy a kernel's TMA descriptors in words of 64 bits, not byte by byte.
-
-    The kernel here has four descriptors of 128 bytes: two for tiles of lhs, one for rhs and one for
-    the result.
-    """
-    _, modules = lower_product("first", monkeypatch)
+    # The host copies a kernel's TMA descriptors in words of 64 bits, not byte by byte.
     text = modules["grouped_matmul"].operation.get_asm()
     assert f"!llvm.array<{4 * 128 // 8} x i64>" in text
     assert set(re.findall(r"!llvm.array<\d+ x i8>", text)) == {"!llvm.array<0 x i8>"}
-
-
-@needs_kernels
-def test_a_kernel_can_be_compiled_anew(monkeypatch):
-    with mosaic.compiled_anew():
-        first, _ = lower_product("first", monkeypatch)
-    with mosaic.compiled_anew():
-        second, _ = lower_product("first", monkeypatch)
-    third, _ = lower_product("first", monkeypatch)
-    assert len(first | second | third) == 6
 
 
 LOWER = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu
 {remove}
-from pallas_kernels.collectives.all_gather import all_gather
+from pallas_kernels.collectives.with_signals import all_gather
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.collectives.tiles import TilePlan
@@ -271,9 +222,6 @@ else:
     ],
 )
 def test_a_kernel_says_what_is_missing_where_it_is_not_asked_before(missing, remove):
-    """Tracing a kernel must raise an error that names what JAX lacks.
-
-    Nobody has asked `mosaic.unavailable_reason` before. The kernel's module must still import.
-    """
+    """Tracing a kernel must raise an error that names what JAX lacks."""
     program = LOWER.format(missing=missing, remove=remove)
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
-from support import simulator
-from support.float8 import assert_gated_within_bound, assert_within_bound
+from support.float8 import assert_gated_within_bound, assert_within_bound, swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
@@ -18,19 +17,15 @@ from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from jax_ep.matmul import float8_pallas
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import float8
 from pallas_kernels.matmul.chosen_groups import chosen_groups
-from pallas_kernels.matmul.gated_matmul import gated_product
-from pallas_kernels.matmul.grouped_matmul import product
-from pallas_kernels.matmul.quantized_tiles import Scaled
+from pallas_kernels.matmul.gated_matmul import gated_matmul
+from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
 L, K, N = 4, 256, 256
 # The groups that 1 row and that 3 rows choose. No row chooses group 1, and -1 chooses no group.
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]]}
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
 
 
 def rows_and_matrices(num_rows):
@@ -52,15 +47,15 @@ def test_two_products(num_rows):
     x, wi, wo = rows_and_matrices(num_rows)
     given = np.asarray(CHOICES[num_rows], np.int32)
     groups, rows = chosen_groups(jnp.asarray(given), L)
-    common = dict(num_blocks=2, zero_unused=False, interpret=simulator.INTERPRETER)
+    common = dict(num_blocks=2, zero_unused=False)
 
     def run():
         tiles = backend.chosen_tiles(groups, N, num_matrices=2)
-        (hidden,) = gated_product(
+        (hidden,) = gated_matmul(
             x, (wi[0], wi[1]), groups, Elementwise(swiglu, 2), keep=False, tiles=tiles, **common
         )
         tiles = backend.chosen_tiles(groups, K)
-        y = product([(hidden, wo)], groups, transpose_rhs=False, tiles=tiles, **common)
+        y = grouped_matmul([(hidden, wo)], groups, transpose_rhs=False, tiles=tiles, **common)
         return hidden, y
 
     hidden, y = (np.asarray(array).astype(np.float32) for array in interpret(run))
@@ -91,10 +86,10 @@ def test_two_float8_products(num_rows):
     def scaled(array):
         return Scaled(array.values, array.scales)
 
-    common = dict(num_blocks=2, interpret=simulator.INTERPRETER)
+    common = dict(num_blocks=2)
 
     def run():
-        (hidden,) = float8.gated_product(
+        (hidden,) = float8.float8_gated_matmul(
             scaled(operands.rows(x)),
             tuple(scaled(operands.transposed_matrices(each)) for each in wi),
             groups,
@@ -103,7 +98,9 @@ def test_two_float8_products(num_rows):
             **common,
         )
         matrices = scaled(operands.transposed_matrices(wo))
-        return *hidden, float8.product([(hidden, matrices)], groups, dtype=jnp.float32, **common)
+        return *hidden, float8.float8_matmul(
+            [(hidden, matrices)], groups, dtype=jnp.float32, **common
+        )
 
     def product_of_quantized(lhs, rhs, sizes):
         return reference.grouped_matmul(lhs, reference.float8(rhs, (128, 128)), sizes)
@@ -129,14 +126,14 @@ def test_lowers_for_cuda(num_rows, float8_rows):
     def gated(choices, x, gate, up):
         groups, _ = chosen_groups(choices, L)
         if not float8_rows:
-            return backend.gated_product(x, (gate, up), groups, swiglu, False)
+            return backend.gated_product_by_kernel(x, (gate, up), groups, swiglu, False)
 
         def scales(array):
             lead = array.shape[:-2] + (array.shape[-2] // 128,)
             shape = (*lead, array.shape[-1] // 128) if array.ndim > 2 else (num_rows, K // 128)
             return array, jnp.ones(shape, jnp.float32)
 
-        return float8_pallas.gated_product(
+        return float8_pallas.gated_product_of_float8_by_kernel(
             scales(x), map(scales, (gate, up)), groups, swiglu, False
         )
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from support import simulator
+from support import matmuls
+from support.float8 import swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import KernelError, interpret, simulated
@@ -25,21 +26,18 @@ from jax_ep.formats import MXFP4, quantize
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, align_up
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 from pallas_kernels.matmul.decoder import Decoder
-from pallas_kernels.matmul.gated_matmul import gated_product
-from pallas_kernels.matmul.grouped_matmul import Tiles, product
-from pallas_kernels.matmul.kernel import OperandRing
-from pallas_kernels.matmul.quantized_tiles import Scaled
+from pallas_kernels.matmul.gated_matmul import gated_matmul
+from pallas_kernels.matmul.grouped_matmul import Tiles
+from pallas_kernels.matmul.mxfp4_matmul import mxfp4_matmul
+from pallas_kernels.matmul.operand_ring import OperandRing
 
 # The number of rows, and those of each group: groups lie within a tile, are empty, start off a
 # multiple of 8 rows, or span several tiles.
 FEW = 40, [3, 0, 21]
 MORE = 136, [3, 0, 70, 21]
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
 
 
 SWIGLU = Elementwise(swiglu, 2)
@@ -67,19 +65,18 @@ def scaled(matrices):
 
 
 def run_product(rows, matrices, groups, tiles, **options):
-    return product(
-        [(rows, scaled(matrices))],
+    return mxfp4_matmul(
+        rows,
+        scaled(matrices),
         groups,
-        transpose_rhs=True,
         tiles=tiles,
         num_blocks=2,
-        interpret=simulator.INTERPRETER,
         **options,
     )
 
 
 def run_gated(rows, matrices, groups, tiles, keep, **options):
-    return gated_product(
+    return gated_matmul(
         rows,
         (scaled(matrices[0]), scaled(matrices[1])),
         groups,
@@ -87,18 +84,15 @@ def run_gated(rows, matrices, groups, tiles, keep, **options):
         keep=keep,
         tiles=tiles,
         num_blocks=2,
-        interpret=simulator.INTERPRETER,
         **options,
     )
 
 
 def multiplied(rows, matrices, sizes):
-    """Multiplies each group's rows in float32, and rounds the products to bfloat16."""
-    x, dense = np.asarray(rows).astype(np.float32), np.asarray(matrices.dequantize(jnp.float32))
-    out, ends = np.zeros((len(x), dense.shape[1]), np.float32), np.cumsum(sizes)
-    for group, (start, end) in enumerate(zip(ends - np.asarray(sizes), ends, strict=True)):
-        out[start:end] = x[start:end] @ dense[group].T
-    return jnp.asarray(out, jnp.bfloat16)
+    """Multiplies each group's rows, and rounds the products to bfloat16."""
+    dense = np.asarray(matrices.dequantize(jnp.float32)).swapaxes(1, 2)
+    nothing = np.zeros((len(rows), dense.shape[2]))
+    return jnp.asarray(matmuls.expected(rows, dense, sizes, nothing)[0], jnp.bfloat16)
 
 
 def gated(*products):
@@ -116,18 +110,18 @@ def assert_close(got, want):
     ("problem", "depth", "width", "tiles"),
     quick(
         {
-            "small": (FEW, 128, 128, Tiles((16, 32), 128, 2, 2)),
+            "small": (FEW, 128, 128, Tiles((16, 32), 128, 3, 2)),
             # There is one step, so the scales of no other step are loaded meanwhile.
-            "one step": (FEW, 64, 128, Tiles((16, 32), 128, 2, 1)),
+            "one step": (FEW, 64, 128, Tiles((16, 32), 128, 3, 1)),
             # Each compute warpgroup decodes its columns of a tile in two parts of 64.
-            "two parts": (MORE, 192, 256, Tiles((32, 64), 256, 2, 2)),
+            "two parts": (MORE, 192, 256, Tiles((32, 64), 256, 3, 2)),
             # There are three columns of tiles in two bands.
             "bands": (MORE, 192, 384, Tiles((32, 48), 128, 3, 1, 2)),
             # Tiles are so high that each is stored before the next one is multiplied.
-            "high tiles": ((160, [1, 140, 19]), 192, 256, Tiles((64, 192), 128, 2, 2)),
+            "high tiles": ((160, [1, 140, 19]), 192, 256, Tiles((64, 192), 128, 3, 2)),
             # Each of the two parts of a warpgroup's columns consists of two pieces of K.
-            "long steps": (MORE, 256, 256, Tiles((32, 64), 256, 2, 2, step=128)),
-            "few rows, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 2, 2, step=256)),
+            "long steps": (MORE, 256, 256, Tiles((32, 64), 256, 3, 2, step=128)),
+            "few rows, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 3, 2, step=256)),
         },
         "small",
     ),
@@ -145,19 +139,19 @@ def test_product(problem, depth, width, tiles):
     ("problem", "depth", "width", "tiles"),
     quick(
         {
-            "small": (FEW, 128, 128, Tiles((16, 32), 128, 2, 3)),
-            "several tiles": (MORE, 192, 256, Tiles((32, 64), 128, 2, 3)),
+            "small": (FEW, 128, 128, Tiles((16, 32), 128, 3, 3)),
+            "several tiles": (MORE, 192, 256, Tiles((32, 64), 128, 3, 3)),
             # Each compute warpgroup computes one of the products.
             "narrow tiles": (MORE, 192, 128, Tiles((8, 32), 64, 3, 3)),
             # Tiles are so high that each compute warpgroup stores half of the rows.
-            "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 2, 3)),
+            "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 3, 3)),
             # The halves are no multiple of the 32 rows that are stored at a time.
-            "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 2, 3)),
+            "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 3, 3)),
             # A stage is longer than the 64 of K that are decoded at a time.
-            "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 2, 3, step=256)),
-            "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 2, 3, step=192)),
-            "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 2, 3)),
-            "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 2, 3, step=128)),
+            "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 3, 3, step=256)),
+            "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 3, 3, step=192)),
+            "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 3, 3)),
+            "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 3, 3, step=128)),
         },
         "small",
     ),
@@ -180,8 +174,8 @@ def test_gated_product(problem, depth, width, tiles, keep):
     "tiles",
     quick(
         {
-            "few rows, narrow": Tiles((8, 24), 64, 2, 2),
-            "several tiles": Tiles((32, 64), 128, 2, 2),
+            "few rows, narrow": Tiles((8, 24), 64, 3, 2),
+            "several tiles": Tiles((32, 64), 128, 3, 2),
         },
         "few rows, narrow",
     ),
@@ -214,8 +208,8 @@ def test_products_of_chosen_groups():
 
     def run():
         common = dict(zero_unused=False)
-        (hidden,) = run_gated(x, wi, groups, Tiles((8,), 64, 2, 1), False, **common)
-        return hidden, run_product(hidden, wo, groups, Tiles((8,), 128, 2, 1), **common)
+        (hidden,) = run_gated(x, wi, groups, Tiles((8,), 64, 3, 1), False, **common)
+        return hidden, run_product(hidden, wo, groups, Tiles((8,), 128, 3, 1), **common)
 
     hidden, out = interpret(run)
     for row, choice in np.argwhere(given >= 0):
@@ -245,10 +239,10 @@ def test_scales_that_are_stored_too_late_are_found(monkeypatch):
     monkeypatch.setattr(OperandRing, "fill", noted)
     monkeypatch.setattr(Decoder, "stage_scales", late)
     # The loader warpgroup's own arrival, after it has stored the scales, is the only one there.
-    monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu", without)
+    monkeypatch.setattr("pallas_kernels.matmul.mxfp4_matmul.plgpu", without)
     rows, (matrices, _), sizes = operands(*FEW, 128, 128)
     with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 2, 2)))
+        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 3, 2)))
 
 
 @simulated
@@ -261,7 +255,7 @@ def test_scales_in_a_stage_that_is_in_use_are_found(monkeypatch):
     )
     rows, (matrices, _), sizes = operands(*FEW, 192, 128)
     with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 2, 2)))
+        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 3, 2)))
 
 
 # ------------------------------------------------------------------------------------- tile sizes
@@ -279,8 +273,7 @@ def launched(monkeypatch):
         launches.append((kernel, scratch_types))
         return lambda *operands: jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
 
-    for module in ("grouped_matmul", "gated_matmul"):
-        monkeypatch.setattr(f"pallas_kernels.matmul.{module}.launch", launch)
+    monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.launch", launch)
     return launches
 
 
@@ -312,7 +305,7 @@ def product_of(rows, matrices, groups):
 
 
 def gated_of(rows, matrices, groups, keep=False):
-    return backend.gated_product(rows, (matrices, matrices), groups, swiglu, keep)
+    return backend.gated_product_by_kernel(rows, (matrices, matrices), groups, swiglu, keep)
 
 
 FUNCTIONS = {
@@ -364,11 +357,7 @@ def test_tiles_chosen_for_chosen_groups(name, launched):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("num_rows", quick([100, 4096], 4096))
 def test_lowers_for_cuda(name, num_rows):
-    """The kernel and its table of row tiles must lower, also where a tile is cut off at the edge.
-
-    Mosaic refuses a kernel that does not fit into shared memory. With 4096 rows, the tiles are the
-    highest.
-    """
+    """The kernel and its table of row tiles must lower, also with a tile cut off at the edge."""
     traced = jax.jit(FUNCTIONS[name]).trace(*types_of(num_rows, 4, 128, 192))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernel = "grouped_matmul_mxfp4" if name == "product" else "grouped_matmul_gated_mxfp4"

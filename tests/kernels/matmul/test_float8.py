@@ -10,31 +10,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
-from support import simulator
 from support.float8 import (
     assert_encodes,
     assert_gated_within_bound,
     assert_within_bound,
 )
+from support.kernels import needs_kernels
 from support.simulator import interpret, simulated
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul import float8, float8_drhs, kernel
+from pallas_kernels.formats import Scaled
+from pallas_kernels.matmul import float8, float8_drhs
 from pallas_kernels.matmul.float8 import Float8Tiles
-from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]
 # The last 42 of the 136 rows are in no group.
 ROWS, LIVE = 136, sum(SIZES)
-GROUP_SIZES = jnp.asarray(SIZES, jnp.int32)
-TILES = Float8Tiles(num_stages=2, band=2)
+GROUP_SIZES = np.asarray(SIZES, np.int32)
+TILES = Float8Tiles(num_stages=3, band=2)
 
 
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
+ON_GPU = jax.default_backend() == "gpu"
+# On a GPU the kernels themselves run, and elsewhere Pallas' interpreter.
+runs_kernels = needs_kernels if ON_GPU else simulated
+
+
+def run(function):
+    return function() if ON_GPU else interpret(function)
 
 
 def rows_of(x):
@@ -53,7 +58,7 @@ def test_product(width):
     kinds = ("random", "nan") if width == 128 else ("infinity", "zero")
     rhs = [operands.numbers(kind, (4, 256, width), seed) for seed, kind in enumerate(kinds)]
     got = interpret(
-        lambda: float8.product(
+        lambda: float8.float8_matmul(
             [
                 (scaled(operands.rows(rows_of(lhs))), scaled(operands.transposed_matrices(each)))
                 for each in rhs
@@ -63,7 +68,6 @@ def test_product(width):
             num_blocks=2,
             zero_unused=True,
             tiles=TILES,
-            interpret=simulator.INTERPRETER,
         )
     )
     assert not np.asarray(got[LIVE:]).astype(np.float32).any()
@@ -75,35 +79,10 @@ def test_product(width):
     assert_within_bound(got[:LIVE], both, lhs, *rhs, sizes=SIZES)
 
 
-@simulated
-@pytest.mark.slow
-def test_waves_leave_the_bits_as_they_are(monkeypatch):
-    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
-    lhs = scaled(operands.rows(rows_of(operands.mixed((LIVE, 256)))))
-    rhs = scaled(operands.transposed_matrices(operands.numbers("random", (4, 256, 384))))
-    one, three = (
-        interpret(
-            lambda num_waves=num_waves: float8.product(
-                [(lhs, rhs)],
-                GROUP_SIZES,
-                dtype=jnp.bfloat16,
-                num_blocks=1,
-                num_waves=num_waves,
-                zero_unused=True,
-                tiles=TILES,
-                interpret=simulator.INTERPRETER,
-            )
-        )
-        for num_waves in (1, 3)
-    )
-    assert np.asarray(one).tobytes() == np.asarray(three).tobytes()
-    assert np.any(one[:LIVE]) and not np.any(one[LIVE:])
-
-
 def gated_product(lhs, rhs, gating, keep=True):
     """Returns the hidden values and, with `keep`, both products of the gated kernel."""
-    got = interpret(
-        lambda: float8.gated_product(
+    got = run(
+        lambda: float8.float8_gated_matmul(
             scaled(operands.rows(rows_of(lhs))),
             tuple(scaled(operands.transposed_matrices(each)) for each in rhs),
             GROUP_SIZES,
@@ -111,47 +90,45 @@ def gated_product(lhs, rhs, gating, keep=True):
             keep=keep,
             num_blocks=2,
             tiles=TILES,
-            interpret=simulator.INTERPRETER,
         )
     )
     return [(each.values[:LIVE], each.scales[:LIVE]) for each in got]
 
 
-@simulated
+@runs_kernels
 @pytest.mark.parametrize("keep", [True, False])
 def test_gated_product(keep):
     lhs = operands.mixed((LIVE, 256))
     rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
-    got = gated_product(lhs, rhs, swiglu, keep)
+    got = gated_product(lhs, rhs, operands.swiglu, keep)
     assert len(got) == (3 if keep else 1)
     live = [QuantizedArray(*each, FLOAT8_ROWS) for each in got]
     assert_gated_within_bound(live, lhs, rhs, SIZES)
 
 
 def float32_product(lhs, rhs):
-    got = interpret(
-        lambda: float8.product(
+    got = run(
+        lambda: float8.float8_matmul(
             [(scaled(operands.rows(rows_of(lhs))), scaled(operands.transposed_matrices(rhs)))],
             GROUP_SIZES,
             dtype=jnp.float32,
             num_blocks=2,
             tiles=TILES,
-            interpret=simulator.INTERPRETER,
         )
     )
     return np.asarray(got)[:LIVE]
 
 
-@simulated
+@runs_kernels
 def test_gated_product_keeps_the_bits_of_encode():
     lhs = operands.mixed((LIVE, 256))
     rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
-    _, *products = gated_product(lhs, rhs, swiglu)
+    _, *products = gated_product(lhs, rhs, operands.swiglu)
     for got, each in zip(products, rhs, strict=True):
         assert_encodes(got, float32_product(lhs, each))
 
 
-@simulated
+@runs_kernels
 def test_a_row_with_infinities_and_nan_is_quantized_by_its_finite_numbers():
     lhs = operands.numbers("random", (LIVE, 128))
     rhs = [operands.numbers("random", (4, 128, 128), seed) / 8 for seed in (1, 2)]
@@ -175,7 +152,6 @@ def gradients_of_matrices(lhs, grads, dtype, sums=None):
             dtype=dtype,
             num_blocks=2,
             tiles=TILES,
-            interpret=simulator.INTERPRETER,
         )
     )
 

@@ -10,8 +10,8 @@ from support import float8 as operands
 
 from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from jax_ep.matmul.float8 import GateGradient
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import float8_gate_gradient, gate_gradient
-from pallas_kernels.matmul.quantized_tiles import Scaled
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE

@@ -28,10 +28,7 @@ def _bfloat16(kind, seed):
     ],
 )
 def test_gate_gradient(monkeypatch, kind, gating, num_used):
-    """The results must be those of NumPy, within a rounding to bfloat16.
-
-    They must replace the operands, and leave rows past the last group as they were.
-    """
+    """The results must be those of NumPy, within a rounding to bfloat16."""
     emitted.emulate(monkeypatch)
     dhidden, gate, up = arrays = [_bfloat16(kind if i else "random", i) for i in range(3)]
     weights = np.random.default_rng(0).random(ROWS, np.float32)

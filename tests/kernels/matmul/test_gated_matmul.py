@@ -8,37 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import simulator
+from support import matmuls
+from support.float8 import swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
-from support.simulator import KernelError, interpret, simulated
+from support.simulator import interpret, simulated
 
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul.gated_matmul import gated_product
+from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
 
 SWIGLU = Elementwise(swiglu, 2)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def operands(num_rows, sizes, depth, width):
-    """Returns lhs and both rhs in bfloat16, with NaN past the last group, and the group sizes."""
-    rng = np.random.default_rng(0)
-    lhs = rng.standard_normal((num_rows, depth))
-    lhs[sum(sizes) :] = np.nan
-    rhs = rng.standard_normal((2, len(sizes), depth, width)) / np.sqrt(depth)
-    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (lhs, *rhs)]
-    return (*arrays, jnp.asarray(sizes, jnp.int32))
-
-
 def run(lhs, gate, up, sizes, tiles, keep, biases):
-    return gated_product(
+    return gated_matmul(
         lhs,
         (gate, up),
         sizes,
@@ -47,7 +33,6 @@ def run(lhs, gate, up, sizes, tiles, keep, biases):
         tiles=tiles,
         num_blocks=2,
         biases=biases,
-        interpret=simulator.INTERPRETER,
     )
 
 
@@ -69,12 +54,8 @@ def with_biases(products, biases, sizes):
 
 def expected(lhs, gate, up, sizes, biases):
     """Computes the hidden values and both products, rounded where the kernel rounds."""
-    x = np.asarray(lhs).astype(np.float32)
-    products = [np.zeros((len(x), gate.shape[2]), np.float32) for _ in range(2)]
-    ends = np.cumsum(sizes)
-    for group, (start, end) in enumerate(zip(ends - np.asarray(sizes), ends, strict=True)):
-        for product, matrices in zip(products, (gate, up), strict=True):
-            product[start:end] = x[start:end] @ np.asarray(matrices[group]).astype(np.float32)
+    nothing = np.zeros((len(lhs), gate.shape[2]))
+    products = [matmuls.expected(lhs, each, sizes, nothing)[0] for each in (gate, up)]
     rounded = [jnp.asarray(product, jnp.bfloat16) for product in products]
     hidden = swiglu(*map(jnp.asarray, with_biases(rounded, biases, sizes)))
     return hidden.astype(jnp.bfloat16), *rounded
@@ -87,20 +68,23 @@ def expected(lhs, gate, up, sizes, biases):
     [
         # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
         # rows.
-        slow(136, [3, 0, 70, 21], 128, 128, Tiles((32, 64), 128, 2, 2)),
-        (40, [3, 0, 21], 64, 128, Tiles((16, 32), 128, 2, 1)),
+        slow(136, [3, 0, 70, 21], 128, 128, Tiles((32, 64), 128, 3, 2)),
+        (40, [3, 0, 21], 64, 128, Tiles((16, 32), 128, 3, 1)),
         # Each compute warpgroup stores two parts of 64 columns.
-        slow(40, [3, 0, 21], 64, 256, Tiles((16, 32), 256, 2, 3)),
+        slow(40, [3, 0, 21], 64, 256, Tiles((16, 32), 256, 3, 3)),
         # Each compute warpgroup computes one of the products.
         slow(40, [3, 0, 21], 128, 128, Tiles((8, 32), 64, 3, 2)),
         # Tiles are so high that each compute warpgroup stores half of the rows.
-        slow(160, [1, 140, 19], 64, 128, Tiles((64, 192), 64, 2, 3)),
+        slow(160, [1, 140, 19], 64, 128, Tiles((64, 192), 64, 3, 3)),
     ],
     ids=str,
 )
 def test_gated_product(num_rows, sizes, depth, width, tiles, keep):
     """With biases; tests/kernels/matmul/test_decoder.py has the same tests without."""
-    args, biases = operands(num_rows, sizes, depth, width), biases_of(sizes, width)
+    (lhs, gate, group_sizes, _), (_, up, *_) = (
+        matmuls.operands(num_rows, sizes, "bfloat16", seed, (depth, width)) for seed in range(2)
+    )
+    args, biases = (lhs, gate, up, group_sizes), biases_of(sizes, width)
     got = interpret(lambda: run(*args, tiles, keep, biases))
     want = expected(*args, biases)[: 3 if keep else 1]
     assert len(got) == len(want)
@@ -136,19 +120,9 @@ def test_lowers_for_cuda(keep):
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
 
     def gated(lhs, gate, up, sizes):
-        return backend.gated_product(lhs, (gate, up), sizes, swiglu, keep)
+        return backend.gated_product_by_kernel(lhs, (gate, up), sizes, swiglu, keep)
 
     traced = jax.jit(gated).trace(*args, sizes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2
     assert [out.shape for out in traced.out_info] == [(100, 256)] * (3 if keep else 1)
-
-
-@simulated
-@pytest.mark.slow
-def test_a_race_is_found(monkeypatch):
-    """Sending a tile from shared memory before it is complete must be found as a race."""
-    monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
-    args = operands(80, [0, 37, 30], 128, 128)
-    with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run(*args, Tiles((16, 32), 128, 2, 1), True, None))

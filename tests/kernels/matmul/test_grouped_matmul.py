@@ -8,28 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import simulator
 from support.kernels import needs_kernels
+from support.matmuls import assert_close, expected, operands
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.matmul import kernel
-from pallas_kernels.matmul.grouped_matmul import Tiles, product
+from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
 
 
-def operands(num_rows, sizes, depth, width):
-    """Returns lhs, rhs and grad in bfloat16, with NaN past the last group, and the group sizes."""
-    rng = np.random.default_rng(0)
-    shapes = (num_rows, depth), (len(sizes), depth, width), (num_rows, width)
-    lhs, rhs, grad = (rng.standard_normal(shape) for shape in shapes)
-    lhs[sum(sizes) :] = np.nan
-    grad[sum(sizes) :] = np.nan
-    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (lhs, rhs, grad)]
-    return (*arrays, jnp.asarray(sizes, jnp.int32))
-
-
-def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True, num_waves=1):
-    """Runs `product` in the interpreter, which raises an error if there is a race.
+def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
+    """Runs `grouped_matmul` in the interpreter, which raises an error if there is a race.
 
     Args:
         pairs: (rows, matrices of the groups) for each product; the products are added.
@@ -37,15 +26,12 @@ def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True, num_wa
         tiles: the kernel's `Tiles`.
         transpose_rhs: whether the matrices are transposed.
         zero_unused: whether the kernel writes zeros past the last group.
-        num_waves: the number of waves of thread blocks.
 
     Returns:
         The sum of the products, [R, N].
     """
-    options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
-    options |= dict(zero_unused=zero_unused, num_waves=num_waves)
-    call = functools.partial(product, pairs, group_sizes, transpose_rhs=transpose_rhs, **options)
-    return interpret(call)
+    options = dict(transpose_rhs=transpose_rhs, tiles=tiles, zero_unused=zero_unused)
+    return interpret(lambda: grouped_matmul(pairs, group_sizes, num_blocks=2, **options))
 
 
 @pytest.mark.parametrize("least_tiles", [1, 8])
@@ -53,7 +39,7 @@ def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True, num_wa
 def test_waves_walk_over_all_tiles_in_order(monkeypatch, num_waves, least_tiles):
     """Each tile belongs to one thread block, and a wave's tiles come before the next wave's."""
     monkeypatch.setattr(kernel, "_LEAST_TILES", least_tiles)
-    walker = kernel.Kernel(Tiles((16,), 128, 2, 1), 4, True, 128, num_waves=num_waves)
+    walker = kernel.Kernel(Tiles((16,), 128, 3, 1), 4, 128, num_waves=num_waves)
 
     @functools.partial(jax.vmap, axis_name="block", axis_size=4 * num_waves, in_axes=None)
     def walked(total):
@@ -61,7 +47,8 @@ def test_waves_walk_over_all_tiles_in_order(monkeypatch, num_waves, least_tiles)
             return found.at[tile].add(jnp.asarray(exists, jnp.int32))
 
         none = jnp.zeros(100, jnp.int32)
-        return walker.walk(total, lambda tile: tile, body, none, once_more=True)
+        tiles = walker.block_tiles(total)
+        return tiles.walk(lambda tile: tile, body, none, once_more=True)
 
     for total in (0, 1, 3, 4, 5, 13, 32, 33, 64, 65, 99, 100):
         found = np.asarray(jax.jit(walked)(jnp.int32(total))).reshape(num_waves, 4, 100)
@@ -75,20 +62,9 @@ def test_waves_walk_over_all_tiles_in_order(monkeypatch, num_waves, least_tiles)
 
 @simulated
 @pytest.mark.slow
-def test_waves_leave_the_bits_as_they_are(monkeypatch):
-    monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
-    lhs, rhs, _, group_sizes = operands(96, [3, 0, 21, 40], 64, 256)
-    pairs, tiles = [(lhs, rhs)], Tiles((16, 32), 128, 2, 1)
-    one, three = (np.asarray(run(pairs, group_sizes, tiles, num_waves=n)) for n in (1, 3))
-    np.testing.assert_array_equal(one, three)
-    assert np.any(one[:64]) and not np.any(one[64:])
-
-
-@simulated
-@pytest.mark.slow
 def test_rows_past_the_last_group_may_stay_as_they_are():
-    lhs, rhs, _, group_sizes = operands(48, [3, 0, 21], 64, 128)
-    tiles = Tiles((16, 32), 128, 2, 1)
+    lhs, rhs, group_sizes, _ = operands(48, [3, 0, 21], "bfloat16")
+    tiles = Tiles((16, 32), 128, 3, 1)
     left, zeroed = (
         np.asarray(run([(lhs, rhs)], group_sizes, tiles, zero_unused=zero_unused))
         for zero_unused in (False, True)
@@ -97,60 +73,47 @@ def test_rows_past_the_last_group_may_stay_as_they_are():
     assert np.all(np.isnan(left[24:].astype(np.float32))) and not np.any(zeroed[24:])
 
 
-def assert_close(got, want):
-    got = np.asarray(got).astype(np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
-
-
 @simulated
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "width", "tiles"),
     [
         # Groups lie within a tile, span several tiles, are empty, or start off a multiple of 8
         # rows.
-        (136, [3, 0, 70, 21], 128, Tiles((16, 48, 64), 128, 2, 2)),
+        (136, [3, 0, 70, 21], 128, Tiles((16, 48, 64), 128, 3, 2)),
         # The output is one and a half tiles wide. Each compute warpgroup has 128 of a tile's 256
         # columns, in two parts of 64.
-        (80, [0, 37, 30], 384, Tiles((32,), 256, 2, 1)),
+        (80, [0, 37, 30], 384, Tiles((32,), 256, 3, 1)),
         # The output has 64 columns, all in the first compute warpgroup's half of the tile.
-        (320, [1, 300, 19], 64, Tiles((136, 256), 128, 2, 3)),
+        (320, [1, 300, 19], 64, Tiles((136, 256), 128, 3, 3)),
         # There are three columns of tiles in two bands: the first has two of them, the second one.
         (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
         # Tiles are higher than the whole array, and some groups have no rows.
-        (8, [5, 0], 128, Tiles((64, 256), 128, 2, 1)),
-        (8, [0, 0], 128, Tiles((64,), 128, 2, 1)),
+        (8, [5, 0], 128, Tiles((64, 256), 128, 3, 1)),
+        (8, [0, 0], 128, Tiles((64,), 128, 3, 1)),
     ],
     ids=str,
 )
 @pytest.mark.slow
 def test_product(num_rows, sizes, width, tiles):
-    depth = 128
-    lhs, rhs, grad, group_sizes = operands(num_rows, sizes, depth, width)
+    args = operands(num_rows, sizes, "bfloat16", matrix_shape=(128, width))
+    lhs, rhs, group_sizes, grad = args
     out = run([(lhs, rhs)], group_sizes, tiles)
     dlhs = run([(grad, rhs)], group_sizes, tiles, transpose_rhs=True)
     both = run([(lhs, rhs), (grad[:, :64], rhs[:, :64])], group_sizes, tiles)
-
-    x, w, g = (np.asarray(array).astype(np.float64) for array in (lhs, rhs, grad))
-    ends = np.cumsum(sizes)
-    want_out, want_dlhs, want_both = np.zeros(g.shape), np.zeros(x.shape), np.zeros(g.shape)
-    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        want_out[start:end] = x[start:end] @ w[group]
-        want_dlhs[start:end] = g[start:end] @ w[group].T
-        want_both[start:end] = want_out[start:end] + g[start:end, :64] @ w[group, :64]
-    assert_close(out, want_out)
-    assert_close(dlhs, want_dlhs)
-    assert_close(both, want_both)
-    for rows in (out, dlhs, both):
-        assert not np.any(np.asarray(rows)[ends[-1] :])
+    want_out, want_dlhs, _ = expected(*args)
+    of_second, *_ = expected(grad[:, :64], rhs[:, :64], group_sizes, grad)
+    for got, want in ((out, want_out), (dlhs, want_dlhs), (both, want_out + of_second)):
+        assert_close(got, want, "bfloat16")
+        assert not np.any(np.asarray(got)[sum(sizes) :])
 
 
 @simulated
 def test_a_race_is_found(monkeypatch):
     """Sending a tile from shared memory before it is complete must be found as a race."""
     monkeypatch.setattr("pallas_kernels.matmul.store.plgpu.commit_smem", lambda: None)
-    lhs, rhs, _, group_sizes = operands(80, [0, 37, 30], 64, 128)
+    lhs, rhs, group_sizes, _ = operands(80, [0, 37, 30], "bfloat16")
     with pytest.raises(KernelError, match="a race"):
-        run([(lhs, rhs)], group_sizes, Tiles((32,), 128, 2, 1))
+        run([(lhs, rhs)], group_sizes, Tiles((32,), 128, 3, 1))
 
 
 @needs_kernels
@@ -184,21 +147,21 @@ def test_tiles_that_cannot_be_are_refused():
         with pytest.raises(
             ValueError, match="heights must be multiples of 8 from 8 to 256 in rising order"
         ):
-            Tiles(heights, 128, 2, 1)
+            Tiles(heights, 128, 3, 1)
     for block_n in (32, 192, 512):
         with pytest.raises(ValueError, match="block_n must be 64, 128 or 256"):
-            Tiles((64,), block_n, 2, 1)
+            Tiles((64,), block_n, 3, 1)
     for buffers, says in (
-        ((1, 1), "num_stages must be at least 2"),
-        ((2, 0), "num_buffers must be positive"),
-        ((2, 1, 0), "band at least 1"),
+        ((2, 1), "num_stages must be at least 3"),
+        ((3, 0), "num_buffers must be positive"),
+        ((3, 1, 0), "band at least 1"),
     ):
         with pytest.raises(ValueError, match=says):
             Tiles((64,), 128, *buffers)
-    lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
+    lhs, rhs, group_sizes, _ = operands(64, [3, 0], "bfloat16", matrix_shape=(64, 192))
     with pytest.raises(ValueError, match="block_n must be at least 128 .* but is 64"):
-        tiles = Tiles((32,), 64, 2, 1)
-        product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
+        tiles = Tiles((32,), 64, 3, 1)
+        grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
     with pytest.raises(ValueError, match="must be a multiple of 128 for block_n=256, but is 192"):
-        tiles = Tiles((32,), 256, 2, 1)
-        product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
+        tiles = Tiles((32,), 256, 3, 1)
+        grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)

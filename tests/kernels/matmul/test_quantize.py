@@ -9,7 +9,8 @@ from support import emitted
 from support import float8 as operands
 from support.float8 import assert_same_numbers
 
-from pallas_kernels.matmul.quantize import quantize_matrices, quantize_rows
+from pallas_kernels.formats import Scaled
+from pallas_kernels.matmul.quantize import quantize_matrices, quantize_rows, transpose_rows
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES, ROWS, LIVE = operands.BLOCK_SIZES, operands.BLOCK_ROWS, operands.BLOCK_LIVE
@@ -45,3 +46,13 @@ def test_quantized_rows(monkeypatch, kind, dtype, return_rows):
         assert_same_numbers(
             [part[:LIVE] for part in kept], [in_order.values[:LIVE], in_order.scales[:LIVE]]
         )
+
+
+@pytest.mark.parametrize("kind", ["skewed", "nan", "huge", "zero"])
+def test_transposed_rows(monkeypatch, kind):
+    emitted.emulate(monkeypatch)
+    rows = operands.rows(operands.rows_in_blocks(kind))
+    blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), ROWS)
+    got = transpose_rows(Scaled(rows.values, rows.scales), blocks)
+    want = operands.transposed_quantized_rows(rows, SIZES)
+    assert_same_numbers(*(operands.live_blocks(each, SIZES) for each in (got, want)))

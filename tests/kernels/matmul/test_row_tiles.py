@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import simulator
+from support.interpreted import row_tiles_by_xla
 from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
 
-from pallas_kernels.matmul import row_tiles
+from pallas_kernels.matmul.row_tiles import row_tiles
 
-by_xla = jax.jit(row_tiles.by_xla, static_argnums=(1, 2))
+by_xla = jax.jit(row_tiles_by_xla, static_argnums=(1, 2))
 
 
 def sizes_of(num_groups, seed=0):
@@ -61,15 +63,31 @@ def assert_equal_tables(got, want):
     np.testing.assert_array_equal(got[-1], want[-1])
 
 
-@simulated
+ON_GPU = jax.default_backend() == "gpu"
+# On a GPU the kernel itself runs, and elsewhere Pallas' interpreter.
+runs_kernels = needs_kernels if ON_GPU else simulated
+
+
+def by_kernel(sizes, heights, num_rows):
+    make = functools.partial(row_tiles, sizes, heights, num_rows)
+    return make() if ON_GPU else interpret(make)
+
+
+TABLES = [(11, (16, 64)), (1, (64,)), (3, (32, 96))]
+HIGH = 64, 128, 136, 144, 176, 208, 256
+TABLES_ON_GPU = [
+    (groups, heights) for groups in (1, 8, 33, 64, 500, 1025) for heights in ((32, 64), HIGH)
+]
+
+
+@runs_kernels
 @pytest.mark.parametrize(
-    ("num_groups", "heights"), quick([(11, (16, 64)), (1, (64,)), (3, (32, 96))], (11, (16, 64)))
+    ("num_groups", "heights"), TABLES_ON_GPU if ON_GPU else quick(TABLES, TABLES[0])
 )
 def test_the_kernel_makes_the_same_table(num_groups, heights):
     sizes, num_rows = sizes_of(num_groups, seed=num_groups)
-    make = row_tiles.by_kernel
-    got = interpret(lambda: make(sizes, heights, num_rows, interpret=simulator.INTERPRETER))
-    assert_equal_tables(got, by_xla(sizes, heights, num_rows))
+    for most in (num_rows, num_rows // 16 * 8)[: 2 if ON_GPU else 1]:
+        assert_equal_tables(by_kernel(sizes, heights, most), by_xla(sizes, heights, most))
 
 
 MOST = 2**31 - 1
@@ -89,45 +107,18 @@ def test_groups_end_where_rows_do(sizes, cut):
     assert np.all(got[: got[-1, 0], 3] <= 64) and got[-1, 0] < len(got)
 
 
-@simulated
+@runs_kernels
 @pytest.mark.parametrize(("sizes", "cut"), quick(EXCESSIVE, EXCESSIVE[-1]))
 def test_groups_of_the_kernel_end_where_rows_do(sizes, cut):
     sizes, cut = jnp.asarray(sizes, jnp.int32), jnp.asarray(cut, jnp.int32)
-    got = interpret(
-        lambda: row_tiles.by_kernel(sizes, (16, 64), 64, interpret=simulator.INTERPRETER)
-    )
-    assert_equal_tables(got, by_xla(cut, (16, 64), 64))
+    assert_equal_tables(by_kernel(sizes, (16, 64), 64), by_xla(cut, (16, 64), 64))
 
 
-@simulated
+@runs_kernels
 @pytest.mark.slow
 def test_no_rows():
     sizes = jnp.zeros(3, jnp.int32)
-    got = interpret(
-        lambda: row_tiles.by_kernel(sizes, (16, 64), 64, interpret=simulator.INTERPRETER)
-    )
-    want = by_xla(sizes, (16, 64), 64)
+    got, want = by_kernel(sizes, (16, 64), 64), by_xla(sizes, (16, 64), 64)
     assert_equal_tables(got, want)
     # The matmul reads the first entry even if there is no tile.
     np.testing.assert_array_equal(got[0], np.zeros(4))
-
-
-@needs_kernels
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="a GPU runs the kernel itself")
-@pytest.mark.parametrize("num_groups", [1, 8, 33, 64, 500, 1025])
-def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
-    sizes, num_rows = sizes_of(num_groups)
-    for heights in ((32, 64), (64, 128, 136, 144, 176, 208, 256)):
-        for most in (num_rows, num_rows // 16 * 8):
-            assert_equal_tables(
-                row_tiles.by_kernel(sizes, heights, most),
-                by_xla(sizes, heights, most),
-            )
-
-
-@needs_kernels
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="a GPU runs the kernel itself")
-@pytest.mark.parametrize(("sizes", "cut"), [*EXCESSIVE, ([0, 0, 0], [0, 0, 0])])
-def test_groups_end_where_rows_do_on_a_gpu(sizes, cut):
-    got = row_tiles.by_kernel(jnp.asarray(sizes, jnp.int32), (16, 64), 64)
-    assert_equal_tables(got, by_xla(jnp.asarray(cut, jnp.int32), (16, 64), 64))

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import simulator
+from support.float8 import swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
 
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, quantize
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import weight_only
 from pallas_kernels.matmul.chosen_groups import chosen_groups
-from pallas_kernels.matmul.quantized_tiles import Scaled
 
 L = 4
 # No row chooses group 1, and -1 chooses no group.
@@ -28,10 +28,6 @@ SIZES = [(256, 128), (640, 256), (2048, 256)]
 SIZES_OF_MXFP4 = {640: (1120, 144)}
 FORMATS = {"float8": FLOAT8_MATRICES, "mxfp4": MXFP4}
 ON_GPU = jax.default_backend() == "gpu"
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
 
 
 def case(format, num_rows, depth, width, matrices, shared, with_bias):
@@ -57,7 +53,7 @@ def case(format, num_rows, depth, width, matrices, shared, with_bias):
 
 def run(x, stored, biases, groups, num_rows, gating):
     product = functools.partial(
-        weight_only.product,
+        weight_only.weight_only_matmul,
         x,
         [Scaled(each.values, each.scales) for each in stored],
         biases,
@@ -68,7 +64,7 @@ def run(x, stored, biases, groups, num_rows, gating):
     )
     if ON_GPU:
         return np.asarray(jax.jit(product)()).astype(np.float64)
-    out = interpret(functools.partial(product, interpret=simulator.INTERPRETER))
+    out = interpret(product)
     return np.asarray(out).astype(np.float64)
 
 
@@ -162,7 +158,7 @@ def test_lowers_for_cuda(name, num_rows):
     gating = Elementwise(swiglu, 2)
 
     def product(x, parts, biases, groups):
-        return weight_only.product(
+        return weight_only.weight_only_matmul(
             x, parts, biases, groups, num_rows=num_rows, format=format, gating=gating
         )
 

@@ -1,43 +1,30 @@
-"""Tests of the top-k kernel in Pallas' GPU interpreter; tests/moe/test_top_k.py runs it on GPUs."""
+"""Tests of the top-k kernel by the code that it emits; tests/moe/test_top_k.py runs it on GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import simulator
-from support.rows import (
-    SUMS,
-    by_sums,
-    comparable,
-    descending,
-    rows,
-    sums,
-    total_order,
-    within_best_groups,
-)
+from support import emitted
+from support.kernels import needs_kernels
+from support.rows import choices, descending, rows
 from support.selection import quick
-from support.simulator import interpret, simulated
 
-from pallas_kernels.routing import order
 from pallas_kernels.routing import top_k as kernels
 from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
 
 PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
 
 
-def choose(k, weighing=PLAIN, groups=None, scores="logit", softmax=False, **operands):
-    call = functools.partial(
-        kernels.top_k, k=k, weighing=weighing, groups=groups, scores=scores, softmax=softmax
-    )
-    arrays = {name: jnp.asarray(array) for name, array in operands.items()}
-    return interpret(lambda: call(**arrays, interpret=simulator.INTERPRETER))
+def choose(k, weighing=PLAIN, **options):
+    return emitted.run_kernel(functools.partial(kernels.top_k, k=k, weighing=weighing, **options))
 
 
-@simulated
+@needs_kernels
 @pytest.mark.parametrize("kind", quick(["ties", "special"], "special"))
 @pytest.mark.parametrize(
     ("number", "columns", "k"), quick([(5, 64, 3), (2, 60, 4), (1, 3, 3)], (5, 64, 3))
@@ -51,7 +38,7 @@ def test_choices_are_the_first_of_the_total_order(number, columns, k, kind):
     np.testing.assert_array_equal(chosen.weights, chosen.chosen)
 
 
-@simulated
+@needs_kernels
 @pytest.mark.parametrize("columns", quick([40, 64, 3], 40))
 def test_weights_are_of_the_softmax(columns):
     logits, k = rows(3, columns, "random"), 3
@@ -69,7 +56,7 @@ def test_weights_are_of_the_softmax(columns):
         np.testing.assert_allclose(chosen.weights, 2.5 * scores * factor, rtol=1e-6)
 
 
-@simulated
+@needs_kernels
 @pytest.mark.parametrize("shift", [0, -40, -300])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-20])
 def test_weights_are_of_scores_of_any_size(epsilon, shift):
@@ -87,70 +74,36 @@ def test_weights_are_of_scores_of_any_size(epsilon, shift):
     np.testing.assert_array_equal(nothing.weights, 0.0)
 
 
-def assert_compares_exactly(scores, bias, logits, groups):
-    """The kernel must choose the columns with the largest exact sums of score and bias.
+GROUPS = [None, Groups(8, 3, 1), Groups(8, 3, 2)]
 
-    The exact sums must decide between sums that are equal if they are rounded to float32, and
-    between equal exact sums the logits. `bias` is [1, columns] or [rows, columns].
-    """
-    logits = comparable(logits, groups)
-    chosen = choose(9, groups=groups, scores="softmax", rounded=scores, bias=bias, logits=logits)
-    want = by_sums(scores, bias, logits, groups)[:, :9]
+
+@needs_kernels
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("num_biases", [1, 5])
+@pytest.mark.parametrize("columns", quick([64, 96], 64))
+def test_sums_with_a_bias_are_compared_in_float32(columns, num_biases, groups):
+    """Of columns whose exact sums differ but are equal in float32, the first must be chosen."""
+    logits, compared = rows(5, columns, "random"), rows(5, columns, "random", 1)
+    bias = rows(num_biases, columns, "ties", 2)
+    for factor in (1, 2**-30):
+        scaled = compared * np.float32(factor)
+        chosen = choose(9, groups=groups, compared=scaled, bias=bias, logits=logits)
+        want = choices(scaled + bias, 9, groups)
+        np.testing.assert_array_equal(chosen.columns, want)
+        np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(logits, want, axis=1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("columns", [64, 40])
+def test_sigmoids_are_compared(columns):
+    logits, bias = rows(5, columns, "random"), rows(1, columns, "ties", 1)
+    chosen = choose(9, sigmoid=True, bias=bias, logits=logits)
+    want = choices(np.asarray(jax.nn.sigmoid(logits)) + bias, 9)
     np.testing.assert_array_equal(chosen.columns, want)
     np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(logits, want, axis=1))
 
 
-GROUPS = [None, Groups(8, 3, 1), Groups(8, 3, 2)]
-
-
-@simulated
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_sums_with_one_bias_are_compared_exactly(groups):
-    scores, bias, logits = sums(5, 64, "unlike beyond")
-    assert_compares_exactly(scores, bias[None], logits, groups)
-
-
-@pytest.mark.slow
-@simulated
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
-@pytest.mark.parametrize("columns", [64, 96])
-def test_sums_with_a_bias_for_each_row_are_compared_exactly(columns, groups):
-    """The rows are of all kinds of sums that are equal if they are rounded to float32."""
-    of_kinds = [sums(5, columns, kind) for kind in SUMS]
-    each = [
-        (scores, np.broadcast_to(bias, scores.shape), logits) for scores, bias, logits in of_kinds
-    ]
-    scores, bias, logits = (np.concatenate(parts) for parts in zip(*each, strict=True))
-    assert_compares_exactly(scores, bias, logits, groups)
-
-
-@simulated
-@pytest.mark.parametrize("shift", [0, 18])
-def test_sums_of_sigmoids_are_made_of_the_logits(shift):
-    """The kernel must choose columns by the exact order of the sums sigmoid(logit) + bias.
-
-    With a `shift` of 18, the sigmoids round to 1 in float32, so the logits must give the order.
-    """
-    logits = rows(5, 64, "random") + np.float32(shift)
-    bias = rows(5, 64, "random", 1) * np.float32(1e-9 if shift else 0.1)
-    chosen = choose(9, scores="sigmoid", bias=bias, logits=logits)
-    exact = bias.astype(np.float64) - 1 / (1 + np.exp(logits.astype(np.float64)))
-    want = np.argsort(-exact, axis=1, kind="stable")[:, :9]
-    np.testing.assert_array_equal(chosen.columns, want)
-
-
-@simulated
-def test_columns_that_are_not_kept_count_as_infinitely_low():
-    logits, bias = rows(5, 40, "ties"), rows(1, 40, "ties", 1)
-    kept = (rows(5, 40, "random", 2) > 0).astype(np.int32)
-    chosen = choose(9, bias=bias, logits=logits, kept=kept)
-    want = np.argsort(-np.where(kept, logits + bias, -np.inf), axis=1, kind="stable")
-    ordered = np.lexsort((-total_order(logits), -np.where(kept, logits + bias, -np.inf)))[:, :9]
-    assert np.any(want[:, :9] != ordered)
-    np.testing.assert_array_equal(chosen.columns, ordered)
-
-
-@simulated
+@needs_kernels
 @pytest.mark.parametrize("kind", quick(["random", "ties"], "ties"))
 @pytest.mark.parametrize(
     ("columns", "groups"),
@@ -165,49 +118,9 @@ def test_columns_that_are_not_kept_count_as_infinitely_low():
     ),
 )
 def test_choices_are_of_the_best_groups(columns, groups, kind):
-    values, scores = rows(5, columns, kind), rows(5, columns, kind, 1)
-    args = groups.number, groups.kept, groups.best
-    if groups.best == 1:
-        chosen = choose(2, groups=groups, logits=values)
-        want = within_best_groups(values, values, *args)
-    else:
-        chosen = choose(2, groups=groups, scores="softmax", logits=values, rounded=scores)
-        want = within_best_groups(values, scores, *args, of_ties="softmax")
-    np.testing.assert_array_equal(chosen.columns, descending(want)[:, :2])
-
-
-@simulated
-@pytest.mark.parametrize("scores", quick(list(order.OF_TWO), "sigmoid"))
-def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
-    """The kernel must keep the group whose two best scores have the largest exact sum.
-
-    The groups' sums may be equal in float32: with a `shift` of the logits, sigmoids are near 1,
-    near 0, or below float32's range.
-    """
-    for shift in (0, 18, -18, -120):
-        logits = rows(5, 64, "random") + np.float32(shift)
-        two = np.sort(logits.astype(np.float64).reshape(5, 8, 8))[..., -2:]
-        log_score, other = {
-            "logit": (two, None),
-            "softmax": (two, None),
-            "sqrt_softplus": (two / 2, None),
-            "sigmoid": (-np.logaddexp(0, -two), -np.logaddexp(0, two)),
-        }[scores]
-        of_group = np.logaddexp(*np.moveaxis(log_score, -1, 0))
-        if scores == "logit":
-            of_group = two.sum(axis=-1)
-        elif other is not None and shift > 0:
-            of_group = -np.logaddexp(*np.moveaxis(other, -1, 0))
-        best = np.argsort(-of_group, axis=-1)[:, 0]
-        chosen = choose(
-            2,
-            groups=Groups(8, 1, 2),
-            scores=scores,
-            logits=logits,
-            rounded=np.zeros_like(logits),
-            bias=np.full((1, 64), 12, np.float32),
-        )
-        np.testing.assert_array_equal(np.asarray(chosen.columns) // 8, best[:, None] + [[0, 0]])
+    values = rows(5, columns, kind)
+    chosen = choose(2, groups=groups, logits=values)
+    np.testing.assert_array_equal(chosen.columns, choices(values, 2, groups))
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,0 +1,500 @@
+"""Loads all weights of a published model at once, and writes a model as a published directory.
+
+MoE blocks become `jax_ep.MoEParams`. All other weights keep their published names and shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_ep import checks
+from jax_ep.checkpoints import safetensors
+from jax_ep.checkpoints.api import (
+    Counter,
+    PathLike,
+    Progress,
+    Quantized,
+    ambient_mesh,
+    check_arguments,
+    devices_of_parts,
+    load_shards,
+    plan_load,
+    print_progress,
+)
+from jax_ep.checkpoints.architectures import Tensor
+from jax_ep.checkpoints.block import Block, layer_of, moe_layers, new_block
+from jax_ep.checkpoints.config import CONFIG, quantization_of, read_config
+from jax_ep.checkpoints.encodings import PACKED, Encoding, is_beside, open_tensor
+from jax_ep.checkpoints.safetensors import INDEX, ONE_FILE, Directory
+from jax_ep.formats import QuantizedArray
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams
+
+# Returns the sharding of a weight from its published name and its shape.
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+
+# So many arrays are read at a time, and experts of so many bytes are held at a time to be written.
+_READERS, _WRITTEN_AT_ONCE = 4, 2**26
+
+
+class PublishedModel(NamedTuple):
+    """All weights of a published model.
+
+    Attributes:
+        config: the contents of config.json.
+        moe_configs: the configuration of each MoE block, by the number of its layer.
+        moe: the parameters of each MoE block, by the number of its layer.
+        weights: all weights that are in no MoE block, by their published names, in their published
+            shapes, such as [out, in] for a projection.
+    """
+
+    config: dict[str, Any]
+    moe_configs: dict[int, MoEConfig]
+    moe: dict[int, MoEParams]
+    weights: dict[str, jax.Array]
+
+
+def load_model(
+    directory: PathLike,
+    *,
+    layers: Iterable[int] | None = None,
+    mesh: Mesh | None = None,
+    param_dtype: Any = None,
+    quantized: Quantized = None,
+    sharding: ShardingOf | None = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> PublishedModel:
+    """Loads all weights of a published model: every MoE block, and all other weights by name.
+
+    Several threads read at a time. A process reads only the shards of its own devices, and holds at
+    most four shards besides the results.
+
+    To train the model, give `param_dtype=jnp.float32`: the stored dtype is bfloat16 in most
+    published models, in which updates smaller than 1/512 of a value are lost.
+
+    Args:
+        directory, mesh, quantized, progress, fields: as in `jax_ep.checkpoints.load_moe_params`,
+            for all MoE blocks.
+        layers: the numbers of the layers to load. None: all layers. Weights that belong to no layer
+            are loaded in any case.
+        param_dtype: the dtype of all parameters, as in `jax_ep.checkpoints.load_moe_params`.
+            Weights that are stored as integers stay so. Float8 weights outside of MoE blocks are
+            dequantized.
+        sharding: a function (name, shape) -> `jax.sharding.Sharding` for weights outside of MoE
+            blocks. None: they are replicated on the mesh.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.
+    """
+    check_arguments(mesh, param_dtype, quantized)
+    files = Directory(directory)
+    wanted = None if layers is None else set(layers)
+    numbers = [n for n in moe_layers(files) if wanted is None or n in wanted]
+    blocks = {n: plan_load(files, n, mesh, param_dtype, quantized, fields) for n in numbers}
+    # Equal blocks need one check.
+    shapes = {n: tuple(map(b.block.shape, b.shardings)) for n, b in blocks.items()}
+    for block in {(b.config, shapes[n]): b for n, b in blocks.items()}.values():
+        block.check_call()
+    config = read_config(files.path)
+    quantization = quantization_of(config, files.path)
+    of_mesh = ambient_mesh() if mesh is None else mesh
+    everywhere: Sharding = SingleDeviceSharding(jax.devices()[0])
+    if of_mesh is not None:
+        everywhere = NamedSharding(of_mesh, PartitionSpec())
+    in_blocks = {name for b in blocks.values() for name in b.block.in_its_modules()}
+    others: dict[str, _PlannedWeight] = {}
+    for name in files.files:
+        base = name.removesuffix(PACKED)
+        of_layer = layer_of(name)
+        is_wanted = wanted is None or of_layer is None or of_layer in wanted
+        # Scales beside a tensor are read with the tensor.
+        if name in in_blocks or not is_wanted or (base == name and is_beside(files, name)):
+            continue
+        stored = open_tensor(files, base, quantization)
+        split = everywhere if sharding is None else sharding(base, stored.shape)
+        is_float = jnp.issubdtype(stored.dtype, jnp.floating)
+        dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
+        others[base] = _PlannedWeight(stored, split, dtype)
+    total = sum(b.num_bytes() for b in blocks.values())
+    total += sum(planned.num_bytes() for planned in others.values())
+    counter = Counter(total, progress or print_progress)
+    with ThreadPoolExecutor(_READERS) as pool:
+        weights = {name: pool.submit(planned.load, counter) for name, planned in others.items()}
+        params = {
+            n: {name: pool.submit(b.load, name, counter) for name in b.shardings}
+            for n, b in blocks.items()
+        }
+        moe = {
+            n: MoEParams.of(**{name: future.result() for name, future in of_block.items()})
+            for n, of_block in params.items()
+        }
+        loaded = {name: future.result() for name, future in weights.items()}
+    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, loaded)
+
+
+class _PlannedWeight(NamedTuple):
+    """How a weight outside of MoE blocks is to be loaded."""
+
+    stored: Encoding
+    sharding: Sharding
+    dtype: np.dtype
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of all shards that this process loads."""
+        shape = self.stored.shape
+        parts = len(devices_of_parts(self.sharding, shape))
+        return math.prod(self.sharding.shard_shape(shape)) * self.dtype.itemsize * parts
+
+    def load(self, counter: Counter) -> Any:
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            values = self.stored.read(index).astype(self.dtype, copy=False)
+            counter(values.nbytes)
+            return values
+
+        return load_shards(read, self.stored.shape, self.sharding, self.dtype)
+
+
+def save_model(
+    directory: PathLike,
+    config: Mapping[str, Any],
+    moe: Mapping[int, MoEParams] | Sequence[MoEParams],
+    weights: Mapping[str, jax.Array],
+    *,
+    dtype: Any = None,
+    max_file_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a model as a published directory: config.json, safetensors files and their index.
+
+    In several processes, all of them call this function with the same arguments, and see the
+    directory. A process writes the tensors that its devices hold, such as its own experts, to files
+    of its own. A tensor of which no process holds all parts is gathered first. The index and
+    config.json are written last, so an interrupted call leaves no directory that can be loaded.
+
+    Args:
+        directory: the directory, which is created if there is none.
+        config: the contents of config.json, with a known `model_type` and no
+            `quantization_config`.
+        moe: the parameters of each MoE block, by the number of its layer, or in the order of the
+            layers. Parameters with a matrix for each slot: see `jax_ep.placement.to_experts`.
+        weights: all other weights, by their published names.
+        dtype: the dtype that floating-point weights are written in, except selection biases. None:
+            their own; quantized matrices are dequantized.
+        max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
+        overwrite: whether the model may take the place of one that is in the directory.
+        progress: called as progress(bytes written, bytes to write); both count this process only.
+            None draws a progress bar on standard error if standard error is a terminal.
+
+    Raises:
+        ValueError: the directory holds a model, and `overwrite` is False; the architecture is
+            unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
+            that of the published block.
+    """
+    path = Path(directory)
+    if not overwrite and any((path / name).exists() for name in (INDEX, ONE_FILE)):
+        raise ValueError(f"{path} must hold no model, but does; overwrite=True replaces it.")
+    if config.get("quantization_config"):
+        raise ValueError(
+            "config must have no quantization_config, since weights are written as numbers, but "
+            f"has {config['quantization_config']!r}."
+        )
+    if dtype is not None:
+        dtype = checks.as_dtype_of_arrays("dtype", dtype)
+    layers = dict(moe) if isinstance(moe, Mapping) else dict(enumerate(moe))
+    arrays = list(_arrays(path, config, layers, weights, dtype))
+    entries = [entry for array in arrays for entry in array.entries()]
+    files = _in_files(entries, max_file_bytes)
+    own_files = {
+        name: {entry.name: (entry.dtype, entry.shape) for entry in of_file}
+        for name, of_file in files.items()
+        if of_file[0].owner == jax.process_index()
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    scratch = path / f".writing-{jax.process_index()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    _together("jax_ep.save_model: begins")
+    for file, tensors in own_files.items():
+        safetensors.create(scratch / file, tensors)
+    index = {name: file for file, tensors in own_files.items() for name in tensors}
+    safetensors.write_index(scratch, {"weight_map": index})
+    into = Directory(scratch, writable=True)
+    total = sum(e.num_bytes for e in entries if e.owner == jax.process_index())
+    counter = Counter(total, progress or print_progress)
+    for array in arrays:
+        array.write(into, counter)
+    # Unmaps the files before they are moved.
+    del into
+    _together("jax_ep.save_model: has written")
+    for file in own_files:
+        os.replace(scratch / file, path / file)
+    shutil.rmtree(scratch)
+    _together("jax_ep.save_model: has moved")
+    if jax.process_index() == 0:
+        _publish(path, config, files)
+    _together("jax_ep.save_model: ends")
+
+
+class _Entry(NamedTuple):
+    """A tensor to write, and the process that writes it."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    owner: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Arrays that are stored together: a weight, or the parameters of one tensor of a block.
+
+    Attributes:
+        arrays: the arrays by name, each of which may be a `QuantizedArray`.
+        dtype: the dtype in which they are written.
+        block, tensor: the block and its tensor; None for a weight outside of blocks.
+    """
+
+    arrays: dict[str, Any]
+    dtype: np.dtype
+    block: Block | None = None
+    tensor: Tensor | None = None
+
+    def entries(self) -> list[_Entry]:
+        """Lists the tensors in which the arrays are stored: one, or one for each expert."""
+        owners, _ = self._owners()
+        if self.block is None or self.tensor is None:
+            ((name, array),) = self.arrays.items()
+            return [_Entry(name, self.dtype, array.shape, owners[0])]
+        names = self.block.names_of(self.tensor)
+        shape = self.block.stored_shape(self.tensor)
+        return [
+            _Entry(name, self.dtype, shape, owners[i if len(names) > 1 else 0])
+            for i, name in enumerate(names)
+        ]
+
+    def write(self, into: Directory, counter: Counter) -> None:
+        """Writes what this process owns; gathers what no process has, so all must call it."""
+        owners, gathered = self._owners()
+        arrays = jax.tree.map(_gather, self.arrays, gathered)
+        this_process = jax.process_index()
+        if self.block is None or self.tensor is None:
+            if owners[0] == this_process:
+                ((name, array),) = arrays.items()
+                values = np.asarray(_on_host(array, rows=None), self.dtype)
+                into.write(name, (slice(None),) * values.ndim, values)
+                counter(values.nbytes)
+            return
+        block = dataclasses.replace(self.block, directory=into)
+        if not block.is_by_expert(self.tensor):
+            if owners[0] == this_process:
+                self._write(block, arrays, experts=None, counter=counter)
+            return
+        num_experts = block.sizes["E"]
+        owners = owners if self._is_split else owners * num_experts
+        expert_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays)) // num_experts
+        most = max(1, _WRITTEN_AT_ONCE // max(1, expert_bytes))
+        for first, last in _runs(owners, this_process, most):
+            self._write(block, arrays, range(first, last), counter)
+
+    def _write(
+        self, block: Block, arrays: dict[str, Any], experts: range | None, counter: Counter
+    ) -> None:
+        """Writes the `experts` of a block's tensor, or the whole tensor if they are None."""
+        assert self.tensor is not None
+        parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
+        block.write_tensor(self.tensor, parts, experts)
+        counter(sum(part.nbytes for part in parts.values()))
+
+    def _as_numbers(self, part: Any) -> np.ndarray:
+        if isinstance(part, QuantizedArray):
+            part = np.asarray(part.dequantize(np.float32))
+        return part.astype(self.dtype, copy=False)
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether experts are stored one by one, so that several processes may write them."""
+        return self.tensor is not None and "{e}" in self.tensor.name
+
+    def _owners(self) -> tuple[list[int], dict[str, Any]]:
+        """Returns who writes the tensor, or each expert's, and the shardings to gather it to.
+
+        The arrays are gathered as far as it takes for one process to hold all parts of a tensor.
+        """
+        shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
+        # Tries the arrays as they are, then split along the first axis only, then replicated.
+        for kept in (None, 1, 0):
+            if kept is not None:
+                shardings = jax.tree.map(lambda s, kept=kept: _gathered(s, kept), shardings)
+            leaves = zip(jax.tree.leaves(self.arrays), jax.tree.leaves(shardings), strict=True)
+            first, *others = [_owners(s, a.shape, self._is_split) for a, s in leaves]
+            if None not in first and all(other == first for other in others):
+                return [owner for owner in first if owner is not None], shardings
+        raise AssertionError("a replicated array is whole in each process")
+
+
+def _arrays(
+    path: Path,
+    config: Mapping[str, Any],
+    moe: dict[int, MoEParams],
+    weights: Mapping[str, jax.Array],
+    dtype: np.dtype | None,
+) -> Iterator[_Stored]:
+    """Lists what is to be written; checks names and shapes of the blocks' parameters."""
+
+    def dtype_of(array: Any, name: str = "") -> np.dtype:
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return np.dtype(array.dtype if dtype is None or not is_float or name == "bias" else dtype)
+
+    for name, weight in weights.items():
+        yield _Stored({name: weight}, dtype_of(weight))
+    for layer, params in moe.items():
+        block = new_block(config, layer, path)
+        given = {name: value for name, value in params._asdict().items() if value is not None}
+        wanted = {name: block.shape(name) for name in block.params()}
+        shapes = {name: value.shape for name, value in given.items()}
+        if shapes != wanted:
+            raise ValueError(
+                f"moe[{layer}] must have the shapes that config says, {wanted}, but has {shapes}."
+            )
+        for tensor in block.tensors:
+            first = tensor.params[0]
+            arrays = {name: given[name] for name in tensor.params}
+            yield _Stored(arrays, dtype_of(given[first], first), block, tensor)
+
+
+def _in_files(entries: list[_Entry], max_bytes: int) -> dict[str, list[_Entry]]:
+    """Divides the tensors among files of one owner each; returns the files' tensors by name."""
+    groups: list[list[_Entry]] = []
+    for owner in sorted({entry.owner for entry in entries}):
+        size = math.inf
+        for entry in (entry for entry in entries if entry.owner == owner):
+            if size + entry.num_bytes > max_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(entry)
+            size += entry.num_bytes
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)
+    }
+
+
+def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry]]) -> None:
+    """Writes the index and config.json, and removes files of a model that was there before."""
+    old = {ONE_FILE}
+    if (path / INDEX).exists():
+        old |= set(Directory(path).files.values())
+    total = sum(entry.num_bytes for group in files.values() for entry in group)
+    weight_map = {entry.name: file for file, group in files.items() for entry in group}
+    scratch = path / ".writing-index"
+    scratch.mkdir(exist_ok=True)
+    (scratch / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+    safetensors.write_index(
+        scratch, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    )
+    for name in (CONFIG, INDEX):
+        os.replace(scratch / name, path / name)
+    scratch.rmdir()
+    for file in old - set(files):
+        (path / file).unlink(missing_ok=True)
+
+
+def _gathered(sharding: Sharding, kept: int) -> Sharding:
+    """Returns the sharding with only the first `kept` axes split."""
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            "arrays of several processes must have a jax.sharding.NamedSharding to be saved, but "
+            f"one has {sharding}."
+        )
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:kept]))
+
+
+def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.jit(lambda x: x, out_shardings=sharding)(array)
+
+
+def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
+    """Returns the first process that holds an array whole, or with `by_row` each part of axis 0.
+
+    The result has one entry, or with `by_row` one for each index of axis 0; None: no process does.
+    """
+    held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    parts: Any = sharding.devices_indices_map(shape)
+    for device, index in parts.items():
+        box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
+        # Without `by_row`, the whole array is the only row.
+        held.setdefault(device.process_index, set()).add(box if by_row else ((0, 1), *box))
+    if not by_row:
+        shape = (1, *shape)
+    owners: list[int | None] = [None] * shape[0]
+    # The last process to be entered is the first that holds a row.
+    for process in sorted(held, reverse=True):
+        covered = np.zeros(shape[0], np.int64)
+        for (first, last), *others in held[process]:
+            covered[first:last] += math.prod(b - a for a, b in others)
+        for row in np.flatnonzero(covered == math.prod(shape[1:])):
+            owners[row] = process
+    return owners
+
+
+def _runs(owners: list[int], process: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges (first, end) of indices at which `owners` is `process`, of at most `most`."""
+    first = 0
+    while first < len(owners):
+        end = first
+        while end < len(owners) and owners[end] == process and end - first < most:
+            end += 1
+        if end > first:
+            yield first, end
+        first = max(end, first + 1)
+
+
+def _on_host(array: Any, rows: range | None) -> Any:
+    """Copies rows of an array that this process holds to the host; None: the whole array."""
+    if isinstance(array, QuantizedArray):
+        return jax.tree.map(lambda part: _on_host(part, rows), array)
+    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
+    out = np.empty(shape, array.dtype)
+    # Takes one of the shards that are copies of each other.
+    for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
+        data, into = shard.data, tuple(shard.index)
+        if rows is not None:
+            start, stop, _ = into[0].indices(array.shape[0])
+            first, last = max(start, rows.start), min(stop, rows.stop)
+            if first >= last:
+                continue
+            # The slice is an array of its own, since JAX keeps a copy of what it has copied. It is
+            # computed on a mesh of its device, because the ambient mesh may have more.
+            with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):
+                data = lax.dynamic_slice_in_dim(data, first - start, last - first)
+            into = (slice(first - rows.start, last - rows.start), *into[1:])
+        out[into] = np.asarray(data)
+    return out
+
+
+def _together(step: str) -> None:
+    """Waits until all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(step)

@@ -1,0 +1,150 @@
+"""Implements the backend "blocks" by batched matmuls of XLA, for GPUs without kernels for them.
+
+Each group's rows are cut into blocks of `height` rows. A product first runs rounds: round r
+multiplies the r-th block of every group, in one batched matmul with the matrices where they lie.
+Rounds end when few groups have a block left. The other blocks are then multiplied several at a
+time, with copies of their matrices. The trip counts of these loops depend on the group sizes, so
+rows past the last group cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.dtypes import wide_dtype
+from jax_ep.matmul.backend import Backend
+from jax_ep.runtime.jax_compat import match_varying
+
+# The most memory that one step of a loop may take, in bytes.
+_MOST_BYTES = 512 << 20
+# The most blocks that are multiplied at once by copies of their matrices.
+_MOST_COPIES = 16
+# Reading a matrix, writing the copy and reading it takes three times as long as reading it.
+_COST_OF_COPY = 3
+# The height of blocks if the number of rows is symbolic.
+_USUAL_HEIGHT = 256
+
+
+def product_in_blocks(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+) -> jax.Array:
+    num_rows, num_groups, wide = lhs.shape[0], rhs.shape[0], wide_dtype(lhs.dtype)
+    depth, width = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
+    row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize
+    height = _height(num_rows, num_groups, max(8, _MOST_BYTES // (num_groups * row_bytes)))
+    block_bytes = depth * width * rhs.dtype.itemsize + height * row_bytes
+    copies = max(1, min(_MOST_COPIES, num_groups, _MOST_BYTES // block_bytes))
+    dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
+
+    def multiply(out, matrices, first, end):
+        """Multiplies the blocks that begin at rows `first` and stores their rows before `end`."""
+        rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+        products = lax.dot_general(
+            lhs.at[rows].get(mode="clip"), matrices, dims, preferred_element_type=wide
+        )
+        # Each row that is not stored gets its own index past the last row.
+        unused = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape) + num_rows
+        target = jnp.where(rows < end[:, None], rows, unused)
+        return out.at[target].set(products.astype(out.dtype), mode="drop", unique_indices=True)
+
+    zeros = jnp.zeros((num_rows, width), lhs.dtype)
+    starts, ends = row_bounds(group_sizes, num_rows)
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs), axis_name=())
+    num_blocks = _num_blocks(starts, ends, height)
+    # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
+    # groups have a block left, so that copying their matrices costs less.
+    num_rounds = jnp.sort(num_blocks)[num_groups - -(-num_groups // _COST_OF_COPY)]
+    num_left = jnp.maximum(num_blocks - num_rounds, 0)
+    left_ends = jnp.cumsum(num_left, dtype=jnp.int32)
+
+    def one_round(i, out):
+        return multiply(out, rhs, starts + i * height, ends)
+
+    def some_blocks(i, out):
+        # The numbers, among all blocks left, of the blocks to multiply; then their groups.
+        number = i * copies + jnp.arange(copies, dtype=jnp.int32)
+        group = jnp.sum(number[:, None] >= left_ends[None], axis=1, dtype=jnp.int32)
+        exists = group < num_groups
+        group = jnp.where(exists, group, 0)
+        block = num_rounds + number - (left_ends - num_left)[group]
+        end = jnp.where(exists, ends[group], 0)
+        return multiply(out, rhs.at[group].get(mode="clip"), starts[group] + block * height, end)
+
+    out = lax.fori_loop(0, num_rounds, one_round, zeros)
+    return lax.fori_loop(0, -(-left_ends[-1] // copies), some_blocks, out)
+
+
+def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    num_rows, num_groups, wide = lhs.shape[0], group_sizes.shape[0], wide_dtype(lhs.dtype)
+    depth, width = lhs.shape[1], grad.shape[1]
+    sum_bytes = depth * width * jnp.dtype(wide).itemsize
+    row_bytes = (depth + width) * lhs.dtype.itemsize
+    height = _height(num_rows, num_groups, max(8, sum_bytes // row_bytes))
+    # XLA may keep the sums of earlier rounds and those of the current one apart.
+    count = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
+    steps = -(-num_groups // count)
+    count = -(-num_groups // steps)
+    dims = ((1,), (1,)), ((0,), (0,))
+
+    zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)
+    starts, ends = row_bounds(group_sizes, num_rows)
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs), axis_name=())
+    num_blocks = _num_blocks(starts, ends, height)
+
+    def some_groups(step, out):
+        # The last step may compute groups again that the step before it has computed.
+        group = jnp.minimum(step * count, num_groups - count)
+        first, end, num_rounds = (
+            lax.dynamic_slice_in_dim(each, group, count) for each in (starts, ends, num_blocks)
+        )
+
+        def one_round(i):
+            rows = first[:, None] + i * height + jnp.arange(height, dtype=jnp.int32)[None]
+            live = (rows < end[:, None])[..., None]
+            left, right = (jnp.where(live, x.at[rows].get(mode="clip"), 0) for x in (lhs, grad))
+            return lax.dot_general(left, right, dims, preferred_element_type=wide)
+
+        def add(i, total):
+            return total + one_round(i)
+
+        total = lax.fori_loop(1, jnp.max(num_rounds), add, one_round(0))
+        return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), group, 0)
+
+    return lax.fori_loop(0, steps, some_groups, zeros)
+
+
+def row_bounds(group_sizes: jax.Array, num_rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns each group's first row, and the row after its last, both at most `num_rows`."""
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), num_rows)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
+    """Returns the number of blocks of each group, [L] int32."""
+    return (ends - starts + (height - 1)) // height
+
+
+def _height(num_rows: Any, num_groups: int, most: int) -> int:
+    """Returns the rows of a block, about `most` at most."""
+    if checks.is_symbolic(num_rows):
+        return min(_USUAL_HEIGHT, most)
+    # With groups of random sizes, the fewest equal blocks hold the rows of almost every group.
+    mean = -(-num_rows // num_groups)
+    usual = mean + 4 * math.sqrt(mean)
+    height = math.ceil(usual / math.ceil(usual / most))
+    multiple = 8 if height <= 16 else 16 if height <= 128 else 64
+    return -(-height // multiple) * multiple
+
+
+BACKEND = Backend(
+    name="blocks",
+    is_default=lambda problem: problem.platform == "cuda",
+    product=product_in_blocks,
+    drhs=drhs,
+)

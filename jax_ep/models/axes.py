@@ -1,0 +1,135 @@
+"""The mesh axes of a decoder, and the axes over which each of its parameters is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from jax_ep.models.config import DecoderConfig
+from jax_ep.moe.params import LOGICAL_AXES
+
+EXPERT_AXIS, TENSOR_AXIS, FSDP_AXIS = "expert", "tensor", "fsdp"
+_SPLIT = {"exp": (EXPERT_AXIS,), "mlp": (TENSOR_AXIS,)}
+
+
+def decoder_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of Auto axes for a decoder; `sizes` maps names of axes to numbers of ranks.
+
+    The axes "fsdp" and "tensor" are left out if they have one rank: with an axis "fsdp", the layers
+    would gather their parameters, even those that are whole.
+    """
+    names = [n for n, size in sizes.items() if size > 1 or n not in (FSDP_AXIS, TENSOR_AXIS)]
+    shape = [sizes[name] for name in names]
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices)
+
+
+def mesh_of(
+    config: DecoderConfig,
+    devices: Sequence[jax.Device],
+    *,
+    expert_parallel: int | None = None,
+    fsdp: int = 1,
+    tensor_parallel: int = 1,
+) -> Mesh:
+    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
+
+    `data` has the ranks that remain. By default `expert` has as many ranks as can be: the greatest
+    number that divides both the number of experts and the number of ranks left.
+
+    Raises:
+        ValueError: a number of ranks does not divide what it splits; the message names it.
+    """
+    left = len(devices) // tensor_parallel
+    # (an argument, its value, the sizes that it must divide)
+    for name, ranks, sizes in (
+        (
+            "tensor_parallel",
+            tensor_parallel,
+            {
+                "devices": len(devices),
+                "key-value heads": config.num_key_value_heads,
+                "columns of an expert": config.mlp_dim,
+                "tokens of the vocabulary": config.vocab,
+            },
+        ),
+        (
+            "fsdp",
+            fsdp,
+            {"ranks that tensor_parallel leaves": left, "columns of a matrix": config.hidden},
+        ),
+        (
+            "expert_parallel",
+            expert_parallel or 1,
+            {
+                "ranks that tensor_parallel and fsdp leave": left // fsdp,
+                "experts": config.num_experts,
+            },
+        ),
+    ):
+        for what, size in sizes.items():
+            if size % ranks:
+                raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
+    experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
+    sizes = {"data": left // fsdp // experts, FSDP_AXIS: fsdp}
+    return decoder_mesh(devices, sizes | {EXPERT_AXIS: experts, TENSOR_AXIS: tensor_parallel})
+
+
+def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """Returns the option `fsdp_axes` of the MoE layers for a mesh.
+
+    Over the mesh axis "fsdp", it splits the experts if their number is a multiple of the ranks
+    along "expert" and "fsdp", because shards of whole experts are gathered without transposing
+    them. Otherwise, and for parameters without experts, it splits H. Without "fsdp", it is {}.
+    """
+    if FSDP_AXIS not in mesh.axis_names:
+        return {}
+    ranks = mesh.shape.get(EXPERT_AXIS, 1) * mesh.shape[FSDP_AXIS]
+    return ({} if num_experts % ranks else {"exp": FSDP_AXIS}) | {"embed": FSDP_AXIS}
+
+
+def on_mesh(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> DecoderConfig:
+    """Returns the configuration with the mesh axes over which the MoE blocks are split."""
+    tensor = TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None
+    return config.replace(tensor_axis=tensor, fsdp_axes=fsdp_axes(config.num_experts, mesh))
+
+
+def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns how a parameter of the MoE blocks is split; `config` is from `on_mesh`."""
+    logical = LOGICAL_AXES[name]
+    further = config.moe.further_axes_of(logical)
+    # The mesh axes of each dimension; `of` is the logical axis of the dimension, or None.
+    axes = ((*_SPLIT.get(of or "", ()), *more) for of, more in zip(logical, further, strict=True))
+    return _spec([[a for a in of_dim if a in mesh.axis_names] for of_dim in axes])
+
+
+def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns how a weight outside of MoE blocks, with its published name, is split.
+
+    Heads and the vocabulary are split over "tensor". Every matrix is also split over "fsdp", along
+    its first dimension that allows it: parts of an early dimension need few transposed copies.
+    """
+    axes: list[list[str]] = [[] for _ in shape]
+    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if TENSOR_AXIS in mesh.axis_names:
+        if module in ("q_proj", "k_proj", "v_proj", "sinks", "embed_tokens", "lm_head"):
+            axes[0].append(TENSOR_AXIS)
+        elif module == "o_proj" and len(shape) > 1:
+            axes[1].append(TENSOR_AXIS)
+    if FSDP_AXIS in mesh.axis_names and len(shape) > 1:
+        for dim, size in enumerate(shape):
+            if size % math.prod(mesh.shape[name] for name in (*axes[dim], FSDP_AXIS)) == 0:
+                axes[dim].append(FSDP_AXIS)
+                break
+    return _spec(axes)
+
+
+def _spec(axes: Sequence[Sequence[str]]) -> PartitionSpec:
+    """Makes the PartitionSpec of an array, given the mesh axes of each of its dimensions."""
+    entries: list[Any] = [
+        of_dim[0] if len(of_dim) == 1 else tuple(of_dim) or None for of_dim in axes
+    ]
+    return PartitionSpec(*entries)

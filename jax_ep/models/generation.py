@@ -1,0 +1,361 @@
+"""Decodes with a `jax_ep.models` decoder: prompts of any lengths, and a compiled loop over tokens.
+
+`prefill` reads prompts of different lengths, in chunks, padded on either side. `decode` continues
+the prompts in one compiled loop on the devices, and `step` is one iteration of that loop.
+`generate` makes these calls. All of them run on the ambient mesh (`jax.set_mesh`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.models.config import DecoderConfig
+from jax_ep.models.decoder import (
+    EMBED,
+    HEAD,
+    NORM,
+    QKV,
+    Params,
+    Weights,
+    cos_and_sin,
+    decoder_layer,
+    masked_attention,
+    rms_norm,
+)
+from jax_ep.moe.params import MoEParams
+from jax_ep.placement.table import Placement
+
+# Stands in for the token after a sequence's end, and for the position of a token that is padding.
+PADDING = -1
+
+
+class Model(NamedTuple):
+    """The parameters of a decoder, as decoding reads them.
+
+    Attributes:
+        shared: the weights that belong to no layer, by their published names.
+        layers: the weights of each layer, without "model.layers.<i>." in their names. The
+            projections of queries, keys and values are joined into one matrix, `QKV`.
+        moe: the parameters of each layer's MoE block.
+        placement: which expert each expert slot holds; None if the blocks have no slots.
+    """
+
+    shared: Weights
+    layers: list[Weights]
+    moe: list[MoEParams]
+    placement: Placement | None = None
+
+    @classmethod
+    def of(cls, params: Params, config: DecoderConfig, num_ranks: int) -> Model:
+        """Makes the model from parameters, whose experts are spread over `num_ranks` ranks."""
+        shared = {n: w for n, w in params.weights.items() if ".layers." not in n}
+        layers = [_one_qkv(params.of_layer(i)) for i in range(config.num_layers)]
+        placement = None
+        if config.moe.num_slots is not None:
+            sizes = {"num_experts": config.num_experts, "num_slots": config.moe.num_slots}
+            placement = Placement.in_order(**sizes, num_ranks=num_ranks)[0]
+        return cls(shared, layers, params.moe, placement)
+
+
+def _one_qkv(weights: Weights) -> Weights:
+    """Joins the projections of queries, keys and values, so that one matmul computes all three."""
+    weights = dict(weights)
+    for kind in ("weight", "bias"):
+        names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        if names[0] in weights:
+            weights[f"{QKV}.{kind}"] = jnp.concatenate([weights.pop(name) for name in names])
+    return weights
+
+
+class Cache(NamedTuple):
+    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards.
+
+    Attributes:
+        keys, values: one array per layer, [B, M, key-value heads, head size].
+        positions: [B, M] int32, the position in its sequence of the token in each slot; PADDING
+            where the slot holds none.
+        lengths: [B] int32, the number of tokens read of each sequence.
+        filled: [] int32, the number of filled slots, the same for all sequences.
+    """
+
+    keys: list[jax.Array]
+    values: list[jax.Array]
+    positions: jax.Array
+    lengths: jax.Array
+    filled: jax.Array
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen: the most likely at temperature 0, else drawn from the softmax."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+
+GREEDY = Sampling()
+
+
+class State(NamedTuple):
+    """The state of a batch of B sequences during decoding.
+
+    Attributes:
+        tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
+        last: [B] int32, the newest token of each sequence.
+        finished: [B] bool, whether a sequence has produced a stop token.
+        done: [] int32, the number of tokens decoded of each sequence.
+        cache: keys and values of all tokens but the newest.
+    """
+
+    tokens: jax.Array
+    last: jax.Array
+    finished: jax.Array
+    done: jax.Array
+    cache: Cache
+
+
+class Times(NamedTuple):
+    """Seconds of prefill and of decoding, without compilation, and the number of decoding steps."""
+
+    prefill: float
+    decoding: float
+    steps: int
+
+
+def hidden_states(
+    config: DecoderConfig, model: Model, tokens: jax.Array, mask: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache, jax.Array]:
+    """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
+
+    `mask` [B, S] bool is False where a column is padding.
+
+    Returns:
+        The last layer's output [B, S, H], the new cache, and how many tokens chose each expert,
+        [layers, E] int32.
+    """
+    # Columns of padding have the position of the last token before them.
+    positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+    stored = jnp.where(mask, positions, PADDING)
+    in_slots = lax.dynamic_update_slice_in_dim(cache.positions, stored, cache.filled, 1)
+    past = (in_slots[:, None] >= 0) & (in_slots[:, None] <= positions[..., None])
+    x = model.shared[EMBED][tokens]
+    angles = cos_and_sin(config, positions, x.dtype)
+    keys, values, counts = [], [], []
+    for i, (weights, moe) in enumerate(zip(model.layers, model.moe, strict=True)):
+        seen = past & (in_slots[:, None] > positions[..., None] - config.window(i))
+
+        # Attends to the whole cache, and keeps the layer's new caches of keys and values.
+        def attend(q: Any, k: Any, v: Any, sinks: Any, i: int = i, seen: Any = seen) -> Any:
+            keys = lax.dynamic_update_slice_in_dim(cache.keys[i], k, cache.filled, 1)
+            values = lax.dynamic_update_slice_in_dim(cache.values[i], v, cache.filled, 1)
+            return masked_attention(q, keys, values, seen, sinks), (keys, values)
+
+        x, metrics, kept = decoder_layer(
+            config, weights, moe, x, angles, attend, mask=mask, placement=model.placement
+        )
+        keys.append(kept[0])
+        values.append(kept[1])
+        counts.append(metrics.expert_counts)
+    lengths, filled = cache.lengths + jnp.sum(mask, axis=1), cache.filled + tokens.shape[1]
+    cache = Cache(keys, values, in_slots, lengths.astype(jnp.int32), filled)
+    return x, cache, jnp.stack(counts)
+
+
+def logits_of(config: DecoderConfig, model: Model, x: jax.Array) -> jax.Array:
+    """Returns next-token logits [B, V] float32 from the last layer's output x [B, H]."""
+    head = model.shared[EMBED if config.tied else HEAD]
+    x = rms_norm(x, model.shared[NORM], config.epsilon)
+    return jnp.matmul(x, head.T, preferred_element_type=jnp.float32)
+
+
+def empty_cache(config: DecoderConfig, batch: int, room: int, dtype: Any, mesh: Mesh) -> Cache:
+    """Allocates a cache of `room` slots per sequence.
+
+    The batch axis is split over the mesh if the number of devices divides it.
+    """
+    axes = mesh.axis_names if batch % mesh.size == 0 else None
+    rows, everywhere = (NamedSharding(mesh, PartitionSpec(a)) for a in (axes, None))
+    shape = batch, room, config.num_key_value_heads, config.head_dim
+    make = functools.partial(jnp.zeros, shape, dtype, device=rows)
+    keys, values = ([make() for _ in range(config.num_layers)] for _ in range(2))
+    positions = jnp.full((batch, room), PADDING, jnp.int32, device=rows)
+    lengths = jnp.zeros(batch, jnp.int32, device=rows)
+    return Cache(keys, values, positions, lengths, jnp.zeros((), jnp.int32, device=everywhere))
+
+
+def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.ndarray, np.ndarray]:
+    """Pads prompts on a `side` to tokens [B, S] int32; also returns a mask, False at padding."""
+    shape = len(prompts), max(map(len, prompts))
+    tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
+    for i, prompt in enumerate(prompts):
+        columns = slice(shape[1] - len(prompt), None) if side == "left" else slice(len(prompt))
+        tokens[i, columns], mask[i, columns] = prompt, True
+    return tokens, mask
+
+
+def rounded_up(length: int, chunk: int) -> int:
+    """Returns how many cache slots `prefill` fills per sequence: `length` in whole chunks."""
+    return length + -length % min(chunk, length)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "chunk"), donate_argnames="cache")
+def prefill(
+    config: DecoderConfig,
+    model: Model,
+    tokens: jax.Array,
+    mask: jax.Array,
+    cache: Cache,
+    chunk: int,
+) -> tuple[jax.Array, Cache]:
+    """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
+
+    Every prompt must have at least one token.
+
+    Returns:
+        The logits [B, V] float32 of each prompt's next token, and the cache.
+    """
+    batch, length = tokens.shape
+    chunk = min(chunk, length)
+    padding = rounded_up(length, chunk) - length
+
+    def chunks(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, ((0, 0), (padding, 0)))
+        return array.reshape(batch, -1, chunk).swapaxes(0, 1)
+
+    def read(carry: tuple[Cache, jax.Array], part: tuple[jax.Array, jax.Array]) -> Any:
+        # `last` [B, H] is the output for the last token of each prompt that has been read.
+        (cache, last), (tokens, mask) = carry, part
+        x, cache, _ = hidden_states(config, model, tokens, mask, cache)
+        last_column = chunk - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+        x = jnp.take_along_axis(x, last_column[:, None, None], axis=1)[:, 0]
+        return (cache, jnp.where(mask.any(axis=1)[:, None], x, last)), None
+
+    table = model.shared[EMBED]
+    nothing = jnp.zeros((batch, table.shape[1]), table.dtype)
+    (cache, last), _ = lax.scan(read, (cache, nothing), (chunks(tokens), chunks(mask)))
+    return logits_of(config, model, last), cache
+
+
+def choose(config: DecoderConfig, sampling: Sampling, logits: jax.Array, state: State) -> State:
+    """Chooses a next token for each sequence from logits [B, V]; returns the new state.
+
+    A sequence that has ended gets PADDING.
+    """
+    if sampling.temperature:
+        key = jax.random.fold_in(jax.random.key(sampling.seed), state.done)
+        chosen = jax.random.categorical(key, logits / sampling.temperature)
+    else:
+        chosen = jnp.argmax(logits, axis=-1)
+    chosen = chosen.astype(jnp.int32)
+    column = jnp.where(state.finished, PADDING, chosen)[:, None]
+    finished = state.finished
+    if config.stop_tokens:
+        finished |= jnp.isin(chosen, jnp.array(config.stop_tokens, jnp.int32))
+    tokens = lax.dynamic_update_slice_in_dim(state.tokens, column, state.done, 1)
+    return State(tokens, chosen, finished, state.done + 1, state.cache)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "steps"), donate_argnums=3)
+def begin(
+    config: DecoderConfig, sampling: Sampling, logits: jax.Array, cache: Cache, steps: int
+) -> State:
+    """Makes the state for decoding `steps` tokens; chooses the first by the logits of `prefill`."""
+    batch = logits.shape[0]
+    tokens = jnp.full((batch, steps), PADDING, jnp.int32)
+    zeros = jnp.zeros(batch, jnp.int32)
+    state = State(tokens, last=zeros, finished=zeros != 0, done=jnp.int32(0), cache=cache)
+    return choose(config, sampling, logits, state)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
+def step(
+    config: DecoderConfig, sampling: Sampling, model: Model, state: State
+) -> tuple[State, jax.Array, jax.Array]:
+    """Decodes one token of each sequence.
+
+    Returns:
+        The new state, the logits [B, V] float32 from which the tokens were chosen, and how many
+        tokens chose each expert, [layers, E] int32.
+    """
+    # A finished sequence reads padding.
+    last = jnp.where(state.finished, 0, state.last)[:, None]
+    x, cache, chosen = hidden_states(config, model, last, ~state.finished[:, None], state.cache)
+    logits = logits_of(config, model, x[:, 0])
+    state = choose(config, sampling, logits, state._replace(cache=cache))
+    return state, logits, chosen
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
+def decode(config: DecoderConfig, sampling: Sampling, model: Model, state: State) -> State:
+    """Decodes in one compiled loop until every sequence has its stop token or no step is left."""
+    steps = state.tokens.shape[1]
+
+    def goes_on(state: State) -> jax.Array:
+        return (state.done < steps) & ~state.finished.all()
+
+    return lax.while_loop(goes_on, lambda state: step(config, sampling, model, state)[0], state)
+
+
+def generate(
+    config: DecoderConfig,
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    mesh: Mesh,
+    sampling: Sampling = GREEDY,
+    chunk: int = 512,
+    padding: str = "left",
+    loop: str = "device",
+) -> tuple[list[list[int]], State, Times]:
+    """Continues prompts of any lengths by up to `steps` tokens each, stop tokens included.
+
+    Generation runs twice: the first run compiles, the second is timed. `padding` is the side on
+    which short prompts are padded, "left" or "right". With `loop` "device", `decode` runs all
+    steps; with "host", each is a call of `step`.
+
+    Returns:
+        The new tokens of each sequence, the state after the last step, and the times of the second
+        run.
+    """
+    tokens, mask = padded(prompts, padding)
+    batch, length = tokens.shape
+    spec = PartitionSpec(mesh.axis_names if batch % mesh.size == 0 else None)
+    tokens, mask = jax.device_put((tokens, mask), NamedSharding(mesh, spec))
+    dtype = model.shared[EMBED].dtype
+    room = rounded_up(length, chunk) + steps
+
+    def run() -> tuple[State, Times]:
+        cache = empty_cache(config, batch, room, dtype, mesh)
+        start = _seconds(cache)
+        logits, cache = prefill(config, model, tokens, mask, cache, chunk)
+        state = begin(config, sampling, logits, cache, steps)
+        middle = _seconds(state)
+        if loop == "device":
+            state = decode(config, sampling, model, state)
+        else:
+            for _ in range(steps - 1):
+                state, *_ = step(config, sampling, model, state)
+        end = _seconds(state)
+        # The first token was chosen from the logits of `prefill`.
+        return state, Times(middle - start, end - middle, steps=int(state.done) - 1)
+
+    with jax.set_mesh(mesh):
+        run()
+        state, times = run()
+    found = np.asarray(state.tokens).tolist()
+    return [[token for token in row if token != PADDING] for row in found], state, times
+
+
+def _seconds(arrays: Any) -> float:
+    """Waits until the arrays are computed; returns the time of a clock, in seconds."""
+    jax.block_until_ready(arrays)
+    return time.perf_counter()

@@ -1,0 +1,87 @@
+"""Runs a program in one process or in several that share a mesh, on one host or on several.
+
+If one process fails, the others end too, instead of waiting for its data.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import jax
+
+
+def run(
+    main: Callable[[], None],
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    heartbeat_seconds: int = 60,
+    cpu_devices: int | None = None,
+) -> None:
+    """Joins the other processes, and then calls `main`; call it before anything else uses JAX.
+
+    A process that fails ends at once with exit status 1: it prints the traceback, or only the
+    message of a SystemExit. The others end when they wait for its data, or after
+    `heartbeat_seconds` without a sign of life from it.
+
+    Args:
+        main: the program.
+        coordinator: HOST:PORT at which process 0 waits for the others. Under SLURM's `srun` and
+            Open MPI's `mpirun`, None in all processes joins them; otherwise None is one process.
+        num_processes: the number of processes that run the program together.
+        process_id: the number of this process, from 0.
+        heartbeat_seconds: see above.
+        cpu_devices: the number of devices of all processes together on a machine without GPUs,
+            unless XLA_FLAGS or JAX's configuration says it. None: one for each process.
+
+    Raises:
+        SystemExit: only some of `coordinator`, `num_processes` and `process_id` are given, or
+            `process_id` is not below `num_processes`. The message names the flag.
+    """
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < 3:
+        others = [name for name in given if name not in missing]
+        raise SystemExit(f"--{missing[0]} must be given together with --{' and --'.join(others)}")
+    if num_processes is not None and process_id is not None and process_id >= num_processes:
+        raise SystemExit(f"--process_id must be below --num_processes={num_processes}")
+    is_set = jax.config.values["jax_num_cpu_devices"] >= 0
+    if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // (num_processes or 1)))
+    if not missing or _is_started_by_cluster():
+        # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
+        )
+    try:
+        main()
+    except BaseException as error:
+        if jax.process_count() == 1 or (isinstance(error, SystemExit) and not error.code):
+            raise
+        print(
+            f"{error if isinstance(error, SystemExit) else traceback.format_exc()}\n"
+            f"process {jax.process_index()} of {jax.process_count()} failed, see above. A "
+            "connection that was closed means that another process ended first.",
+            file=sys.stderr,
+            flush=True,
+        )
+        # Skips the exit handlers, which wait for the other processes.
+        os._exit(1)
+
+
+def _is_started_by_cluster() -> bool:
+    """Returns whether `srun` or `mpirun` started this process together with others."""
+    if "SLURM_STEP_NODELIST" in os.environ:
+        return int(os.environ.get("SLURM_NTASKS", 1)) > 1
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+
+
+def print_once(text: str) -> None:
+    """Prints `text` in process 0 only."""
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,215 @@
+"""Loads a published directory as a `jax_ep.models` decoder, and writes a decoder as one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.checkpoints import load_model, save_model
+from jax_ep.checkpoints.api import Progress, Quantized
+from jax_ep.checkpoints.config import read_config
+from jax_ep.formats import Format, Transposed, quantize
+from jax_ep.models.axes import TENSOR_AXIS, fsdp_axes, on_mesh, spec_of_moe, spec_of_weight
+from jax_ep.models.config import PUBLISHED, SIZES, DecoderConfig
+from jax_ep.models.decoder import Params, init_moe, init_weights, layer_shapes, shared_shapes
+from jax_ep.models.generation import Model
+from jax_ep.placement.weights import ROUTED_WEIGHTS
+
+# The files of a published directory that belong to its tokenizer, or say how to generate text.
+_COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+
+
+def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
+
+    `sizes` maps keys of a Qwen3-MoE's config.json, such as "num_hidden_layers", to values.
+
+    Raises:
+        FileNotFoundError: the directory has no config.json.
+        ValueError: of a directory, another size than "num_hidden_layers" is given, or more layers
+            than it has. The message names the size as `DecoderConfig` does.
+    """
+    if isinstance(model, Path):
+        published = read_config(model)
+        most = published["num_hidden_layers"]
+        for name, key in SIZES.items():
+            # Of a stored model, only the number of layers may change, to fewer.
+            if key in sizes and (name != "num_layers" or sizes[key] > most):
+                wanted = f"at most {most}" if name == "num_layers" else "left out"
+                raise ValueError(f"{name} must be {wanted} for {model}, but is {sizes[key]}.")
+        return {**published, **sizes}
+    published = PUBLISHED[model]
+    # GPT-OSS has other keys.
+    if "num_local_experts" in published:
+        keys = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
+        sizes = {keys.get(key, key): value for key, value in sizes.items()}
+    return {**published, **sizes}
+
+
+def load_params(
+    directory: Path,
+    config: DecoderConfig,
+    mesh: Mesh,
+    param_dtype: Any,
+    shardings: Any = None,
+    progress: Progress | None = None,
+) -> Params:
+    """Loads the parameters of `config.num_layers` layers to be trained, as plain numbers.
+
+    They are split over the mesh as `jax_ep.models.decoder.specs` says, and then as `shardings` do,
+    a tree of the parameters' shardings; None: they stay so.
+    """
+    axes: dict[str, Any] = {
+        "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
+        "fsdp_axes": fsdp_axes(config.num_experts, mesh),
+    }
+    loaded = load_model(
+        directory,
+        layers=range(config.num_layers),
+        mesh=mesh,
+        param_dtype=param_dtype,
+        sharding=lambda name, shape: NamedSharding(mesh, spec_of_weight(name, shape, mesh)),
+        progress=progress,
+        **axes,
+    )
+    params = _checked(Params(loaded.weights, list(loaded.moe.values())), config, directory)
+    return params if shardings is None else jax.device_put(params, shardings)
+
+
+def save_params(
+    directory: str | Path,
+    published: Mapping[str, Any],
+    params: Params,
+    *,
+    dtype: Any = None,
+    source: str | Path | None = None,
+) -> None:
+    """Writes parameters as a published directory, see `jax_ep.checkpoints.save_model`.
+
+    Args:
+        directory: the directory.
+        published: the model's config.json. Its "num_hidden_layers", "dtype" and
+            "quantization_config" become those of what is written.
+        params: the parameters.
+        dtype: the dtype of what is written; None: that of the parameters.
+        source: the directory from which the tokenizer and the generation options are copied.
+    """
+    config = dict(published) | {"num_hidden_layers": len(params.moe)}
+    config.pop("quantization_config", None)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype))
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][: len(params.moe)]
+    save_model(directory, config, params.moe, params.weights, dtype=dtype)
+    if source is not None and jax.process_index() == 0:
+        for name in _COPIED:
+            if (Path(source) / name).exists():
+                shutil.copy(Path(source) / name, directory)
+
+
+def load_decoder(
+    directory: Path,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    quantized: Quantized = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> tuple[DecoderConfig, Model]:
+    """Loads a published model to decode: experts are split over the mesh, other weights replicated.
+
+    Args:
+        directory: the directory, with config.json and safetensors files.
+        mesh: the mesh, with the axis "expert".
+        dtype: the dtype of the weights that are not quantized.
+        quantized: as in `jax_ep.checkpoints.load_model`.
+        progress: as in `jax_ep.checkpoints.load_model`.
+        fields: further fields of `jax_ep.MoEConfig`.
+    """
+    published = read_config(directory)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        published["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id")
+    config = DecoderConfig.of(published, directory).replace(**fields)
+    config = _with_slots(config, mesh)
+    loaded = load_model(
+        directory,
+        layers=range(config.num_layers),
+        mesh=mesh,
+        param_dtype=dtype,
+        quantized=quantized,
+        progress=progress,
+        num_slots=config.moe.num_slots,
+        **fields,
+    )
+    params = _checked(Params(loaded.weights, list(loaded.moe.values())), config, directory)
+    return config, Model.of(params, config, mesh.size)
+
+
+def random_decoder(
+    config: DecoderConfig,
+    mesh: Mesh,
+    dtype: Any,
+    *,
+    seed: int = 0,
+    quantized: Format | None = None,
+) -> tuple[DecoderConfig, Model]:
+    """Makes a model with random weights, split and quantized as `load_decoder` does."""
+    config = on_mesh(_with_slots(config, mesh), mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    draw = functools.partial(jax.jit, out_shardings=everywhere)
+
+    @jax.jit
+    def block(key: jax.Array) -> Any:
+        params = init_moe(key, config, dtype)
+        arrays = {name: w for name, w in params._asdict().items() if w is not None}
+        for name, w in arrays.items():
+            if quantized is not None and name in ROUTED_WEIGHTS and w.ndim == 3:
+                # Quantizes the transposed matrices, as published files do.
+                arrays[name] = quantize(w, Transposed.of(quantized))
+            # Only the axis of experts is split, as in `load_decoder`.
+            split = NamedSharding(mesh, PartitionSpec(*spec_of_moe(name, config, mesh)[:1]))
+            arrays[name] = jax.lax.with_sharding_constraint(
+                arrays[name], jax.tree.map(lambda _, split=split: split, arrays[name])
+            )
+        return params._replace(**arrays)
+
+    layer = draw(lambda key: init_weights(key, layer_shapes(config), dtype))
+    key, *keys = jax.random.split(jax.random.key(seed), 2 * config.num_layers + 1)
+    weights = draw(lambda key: init_weights(key, shared_shapes(config), dtype))(key)
+    for i in range(config.num_layers):
+        weights |= {f"model.layers.{i}.{name}": w for name, w in layer(keys[2 * i]).items()}
+    params = Params(weights, [block(key) for key in keys[1::2]])
+    return config, Model.of(params, config, mesh.size)
+
+
+def _with_slots(config: DecoderConfig, mesh: Mesh) -> DecoderConfig:
+    """Gives the experts slots, some with a copy, unless the devices can share them equally."""
+    experts = config.num_experts
+    copies = -experts % mesh.size
+    return config.replace(num_slots=experts + copies) if copies else config
+
+
+def _checked(params: Params, config: DecoderConfig, directory: Path) -> Params:
+    """Returns `params` with only the model's weights; ValueError if one is missing or misshapen."""
+    wanted = shared_shapes(config)
+    for i in range(config.num_layers):
+        of_layer = layer_shapes(config).items()
+        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer}
+    shapes = {name: weight.shape for name, weight in params.weights.items() if name in wanted}
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            found = f"has shape {shapes[name]}" if name in shapes else "is not there"
+            raise ValueError(f"{name} in {directory} must have shape {shape}, but {found}.")
+    return params._replace(weights={name: params.weights[name] for name in wanted})

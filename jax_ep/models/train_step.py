@@ -1,0 +1,290 @@
+"""Defines the training step of `jax_ep.models.decoder.Decoder`, and the shardings of its state.
+
+In a step, parameters have the shardings of `jax_ep.models.decoder.specs`: experts are split over
+the mesh axis "expert"; heads, experts' hidden width and the vocabulary over "tensor"; and every
+matrix over "fsdp", if the mesh has these axes. Over all other axes, parameters are replicated.
+
+Between steps, parameters and the optimizer's state are also split over these other axes (ZeRO;
+Rajbhandari et al., 2020): each device updates a part of the parameters with its part of the
+gradients. The parts are all-gathered at the start of the next step, not right after the update,
+because there XLA lets the first layers run beside the gathers of later ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.models.axes import TENSOR_AXIS
+from jax_ep.models.decoder import Decoder, Params, specs
+from jax_ep.moe.routing import update_expert_bias
+
+# The options of XLA with which the training step is compiled for GPUs. By default, XLA runs one
+# collective at a time beside other kernels. Two gain only because large matmuls run in waves; see
+# `jax_ep.matmul.pallas.launch_size`.
+GPU_COMPILER_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+
+
+class TrainState(NamedTuple):
+    """The state that one training step passes to the next, and that a checkpoint saves.
+
+    Attributes:
+        step: [] int32, the number of steps made.
+        params: the model's parameters.
+        biases: [layers, E] float32, the routers' selection biases, which are added to scores to
+            choose experts, so that the experts' loads are balanced without a loss. None if the
+            model has none.
+        opt_state: the state of the optimizer.
+    """
+
+    step: Any
+    params: Any
+    biases: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Says what a training step minimizes besides the cross-entropy, and how it balances experts.
+
+    Attributes:
+        balance: the factor of the load-balance loss, which is a mean over layers.
+        router_z: the factor of the router's z-loss, which is a mean over layers.
+        bias_rate: how much a selection bias of a router changes in each step; see
+            `jax_ep.update_expert_bias`.
+        document_end: the id of the token that ends a document, or None. The first token after it
+            does not count in the loss, since nothing before it foretells it.
+    """
+
+    balance: float = 1e-3
+    router_z: float = 1e-4
+    bias_rate: float = 0.0
+    document_end: int | None = None
+
+
+class Layout(NamedTuple):
+    """The shardings of the training step's arrays on the mesh.
+
+    Attributes:
+        state: the shardings of a `TrainState`. Each device holds, and updates, a different part of
+            the parameters.
+        params: the shardings of the parameters while a step computes gradients.
+        batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
+            of S tokens, each with one more token as the target of the last.
+        everywhere: the sharding of a fully replicated array.
+    """
+
+    state: TrainState
+    params: Any
+    batch: NamedSharding
+    everywhere: NamedSharding
+
+
+def make_layout(model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh) -> Layout:
+    """Computes the shardings of a training step's arrays."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(shapes, model.config, mesh))
+    parts = jax.tree.map(_split_further, shapes, params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, part: part,
+        jax.eval_shape(optimizer.init, shapes),
+        parts,
+        transform_non_params=lambda _: everywhere,
+    )
+    biases = None if model.init_biases() is None else everywhere
+    return Layout(
+        TrainState(everywhere, parts, biases, opt_state),
+        params,
+        NamedSharding(mesh, PartitionSpec(None, _batch_axes(mesh))),
+        everywhere,
+    )
+
+
+def num_batch_ranks(mesh: Mesh | AbstractMesh) -> int:
+    """Returns over how many ranks sequences are split: those along all axes but "tensor"."""
+    return math.prod(mesh.shape[name] for name in _batch_axes(mesh))
+
+
+def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    return tuple(name for name in mesh.axis_names if name != TENSOR_AXIS)
+
+
+def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
+
+    It splits the first dimension whose shards all of these axes divide, since collectives of parts
+    of an early dimension need few transposed copies.
+    """
+    mesh = sharding.mesh
+    entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
+    # The mesh axes over which each dimension is split, and those over which none is.
+    used = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    unused = tuple(name for name in mesh.axis_names if not any(name in axes for axes in used))
+    num_copies = math.prod(mesh.shape[name] for name in unused)
+
+    def num_shards(dim: int) -> int:
+        return math.prod(mesh.shape[name] for name in used[dim])
+
+    dims = [d for d in range(array.ndim) if array.shape[d] % (num_shards(d) * num_copies) == 0]
+    if num_copies == 1 or not dims:
+        return sharding
+    used[dims[0]] += unused
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in used)))
+
+
+def init_state(
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    seed: int = 0,
+    params: Params | None = None,
+    *,
+    only_shapes: bool = False,
+) -> TrainState:
+    """Makes the training state before the first step, sharded as `layout` says.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer, whose state is initialized.
+        layout: the shardings, from `make_layout`.
+        seed: the seed of random parameters.
+        params: the parameters to start from, which are donated; None: random ones.
+        only_shapes: whether nothing is computed, and `jax.ShapeDtypeStruct` objects with shardings
+            are returned in place of arrays, for example to restore a checkpoint.
+    """
+
+    def init(key: jax.Array, params: Params | None) -> TrainState:
+        params = model.init(key) if params is None else params
+        return TrainState(jnp.int32(0), params, model.init_biases(), optimizer.init(params))
+
+    key = jax.random.key(seed)
+    if only_shapes:
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(init, key, params),
+            layout.state,
+        )
+    return jax.jit(init, donate_argnums=1, out_shardings=layout.state)(key, params)
+
+
+def make_train_step(
+    model: Decoder, optimizer: optax.GradientTransformation, layout: Layout, objective: Objective
+) -> jax.stages.Wrapped:
+    """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
+
+    The state is donated. A step has A microbatches of B sequences, which run one after the other;
+    its gradients are means over the microbatches.
+
+    The metrics are a dict:
+        "loss": the cross-entropy in nats per token, mean over microbatches.
+        "load_balance_loss", "router_z_loss": the auxiliary losses without their factors, means over
+            microbatches and layers.
+        "num_dropped": the number of (token, choice) pairs that were dropped, sum over microbatches
+            and layers, float32.
+        "expert_counts": [layers, E], how often each expert was chosen, sum over microbatches.
+        "grad_norm": the Euclidean norm of all gradients.
+    """
+
+    def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:
+        inputs, targets = _inputs_and_targets(tokens, objective)
+        loss, moe = model.loss(params, inputs, targets, biases, quantized)
+        metrics = {
+            "loss": loss,
+            "load_balance_loss": moe.load_balance_loss.mean(),
+            "router_z_loss": moe.router_z_loss.mean(),
+        }
+        total = loss + objective.balance * metrics["load_balance_loss"]
+        total += objective.router_z * metrics["router_z_loss"]
+        # Summed over layers and microbatches, drops may exceed the largest int32.
+        dropped = moe.num_dropped.sum(dtype=jnp.float32)
+        counts = {"num_dropped": dropped, "expert_counts": moe.expert_counts}
+        return total, (metrics, counts)
+
+    def microbatch(state: TrainState, tokens: jax.Array, quantized: Any = None) -> Any:
+        # Returns the gradients, the dict of losses and the dict of counts.
+        grad_fn = jax.grad(loss_fn, has_aux=True)
+        grads, found = grad_fn(state.params, state.biases, tokens, quantized)
+        return lax.with_sharding_constraint(grads, layout.state.params), *found
+
+    def accumulate(state: TrainState, batches: jax.Array) -> Any:
+        """Returns the means of gradients and losses over microbatches, and the sums of counts."""
+        if (number := batches.shape[0]) == 1:
+            return microbatch(state, batches[0])
+        quantized = model.quantize_experts(state.params)
+
+        def wide(tokens: jax.Array) -> Any:
+            grads, *found = microbatch(state, tokens, quantized)
+            return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
+
+        def add(sums: Any, tokens: jax.Array) -> Any:
+            grads, *found = jax.tree.map(jnp.add, sums, wide(tokens))
+            return (lax.with_sharding_constraint(grads, layout.state.params), *found), None
+
+        (grads, means, counts), _ = lax.scan(add, wide(batches[0]), batches[1:])
+        return *jax.tree.map(lambda x: x / number, (grads, means)), counts
+
+    def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, dict]:
+        whole = lax.with_sharding_constraint(state.params, layout.params)
+        grads, means, counts = accumulate(state._replace(params=whole), batches)
+        with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+            grad_norm = jnp.sqrt(sum(squares))
+        biases = state.biases
+        if biases is not None:
+            biases = update_expert_bias(biases, counts["expert_counts"], objective.bias_rate)
+        metrics = means | counts | {"grad_norm": grad_norm}
+        return TrainState(state.step + 1, params, biases, opt_state), metrics
+
+    # The metrics are replicated on all devices, so that every process can read them.
+    out_shardings = layout.state, layout.everywhere
+    on_gpus = layout.everywhere.mesh.devices.flat[0].platform == "gpu"
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(layout.state, layout.batch),
+        out_shardings=out_shardings,
+        compiler_options=GPU_COMPILER_OPTIONS if on_gpus else None,
+    )
+
+
+def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.stages.Wrapped:
+    """Returns the jitted evaluation step: (state, token ids [B, S + 1]) -> metrics.
+
+    The metrics are a dict:
+        "loss": the sum of the targets' cross-entropies, in nats.
+        "tokens": the number of targets.
+        "expert_counts": [layers, E], how often each expert was chosen.
+        "topk_idx": [layers, B, S, K] int32, the choices, if `MoEConfig.record_choices` is set.
+    """
+
+    def eval_step(state: TrainState, tokens: jax.Array) -> dict[str, Any]:
+        params = lax.with_sharding_constraint(state.params, layout.params)
+        inputs, targets = _inputs_and_targets(tokens, objective)
+        loss, moe = model.loss(params, inputs, targets, state.biases)
+        number = jnp.sum(targets >= 0)
+        found = {"loss": loss * number, "tokens": number, "expert_counts": moe.expert_counts}
+        return found | ({} if moe.topk_idx is None else {"topk_idx": moe.topk_idx})
+
+    batch = NamedSharding(layout.everywhere.mesh, PartitionSpec(*layout.batch.spec[1:]))
+    shardings = (layout.state, batch)
+    return jax.jit(eval_step, in_shardings=shardings, out_shardings=layout.everywhere)
+
+
+def _inputs_and_targets(tokens: jax.Array, objective: Objective) -> tuple[jax.Array, jax.Array]:
+    """Returns inputs and targets [B, S] of tokens [B, S + 1]; a target of -1 does not count."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if objective.document_end is not None:
+        targets = jnp.where(inputs == objective.document_end, -1, targets)
+    return inputs, targets

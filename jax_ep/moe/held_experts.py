@@ -1,0 +1,168 @@
+"""Prepares the weights of the experts that a rank holds, and quantizes them once for all calls."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh
+
+from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.moe import fsdp
+from jax_ep.moe.call_checks import check_experts, check_types
+from jax_ep.moe.config import MoEConfig, check_config
+from jax_ep.moe.expert_matmuls import (
+    Experts,
+    QuantizedExperts,
+    check_are_arrays,
+    quantize_experts_of_rank,
+    specs_of_quantized,
+)
+from jax_ep.moe.mesh import AxisRules, LayerMesh, find_mesh, reshard
+from jax_ep.moe.params import MoEParams
+from jax_ep.moe.slots import equal_copies
+from jax_ep.placement.table import Placement
+from jax_ep.placement.weights import ROUTED_WEIGHTS
+
+
+def experts_of_rank(
+    params: MoEParams,
+    quantized: QuantizedExperts | None,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> Experts:
+    """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype."""
+    weights: dict[str, Any] = {
+        name: _own_experts(name, array, placement, config, where)
+        for name in ROUTED_WEIGHTS
+        if (array := getattr(params, name)) is not None
+    }
+    matrices = [name for name in QuantizedExperts._fields if name in weights]
+    if where.further_axes:
+        weights, quantized = _gathered(weights, quantized, config, where)
+    weights |= {name: weights[name].astype(config.dtype) for name in matrices}
+    if quantized is not None:
+        of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
+        quantized = jax.tree.map(of_rank, quantized)
+    if config.matmul_dtype is not None:
+        on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
+        for name in matrices:
+            what = f"with matmul_dtype, {name}{on_a_rank}"
+            FLOAT8_MATRICES.check_shape(what, weights[name].shape)
+    experts = Experts(**({"wi_1": None} | weights), quantized=quantized)
+    # The partial outputs of the ranks along the tensor axes are summed, so only the first of these
+    # ranks adds the output's bias.
+    if where.tensor_axes and experts.wo_bias is not None:
+        is_first = lax.axis_index(where.tensor_axes) == 0
+        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    return experts
+
+
+def _gathered(
+    parts: dict[str, Any], quantized: QuantizedExperts | None, config: MoEConfig, where: LayerMesh
+) -> tuple[dict[str, Any], QuantizedExperts | None]:
+    """Gathers weights over FSDP axes; where float8 copies are gathered, matrices become zeros."""
+    matrices = {name: parts[name] for name in QuantizedExperts._fields if name in parts}
+    # Where FSDP axes split whole float8 blocks, float8 copies are gathered, not the matrices.
+    if config.matmul_dtype is not None and matrices.keys() & dict(where.further_axes):
+        if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
+            if quantized is None:
+                cast = MoEParams.of(**{n: w.astype(config.dtype) for n, w in matrices.items()})
+                quantized = quantize_experts_of_rank(
+                    cast.wi_0, cast.wi_1, cast.wo, config.matmul_implementation
+                )
+            quantized = fsdp.gather_quantized(quantized, where)
+    whole = {}
+    for name, part in parts.items():
+        dtype = config.dtype if name in matrices else None
+        has_copies = quantized is not None and name in matrices
+        whole[name] = fsdp.gather(name, part, where, dtype, zeros=has_copies)
+    return whole, quantized
+
+
+def _own_experts(
+    name: str,
+    weights: jax.Array | QuantizedArray,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> jax.Array | QuantizedArray:
+    """Returns `weights` of this rank's experts; copies of an expert get equal gradients."""
+    # The axes that split the experts, FSDP axes included.
+    axes = where.expert_axes + where.further(name)[0]
+    of_rank = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
+    weights = jax.tree.map(of_rank, weights)
+    # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
+    if placement is None or isinstance(weights, QuantizedArray):
+        return weights
+    return equal_copies(weights, placement, axes)
+
+
+def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
+    """Returns this rank's `num` experts from `weights` of these or of all experts."""
+    if weights.shape[0] == num:
+        return weights
+    return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)
+
+
+def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
+    """Quantizes the experts' matrices once, for all calls of a layer with the same parameters.
+
+    A training step passes the result to the call of each microbatch as `quantized_experts`.
+    Gradients go to `params` (straight-through). The result has each matrix twice, as it is and
+    transposed, with 2 bytes per number in total. It is sharded as the parameters are, but over
+    `fsdp_axes` only if each rank's shard has whole blocks of 128 x 128 numbers.
+
+    Args:
+        params: the parameters of a layer.
+        config: the configuration of the layer, with a `matmul_dtype`.
+
+    Returns:
+        The quantized matrices, which `moe_layer` takes as `quantized_experts`.
+
+    Raises:
+        ValueError: `config.matmul_dtype` is None, or H or F is not a multiple of 128.
+    """
+    return quantize_by_rules(params, config, axis_rules=())
+
+
+def quantize_by_rules(
+    params: MoEParams, config: MoEConfig, *, axis_rules: AxisRules
+) -> QuantizedExperts:
+    """Runs `quantize_experts` with Flax's axis rules; see `run_layer`."""
+    check_types(params, config)
+    if config.matmul_dtype is None:
+        raise ValueError(
+            "config.matmul_dtype must be a dtype, such as jnp.float8_e4m3fn, for quantize_experts, "
+            "but is None."
+        )
+    check_config(config)
+    check_are_arrays("experts cannot be quantized by quantize_experts", params)
+    where = find_mesh(config, x=None)
+    check_experts(params, config, where)
+    where = fsdp.with_further_axes(where, params, config, axis_rules)
+    where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
+    matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
+    # same is done here.
+    if config.dtype is not None:
+        matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
+
+    def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
+        return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
+
+    if where.mesh is None:
+        return quantize(matrices)
+    # The matrices that are not None are resharded as the `jax.shard_map` splits them.
+    specs = {name: where.spec_of(name) for name, array in matrices.items() if array is not None}
+    split = {name: reshard(matrices[name], where.mesh, spec) for name, spec in specs.items()}
+    return jax.shard_map(
+        quantize,
+        mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
+        in_specs=(dict.fromkeys(matrices) | specs,),
+        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
+    )(matrices | split)

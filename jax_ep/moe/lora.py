@@ -1,0 +1,126 @@
+"""Low-rank adapters (LoRA) of frozen experts: each matrix acts as W + lora_scale * A @ B.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). The adapters of
+a matrix are two parameters of the layer, such as wi_0_lora_a [E, H, r] and wi_0_lora_b [E, r, F].
+The matrices themselves may be quantized, and get no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_ep import checks
+from jax_ep.dtypes import wide_dtype
+from jax_ep.formats import QuantizedArray
+from jax_ep.matmul.api import grouped_matmul
+from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.expert_matmuls import Experts
+from jax_ep.moe.params import MoEParams, default_kernel_init, per_expert
+from jax_ep.placement.weights import ADAPTERS
+from pallas_kernels.matmul.chosen_groups import group_of_row
+
+
+def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
+    """Adds adapters to the experts' matrices, with which the layer's output is the same at first.
+
+    Args:
+        params: the parameters of a layer, such as those of a loaded model. The experts' matrices
+            may be quantized.
+        rank: r, the inner size of the adapters.
+        key: a random key, of which the A of each adapter is drawn; each B is 0.
+
+    Returns:
+        `params` with adapters of wi_0, wi_1 (unless it is None) and wo, in their dtype. An adapter
+        is sharded like its matrix, but not along r; those of quantized matrices along E only.
+
+    Raises:
+        TypeError, ValueError: `rank` is not an integer of at least 1.
+    """
+    rank = checks.check_integer("rank", rank)
+    keys = iter(jax.random.split(key, len(ADAPTERS)))
+    for name in ADAPTERS:
+        matrix = getattr(params, name[: name.index("_lora")])
+        if matrix is None:
+            continue
+        held, rows, columns = matrix.shape
+        init: Any = jax.nn.initializers.zeros
+        shape = held, rank, columns
+        if name.endswith("a"):
+            init, shape = per_expert(default_kernel_init), (held, rows, rank)
+        make = jax.jit(init, static_argnums=(1, 2), out_shardings=_sharding_of(name, matrix))
+        params = params._replace(**{name: make(next(keys), shape, matrix.dtype)})
+    return params
+
+
+def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> NamedSharding | None:
+    """Returns the sharding of the adapter `name`, or None if that of its matrix is not known."""
+    values = matrix.values if isinstance(matrix, QuantizedArray) else matrix
+    sharding = getattr(values, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = (*sharding.spec, None, None, None)
+    if isinstance(matrix, QuantizedArray):
+        return NamedSharding(sharding.mesh, PartitionSpec(spec[0]))
+    # A has the rows of the matrix, B its columns; r is not split.
+    rows, columns = (spec[1], None) if name.endswith("a") else (None, spec[2])
+    return NamedSharding(sharding.mesh, PartitionSpec(spec[0], rows, columns))
+
+
+def merge_lora(params: MoEParams, lora_scale: float) -> MoEParams:
+    """Adds each adapter to its matrix, W + lora_scale * A @ B, and removes the adapters.
+
+    Args:
+        params: the parameters of a layer.
+        lora_scale: that of the layer's `MoEConfig`.
+
+    Returns:
+        Parameters without adapters, with which the layer computes the same up to rounding. The sums
+        are computed in float32 and rounded to the dtype of the matrix; quantized matrices that have
+        adapters are dequantized.
+    """
+    merged: dict[str, Any] = dict.fromkeys(ADAPTERS)
+    for name in ("wi_0", "wi_1", "wo"):
+        a, b = (getattr(params, f"{name}_lora_{which}") for which in "ab")
+        if a is None:
+            continue
+        matrix = getattr(params, name)
+        if isinstance(matrix, QuantizedArray):
+            matrix = matrix.dequantize()
+        delta = jnp.einsum("ehr,erf->ehf", *(x.astype(jnp.float32) for x in (a, b)))
+        merged[name] = (matrix.astype(jnp.float32) + lora_scale * delta).astype(matrix.dtype)
+    return params._replace(**merged)
+
+
+def adapted_mlp(
+    tokens: jax.Array, experts: Experts, group_sizes: jax.Array, config: MoEConfig
+) -> jax.Array:
+    """Runs experts that have adapters on received tokens [R, H]; returns [R, H]."""
+    wide, num_rows = wide_dtype(tokens.dtype), tokens.shape[0]
+
+    def product(x: jax.Array, matrices: Any) -> jax.Array:
+        return grouped_matmul(x, matrices, group_sizes, implementation=config.matmul_implementation)
+
+    def adapted_product(x: jax.Array, name: str) -> jax.Array:
+        # x @ W + lora_scale * (x @ A) @ B for the matrices W called `name`.
+        out = product(x, lax.stop_gradient(getattr(experts, name)))
+        if (a := experts.adapters.get(f"{name}_lora_a")) is None:
+            return out
+        b = experts.adapters[f"{name}_lora_b"]
+        low = product(product(x, a.astype(x.dtype)), b.astype(x.dtype))
+        return (out.astype(wide) + config.lora_scale * low.astype(wide)).astype(out.dtype)
+
+    names = ("wi_0",) if experts.wi_1 is None else ("wi_0", "wi_1")
+    biases = biases_of_rows(experts.biases[:2], group_sizes, num_rows, wide)
+    products = [adapted_product(tokens, name) for name in names]
+    hidden = hidden_values(config.unit(), biases, products)
+    out = adapted_product(hidden, "wo")
+    if experts.wo_bias is not None:
+        bias = bias_of_row(experts.wo_bias, group_of_row(group_sizes, num_rows), wide)
+        out = (out.astype(wide) + bias).astype(out.dtype)
+    return out

@@ -1,0 +1,122 @@
+"""The collectives with signals: kernels that read and write other ranks' memory.
+
+An all-reduce has two algorithms, named as in vLLM and TensorRT-LLM. Each gives every rank the same
+bits.
+
+- one_shot: every rank reads the inputs of all ranks and sums them; a rank receives N - 1 times the
+  size of the input, in one trip over the link.
+- two_shot: rank r sums shard r of all inputs and writes the sum to the outputs of all ranks; a rank
+  receives 2 (N - 1) / N times the size of the input, half by its own reads and half by other ranks'
+  writes.
+
+  one_shot        x of every rank ==== link ====> registers --> sum in rank order --> out
+  two_shot        x[r] of every rank == link ===> sum in rank r == link ==> out[r] of every rank
+  all_gather      x of rank r --> registers ==== link ====> out[r] of every rank
+  reduce_scatter  x[r] of every rank == link ===> sum in rank r --> out of rank r
+  all_to_all      x[d] of rank s --> registers ==== link ====> out[s] of rank d
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.collectives import tiles
+from pallas_kernels.collectives.tiles import FlatTiles, TilePlan
+from pallas_kernels.fabric import fabric as fb
+
+
+def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
+    """Sums x [S] floating over N ranks by the one-shot algorithm; returns [S] on every rank.
+
+    The sum is computed in float32 and rounded once to x's dtype. S elements must be a whole number
+    of 16-byte vectors, and at least one tile of `plan`. Arrays of stacked ranks have a leading axis
+    of N.
+    """
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, where)
+            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
+
+
+def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
+    """Sums x [N, S] like `one_shot`, by the two-shot algorithm; returns [N, S] on every rank."""
+    num_shards, size = x.shape[-2:]
+
+    def body(x_ref, out_ref):
+        rank = fabric.rank()
+
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
+
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
+    name = "ep_all_reduce_two_shot"
+    return tiles.call(fabric, body, plan, [x], out_type, name=name, reads=True, puts=True)
+
+
+def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
+    """Gathers x [S] from all N ranks into [N, S]; S as for `one_shot`."""
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        def put_tile(_, where):
+            tile = tiles.load(fabric, fabric.mine(x_ref).at[where])
+            tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
+
+        FlatTiles(size, x.dtype, plan).each(put_tile)
+
+    out_type = jax.ShapeDtypeStruct((fabric.num_ranks, size), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather", puts=True)
+
+
+def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
+    """Sums x [N, S] over N ranks in float32, in rank order; returns shard r, [S], on rank r.
+
+    The sum is rounded once to x's dtype. S as for `one_shot`.
+    """
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        rank = fabric.rank()
+
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", reads=True)
+
+
+def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
+    """Sends shard x[r] of x [N, S] to rank r; returns [N, S] by source rank.
+
+    S as for `one_shot`.
+    """
+    num_ranks, size = x.shape[-2:]
+
+    def body(x_ref, out_ref):
+        rank = fabric.rank()
+
+        def put_tile(shard, where):
+            # Ranks begin with different peers, to spread the load over the links.
+            peer = lax.rem(rank + shard, jnp.int32(num_ranks))
+            tile = tiles.load(fabric, fabric.mine(x_ref).at[peer, where])
+            tiles.store(fabric, fabric.peer(out_ref, peer).at[rank, where], tile)
+
+        FlatTiles(size, x.dtype, plan, num_ranks).each(put_tile)
+
+    out_type = jax.ShapeDtypeStruct((num_ranks, size), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_to_all", puts=True)

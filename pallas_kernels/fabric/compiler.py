@@ -1,0 +1,109 @@
+"""Builds kernels, and prepares their MLIR modules for Mosaic's compiler."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic, requirements
+from pallas_kernels.fabric.mosaic import ir, llvm
+
+passmanager = requirements.module("jaxlib.mlir.passmanager")
+
+# Mosaic's compiler begins with MLIR's canonicalizer, which visits a block from top to bottom and
+# takes seconds for loops that carry hundreds of registers. From bottom to top it takes hundredths
+# of a second, and leaves Mosaic's own run nothing to change.
+_SIMPLIFY = "cse", "canonicalize{top-down=false}"
+_FORGET_PLACES = "strip-debuginfo"
+# An attribute of a kernel's MLIR module: the name of its dump files. By default it contains a
+# counter, so the modules of equal kernels differ.
+_DUMP_NAME = "mosaic_gpu.dump_basename"
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    interpret: Any = None,
+    auto_barriers: bool = True,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs `body` as a kernel, as `plgpu.kernel` does.
+
+    Simplified before Mosaic compiles it, a kernel takes less than half of the time, and a kernel
+    that is part of several programs is compiled once. `auto_barriers` is whether Pallas adds
+    barriers around accesses of shared memory. Raises NotImplementedError if this JAX lacks a name
+    that kernels need.
+    """
+
+    if reason := requirements.unavailable_reason():
+        raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
+
+    def run(*refs: Any, **scratch: Any) -> None:
+        if not interpret:
+            _simplify_once_lowered()
+        body(*refs, **scratch)
+
+    parameters = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
+    )
+    return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
+
+
+def _simplify_once_lowered() -> None:
+    # Mosaic's last step of lowering a kernel is `Scratch.finalize_size`, which emits the host code
+    # that makes TMA descriptors. For this kernel, the method then also simplifies the module.
+    def run(context: Any) -> None:
+        scratch, finish = context.scratch, context.scratch.finalize_size
+
+        def finish_and_simplify() -> None:
+            # Falsy if the kernel has no descriptors.
+            found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
+            finish()
+            if found:
+                allocation, load, _ = found
+                _pack_descriptors(allocation, load, scratch.next_offset)
+            _simplify(context.module)
+
+        scratch.finalize_size = finish_and_simplify
+
+    plgpu.inline_mgpu()(run)()
+
+
+def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
+    # Host code copies the TMA descriptors, an argument of the kernel, element by element. LLVM's
+    # time grows faster than the number of elements, so make them 64-bit words instead of bytes.
+    words = llvm.ArrayType.get(mosaic.integer_type(64), num_bytes // 8)
+    allocation.elem_type = ir.TypeAttr.get(words)
+    load.result.set_type(words)
+
+
+def _simplify(module: Any) -> None:
+    """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal."""
+    passes, attributes = list(_SIMPLIFY), module.operation.attributes
+    # Mosaic compiles equal modules once. Source locations and names of dump files would differ;
+    # they are kept if the environment makes Mosaic dump modules.
+    if not any(name.startswith("MOSAIC_GPU_DUMP_") for name in os.environ):
+        passes.append(_FORGET_PLACES)
+        attributes[_DUMP_NAME] = attributes["sym_name"]
+    pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
+    # Skip the verification after each pass: Mosaic verifies the module later.
+    pipeline.enable_verifier(False)
+    pipeline.run(module.operation)
+
+
+# Mosaic starts the program `ptxas`, to ask for its version, whenever a kernel converts a bool to an
+# integer: about 100 times a kernel, for 7 ms each time.
+def _ask_ptxas_once() -> None:
+    bindings = getattr(requirements.module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
+    name = "_get_ptxas_isa_version"
+    ask = getattr(bindings, name, None)
+    # A function that `functools.cache` made has `cache_info`.
+    if ask is not None and not hasattr(ask, "cache_info"):
+        setattr(bindings, name, functools.cache(ask))
+
+
+_ask_ptxas_once()

@@ -1,0 +1,238 @@
+"""Grouped matmul of bfloat16 rows by matrices in MXFP4, which the kernel decodes.
+
+The kernel is that of `grouped_matmul`. It copies the matrices to shared memory as they are stored.
+Rows of many tiles are multiplied by instructions of a warpgroup, for which the compute warpgroups
+decode columns in registers (`decoder`); tiles of few rows by instructions of single warps
+(`warp_products`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.formats import Scaled, bitcast
+from pallas_kernels.matmul import warp_products
+from pallas_kernels.matmul.chosen_groups import Groups, output_rows
+from pallas_kernels.matmul.decoder import (
+    COLUMN_BYTES,
+    NUMBER_BYTES,
+    TABLE_BYTES,
+    Decoder,
+    Staged,
+    transforms_of_numbers,
+)
+from pallas_kernels.matmul.grouped_matmul import (
+    Loader,
+    Matrices,
+    Product,
+    RowTiles,
+    Share,
+    Tiles,
+)
+from pallas_kernels.matmul.kernel import CHUNK, STEP, transposed, zeros
+from pallas_kernels.matmul.operand_ring import Feed
+
+# A step has fixed costs, so stages are as long along K as they may be.
+_STEPS = 256, 192, 128, STEP
+# Decoding tiles of more rows leaves no registers for a finished tile's results.
+_MOST_HELD = 128
+
+
+def fitting_tiles(
+    heights: tuple[int, ...], block_n: int, band: int = 1, *, depth: int, num_matrices: int = 1
+) -> Tiles:
+    """Returns `Tiles.fitting` for matrices in MXFP4 of K = `depth`."""
+    return Tiles.fitting(
+        heights,
+        block_n,
+        band,
+        num_matrices=num_matrices,
+        column_bytes=COLUMN_BYTES,
+        other_bytes=TABLE_BYTES,
+        steps=[step for step in _STEPS if depth % step == 0 or step == STEP],
+    )
+
+
+def mxfp4_matmul(
+    lhs: jax.Array,
+    rhs: Scaled,
+    groups: Groups,
+    *,
+    tiles: Tiles,
+    num_blocks: int,
+    num_waves: int = 1,
+    zero_unused: bool = True,
+) -> jax.Array:
+    """Multiplies each row by its group's matrix.
+
+    Args:
+      lhs: [R, K] bfloat16; R is a multiple of 8, K of 64.
+      rhs: the transposes [L, N, K] of the matrices, in MXFP4; N is a multiple of tiles.part.
+
+    The other arguments are those of `grouped_matmul.grouped_matmul`.
+
+    Returns:
+      [R, N] bfloat16, or [S * height, N] for S chosen groups. Sums are float32, and rounded once.
+    """
+    num_rows = output_rows(groups, lhs.shape[0])
+    kernel = Product(
+        tiles=tiles,
+        num_blocks=num_blocks,
+        width=rhs.values.shape[1],
+        depths=(lhs.shape[1],),
+        matrices=Mxfp4Matrices,
+        transpose_rhs=True,
+        zero_unused=zero_unused,
+        shared_rows=lhs.shape[0] < num_rows,
+        num_waves=num_waves,
+    )
+    (result,) = kernel.run([lhs, *stored(rhs)], groups, num_rows, "grouped_matmul_mxfp4")
+    return result
+
+
+def stored(matrices: Scaled) -> list[jax.Array]:
+    """Returns a kernel's operands for an array of matrices: values, and scales as uint8."""
+    return [matrices.values, bitcast(matrices.scales, jnp.uint8)]
+
+
+class Mxfp4Matrices(Matrices):
+    """Matrices in MXFP4. Their operands are values and scales of each array."""
+
+    longest_step: ClassVar[int] = _STEPS[0]
+
+    @classmethod
+    def leaves_registers(cls, tiles: Tiles) -> bool:
+        return tiles.block_m <= _MOST_HELD
+
+    @classmethod
+    def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
+        tiles, stages = kernel.tiles, kernel.tiles.num_stages
+        several = (kernel.num_matrices,) if kernel.num_matrices > 1 else ()
+        pieces = tiles.step // STEP
+        shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
+        ring = super().types(kernel, dtype)["ring"]
+        if _by_warps(tiles):
+            # The layout from which the threads of single warps load rows.
+            rows = plgpu.SMEM(ring.left.shape, dtype, transforms=warp_products.ROW_TRANSFORMS)
+            ring = dataclasses.replace(ring, left=rows)
+        transforms = transforms_of_numbers(pieces)
+        ring = dataclasses.replace(
+            ring,
+            right=plgpu.SMEM(shape, jnp.uint8, transforms=transforms),
+            # The loader also arrives when it has stored the scales.
+            full=plgpu.Barrier(num_arrivals=2 + kernel.num_matrices, num_barriers=stages),
+        )
+        staged = Staged.types(stages, pieces, kernel.num_matrices * tiles.block_n)
+        return dict(ring=ring, staged=staged)
+
+    @property
+    def decoder(self) -> Decoder:
+        _, *arrays = self.operands
+        matrices = [Scaled(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
+        return Decoder(matrices, self.ring.right, self.staged, self.kernel.tiles.block_n)
+
+    def loader(self, row_tiles: RowTiles) -> Loader:
+        decoder = self.decoder
+        operands = [self.operands[0], *(values for values, _ in decoder.matrices)]
+        return _Loader(self.kernel, self.ring, row_tiles, operands, decoder)
+
+    def begin(self, computer: jax.Array) -> None:
+        self.decoder.fill_table(computer)
+
+    def sum_products(
+        self,
+        computer: jax.Array,
+        share: Share,
+        height_index: jax.Array,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        *options: Any,
+    ) -> tuple[jax.Array, Feed | None]:
+        decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
+        parts = _parts(tiles, share)
+
+        def add_by_warps(totals: jax.Array, stage: jax.Array) -> jax.Array:
+            # `add_products` multiplies all pieces of K, and takes columns in the order of their
+            # products' places.
+            in_order = sorted(parts, key=lambda part: part[0])
+            columns = [matrix_and_first for _, (piece, *matrix_and_first) in in_order if piece == 0]
+
+            def of_height(height: int) -> jax.Array:
+                return warp_products.add_products(totals, left, stage, decoder, columns, height)
+
+            branches = [functools.partial(of_height, height) for height in tiles.heights]
+            return lax.switch(height_index, branches)
+
+        def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+            def of_height(height: int) -> None:
+                """Decodes part by part, while the tensor cores multiply the part before."""
+                sources = [source for _, source in parts]
+                loaded = decoder.load(stage, *sources[0])
+                for i, ((top, side), (piece, _, _)) in enumerate(parts):
+                    # The tensor cores may read registers until their matmul is complete. So before
+                    # a part is decoded, the matmul of the part that these registers held last must
+                    # be complete.
+                    plgpu.wgmma_wait(min(len(parts) - 1, 1))
+                    columns = decoder.decode(loaded)
+                    position = slice(top, top + CHUNK), slice(side, side + height)
+                    rows = left.at[stage, :height, piece * STEP : (piece + 1) * STEP]
+                    plgpu.wgmma(accumulator.at[position], columns, transposed(rows))
+                    if i + 1 < len(parts):
+                        loaded = decoder.load(stage, *sources[i + 1])
+
+            lax.switch(height_index, [functools.partial(of_height, each) for each in tiles.heights])
+
+        if _by_warps(tiles):
+            zero_totals = zeros(shape, jnp.float32)
+            return self.ring.accumulate_complete(used, steps, zero_totals, add_by_warps, *options)
+        # When `multiply` returns, the matmuls of its last two parts may still run.
+        matmuls = min(len(parts), 2)
+        return self.ring.accumulate(matmuls, used, steps, shape, multiply, *options)
+
+
+def _by_warps(tiles: Tiles) -> bool:
+    """Whether tiles have so few rows that single warps multiply them."""
+    return tiles.block_m <= warp_products.MOST_ROWS
+
+
+def _parts(tiles: Tiles, share: Share) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
+    """Returns the parts of 64 columns by 64 of K of a step that a warpgroup multiplies."""
+    # A part is (where its product is in the accumulator, (piece of K, matrix, first column)).
+    return [
+        ((first, i * tiles.block_m), (piece, matrix, left + first))
+        for piece in range(tiles.step // STEP)
+        for i, (matrix, left) in enumerate(share)
+        for first in range(0, tiles.part, CHUNK)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader(Loader):
+    """Copies values of matrices by bulk copies, and a few scales of each column by threads."""
+
+    decoder: Decoder
+
+    def stored_range(self, step: jax.Array, inner: Any) -> Any:
+        del inner
+        num_bytes = self.kernel.tiles.step // STEP * NUMBER_BYTES
+        return pl.ds(step * num_bytes, num_bytes)
+
+    def read_ahead(self, tile: Any, step: jax.Array) -> jax.Array:
+        """Starts to load a step's scales; past the last step, those of the last."""
+        group, _, left_edge, _ = tile
+        return self.decoder.load_scales(group, left_edge, jnp.minimum(step, self.kernel.steps - 1))
+
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        super().load(tile, step, number, ahead)
+        stage = self.ring.stage_of(number)
+        self.decoder.stage_scales(stage, ahead)
+        plgpu.barrier_arrive(self.ring.full.at[stage])

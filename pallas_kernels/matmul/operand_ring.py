@@ -1,0 +1,385 @@
+"""Ring of pipeline stages in shared memory, by which operand tiles reach the compute warpgroups.
+
+A stage holds the operands of one step of a sum over the contraction dimension: a tile of the left
+operand and a tile of each right operand. A thread block numbers its steps through all of its output
+tiles, and uses the stages in turn.
+
+A third warpgroup, the *loader*, fills stages as soon as both computers have released them. Where
+the assembler ignores `setmaxnreg`, as in relocatable code, there is none, so that each of 256
+threads may have 255 registers. Computer 0 then *feeds* the ring: while it multiplies step n, it
+starts the copies of step n + stages - 2. Their stage held step n - 2, which both computers have
+released by then, or will while the tensor cores still multiply the steps n - 1 and n:
+
+              full: the copies have arrived                    both computers multiply step n
+  memory ------> stages of the ring  ... n-1 | n | n+1 ... ------> its half of the output tile
+              empty: both computers have released step n - 2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric.fabric import drain
+from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, swizzled
+
+# While a step is multiplied, this many of the ring's stages hold that step and the one before it.
+_IN_USE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSource:
+    """Candidate tiles of an operand in global memory, and the int32 `index` of the one to copy."""
+
+    # A copy's array and shape must be static, so `copy` branches on the index.
+    candidates: Sequence[Any]
+    index: Any = 0
+
+    def copy(self, destination: Callable[[Any], Any], full: Any) -> None:
+        """Starts to copy the tile to `destination(tile)`; the copy arrives at barrier `full`."""
+
+        def start(tile: Any) -> None:
+            plgpu.copy_gmem_to_smem(tile, destination(tile), full)
+
+        lax.switch(self.index, [functools.partial(start, tile) for tile in self.candidates])
+
+
+class Loader(Protocol):
+    """Loads the operands of a kernel's output tiles, step by step."""
+
+    def find(self, index: jax.Array) -> Any:
+        """Returns what `describe` must know of output tile number `index`, in few registers."""
+
+    def describe(self, tile: Any) -> Any:
+        """Returns what the other methods must know of a tile that `find` returned."""
+
+    def steps_of(self, tile: Any) -> Any:
+        """Returns the number of steps of a tile that `find` returned."""
+
+    def read_ahead(self, tile: Any, step: jax.Array) -> Any:
+        """Reads what threads, not copies, load of a described tile; `step` may be past the last."""
+
+    # `ahead` is the result of `read_ahead` for this step, read two steps before.
+    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        """Fills a stage by step `step` of a described tile, the block's step number `number`."""
+
+
+class Feed(NamedTuple):
+    """The next step to load: step number `step` of the block's tile number `turn`, int32."""
+
+    turn: jax.Array
+    step: jax.Array
+    # The result of `Loader.find`.
+    tile: Any
+    # The results of `Loader.read_ahead` for this step and the one after it.
+    ahead: tuple[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feeder:
+    """Loads all steps of the thread block, in order, by `loader`.
+
+    A loader warpgroup calls `run`. Where there is none, computer 0 loads in `start` and `follow`,
+    which do nothing in the other computer.
+    """
+
+    loader: Loader
+    tiles: BlockTiles
+    # [stages] barriers, at which both computers arrive to release a stage.
+    empty: Any
+    num_stages: int
+    has_loader: bool
+    # Whether a tile may have no steps.
+    may_be_empty: bool = False
+
+    def run(self) -> None:
+        """Fills stages as soon as they are released, and waits until all are released again."""
+
+        def look_up(index: jax.Array) -> tuple[Any, Any]:
+            tile = self.loader.find(index)
+            return self.loader.steps_of(tile), self.loader.describe(tile)
+
+        def one_tile(found: tuple[Any, Any], _: Any, used: jax.Array) -> jax.Array:
+            (steps, tile), read_ahead = found, self.loader.read_ahead
+
+            def one_step(step: jax.Array, carry: Any) -> Any:
+                used, (now, following) = carry
+                after_following = read_ahead(tile, step + 2)
+                self.load_released(tile, step, used, now)
+                return used + 1, (following, after_following)
+
+            ahead = read_ahead(tile, jnp.int32(0)), read_ahead(tile, jnp.int32(1))
+            used, _ = lax.fori_loop(0, steps, one_step, (used, ahead))
+            return used
+
+        used = self.tiles.walk(look_up, one_tile, jnp.int32(0))
+        drain(self.empty, used, self.num_stages)
+
+    def finish(self, used: jax.Array) -> None:
+        """Waits in computer 0, if it feeds the ring, until all `used` steps are released."""
+        if not self.has_loader:
+            is_first = lax.axis_index("warpgroup") == 0
+            pl.when(is_first)(lambda: drain(self.empty, used, self.num_stages))
+
+    def load_released(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        """Calls `loader.load` once the stage of step `number` is released."""
+
+        @pl.when(number >= self.num_stages)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[lax.rem(number, jnp.int32(self.num_stages))])
+
+        self.loader.load(tile, step, number, ahead)
+
+    def start(self) -> Feed | None:
+        """Fills all stages but two, still without a wait; returns the feed, None with a loader."""
+        if self.has_loader:
+            return None
+        feed = self._first_step_from(jnp.int32(0))
+        return lax.fori_loop(0, self.num_stages - _IN_USE, self._load, feed)
+
+    def follow(self, number: jax.Array, feed: Feed | None) -> Feed | None:
+        """Loads step `number` + stages - 2, to the stage of step `number` - 2; returns the feed."""
+        # A computer calls it in each step `number`, once it has started the step's matmuls. The
+        # stage is free when all matmuls before step `number` - 1 are complete.
+        if feed is None:
+            return None
+        return self._load(number + (self.num_stages - _IN_USE), feed)
+
+    def _load(self, number: jax.Array, feed: Feed) -> Feed:
+        """Loads the feed's step in computer 0, if there is one; returns the feed after it."""
+
+        def load(feed: Feed) -> Feed:
+            (now, following), step = feed.ahead, feed.step + 1
+            tile = self.loader.describe(feed.tile)
+            self.load_released(tile, feed.step, number, now)
+            return lax.cond(
+                step < self.loader.steps_of(feed.tile),
+                lambda: Feed(
+                    feed.turn,
+                    step,
+                    feed.tile,
+                    (following, self.loader.read_ahead(tile, step + 1)),
+                ),
+                lambda: self._first_step_from(feed.turn + 1),
+            )
+
+        is_to_load = (lax.axis_index("warpgroup") == 0) & (feed.turn < self.tiles.count)
+        return lax.cond(is_to_load, load, lambda feed: feed, feed)
+
+    def _first_step_from(self, turn: jax.Array) -> Feed:
+        """Returns the first step of tile number `turn`, or of the first one after it with steps."""
+
+        def find(turn: jax.Array) -> tuple[jax.Array, Any]:
+            return turn, self.loader.find(self.tiles.index(turn))
+
+        def is_empty(found: tuple[jax.Array, Any]) -> jax.Array:
+            turn, tile = found
+            return (turn < self.tiles.count) & (self.loader.steps_of(tile) == 0)
+
+        turn, tile = find(turn)
+        if self.may_be_empty:
+            turn, tile = lax.while_loop(is_empty, lambda found: find(found[0] + 1), (turn, tile))
+        zero, described = jnp.int32(0), self.loader.describe(tile)
+        ahead = self.loader.read_ahead(described, zero), self.loader.read_ahead(described, zero + 1)
+        return Feed(turn, zero, tile, ahead)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["left", "right", "full", "empty"],
+    meta_fields=["num_stages", "num_matrices"],
+)
+@dataclasses.dataclass(frozen=True)
+class OperandRing:
+    """A ring of pipeline stages in shared memory, each with the operand tiles of one step.
+
+    Outside the kernel's body, `left`, `right`, `full` and `empty` are types of scratch, and inside
+    it references to the scratch.
+    """
+
+    # [stages, ...] tiles of the left operand, and of the right operand; [stages, num_matrices, ...]
+    # if a stage has tiles of several right operands.
+    left: Any
+    right: Any
+    # [stages] barriers: the copies into a stage have arrived; copies may overwrite it.
+    full: Any
+    empty: Any
+    num_stages: int
+    num_matrices: int
+
+    @classmethod
+    def types(
+        cls,
+        dtype: Any,
+        num_stages: int,
+        left: tuple[int, int],
+        right: tuple[int, int],
+        num_matrices: int = 1,
+    ) -> OperandRing:
+        """Returns a ring of scratch types, for tiles of the shapes `left` and `right`."""
+        operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
+        several = (num_matrices,) if num_matrices > 1 else ()
+        return cls(
+            left=operand((num_stages, *left)),
+            right=operand((num_stages, *several, *right)),
+            full=plgpu.Barrier(num_arrivals=1 + num_matrices, num_barriers=num_stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=num_stages),
+            num_stages=num_stages,
+            num_matrices=num_matrices,
+        )
+
+    def stage_of(self, number: jax.Array) -> jax.Array:
+        return lax.rem(number, jnp.int32(self.num_stages))
+
+    def right_tile(self, stage: jax.Array, matrix: Any) -> Any:
+        tile = self.right.at[stage]
+        return tile if self.num_matrices == 1 else tile.at[matrix]
+
+    def fill(self, number: jax.Array, left: TileSource, rights: Sequence[TileSource]) -> None:
+        """Starts the copies of the operand tiles of step `number`, whose stage is empty."""
+        stage = self.stage_of(number)
+        full = self.full.at[stage]
+        left.copy(lambda tile: self.left.at[stage, : tile.shape[0]], full)
+        for i, right in enumerate(rights):
+            right.copy(functools.partial(_always, self.right_tile(stage, i)), full)
+
+    def accumulate(
+        self,
+        matmuls: int,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+        feeder: Feeder,
+        feed: Feed | None,
+        meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
+    ) -> tuple[jax.Array, Feed | None]:
+        """Sums products over the ring's next `steps` steps, and releases their stages.
+
+        Returns the sums in registers, float32 of shape `shape`, and the new feed.
+
+        Args:
+          matmuls: the least number of asynchronous matmuls that `multiply` starts.
+          used: the number of steps that this block has multiplied before.
+          multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
+            which may still run when those of the next stage begin.
+          meanwhile: `meanwhile(step)` runs while the matmuls of a step are under way.
+          least_steps: how many times `meanwhile` runs at least, without matmuls past `steps`.
+        """
+
+        def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:
+            take_step = functools.partial(
+                self._take_step,
+                accumulator=accumulator,
+                used=used,
+                steps=steps,
+                multiply=multiply,
+                feeder=feeder,
+                meanwhile=meanwhile,
+                # Without `least_steps`, no step checks that it is below `steps`. The check would
+                # cost up to 7 % of the time of the kernel for the gradients of matrices.
+                may_be_past=least_steps > 0,
+                matmuls=matmuls,
+            )
+            all_steps = jnp.maximum(steps, least_steps)
+            following = lax.fori_loop(0, all_steps, take_step, feed)
+            total = accumulator[...]
+            # A step frees only the stage before its own.
+            last_holds_stage = (all_steps > 0) & (all_steps <= steps)
+            pl.when(last_holds_stage)(lambda: self._free(used + (all_steps - 1)))
+            return total, following
+
+        return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
+
+    def accumulate_complete(
+        self,
+        used: jax.Array,
+        steps: Any,
+        totals: jax.Array,
+        add: Callable[[jax.Array, jax.Array], jax.Array],
+        feeder: Feeder,
+        feed: Feed | None,
+        meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
+    ) -> tuple[jax.Array, Feed | None]:
+        """Sums products like `accumulate`, by matmuls that are complete when they return.
+
+        `add(totals, stage)` returns `totals`, in registers, plus the products of a stage's
+        operands. `meanwhile` runs after it.
+        """
+
+        def take_step(
+            step: jax.Array, state: tuple[jax.Array, Feed | None]
+        ) -> tuple[jax.Array, Feed | None]:
+            totals, feed = state
+            feed = feeder.follow(used + step, feed)
+
+            def add_stage() -> jax.Array:
+                stage = self.stage_of(used + step)
+                plgpu.barrier_wait(self.full.at[stage])
+                new_totals = add(totals, stage)
+                # Bulk copies may overwrite only what the threads have read.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(self.empty.at[stage])
+                return new_totals
+
+            if least_steps:
+                totals = lax.cond(step < steps, add_stage, lambda: totals)
+            else:
+                totals = add_stage()
+            if meanwhile is not None:
+                meanwhile(step)
+            return totals, feed
+
+        return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, (totals, feed))
+
+    def _take_step(
+        self,
+        step: jax.Array,
+        feed: Feed | None,
+        *,
+        accumulator: Any,
+        used: jax.Array,
+        steps: Any,
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+        feeder: Feeder,
+        meanwhile: Callable[[jax.Array], None] | None,
+        may_be_past: bool,
+        matmuls: int,
+    ) -> Feed | None:
+        """Takes a step of `accumulate`, and frees the stage of the one before; returns the feed."""
+
+        def multiply_stage() -> None:
+            stage = self.stage_of(used + step)
+            plgpu.barrier_wait(self.full.at[stage])
+            multiply(accumulator, stage, step)
+
+        if may_be_past:
+            pl.when(step < steps)(multiply_stage)
+        else:
+            multiply_stage()
+        feed = feeder.follow(used + step, feed)
+        if meanwhile is not None:
+            meanwhile(step)
+        # After this wait, only this step's matmuls may still run: the previous stage is free.
+        plgpu.wgmma_wait(matmuls)
+        pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
+        return feed
+
+    def _free(self, number: jax.Array) -> None:
+        """Releases the stage of the block's step `number`."""
+        plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])
+
+
+def _always(destination: Any, _: Any) -> Any:
+    """Returns `destination`, whichever tile is copied there."""
+    return destination

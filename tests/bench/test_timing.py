@@ -1,0 +1,114 @@
+"""Tests of timed loops: what they compute, and how device times follow from a profile."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import meshes
+from support.kernels import needs_kernels
+
+from jax_ep.bench import timing
+from jax_ep.bench.collectives import _InPlaceLoop
+
+
+def test_nothing_is_hoisted_out_of_the_loop():
+    mesh = meshes.expert_mesh(2)
+    x = np.ones((2, 8), np.float32)
+    loop = timing.Loop(lambda x: (lax.psum(3 * x, "expert"), x + 1), x, mesh, 10)
+    text = loop.compiled.as_text()
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*{\n(.*?)^}", text, re.S | re.M))
+    (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", text)
+    called = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", computations[body])
+    assert any("all-reduce" in computations[name] for name in (body, *called))
+    np.testing.assert_array_equal(loop.outputs()[0], np.full((2, 8), 6))
+    assert loop.run() > 0
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "put" } }
+  event_metadata { key: 2 value { id: 2 name: "Memset" } }
+  lines {
+    name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 }
+    events { metadata_id: 1 offset_ps: 20000000 duration_ps: 14000000 }
+  }
+  lines {
+    name: "Stream #14(MemcpyD2D)"
+    events { metadata_id: 2 offset_ps: 15000000 duration_ps: 2000000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 34000000 }
+  }
+}
+planes { name: "/device:GPU:1" }
+planes { name: "/host:CPU" lines { name: "Stream" events { duration_ps: 5 } } }
+"""
+
+
+def test_a_trace_is_read_by_device_and_stream():
+    profile = jax.profiler.ProfileData.from_text_proto(TRACE)
+    (launches,) = timing.launches_by_device(profile)
+    assert launches == [("put", 10.0), ("Memset", 2.0), ("put", 14.0)]
+    time = timing.summarize([launches], calls=2)
+    # In two calls, "put" took 10 and 14 microseconds, so 12 per call. The one memset took 2, so 1.
+    assert time.median_us == time.slowest_us == pytest.approx(13.0)
+    assert time.by_kernel_us == {"put": 12.0, "Memset": 1.0}
+
+
+def test_the_slowest_rank_is_the_one_with_the_largest_median():
+    fast, slow = [("put", 1.0), ("put", 2.0), ("put", 3.0)], [("put", 2.0), ("put", 9.0)] * 3
+    time = timing.summarize([fast, slow], calls=3)
+    # On the slow rank, a call has two launches of "put", of 2 and 9 microseconds.
+    assert time.slowest_us == 11.0
+    assert time.median_us == pytest.approx((3.0 + 11.0) / 2)
+    assert time.by_kernel_us == {"put": (2.0 + 11.0) / 2}
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's profiler")
+def test_a_call_of_nothing_takes_no_device_time():
+    mesh = meshes.expert_mesh(min(2, len(jax.devices())))
+    loop = timing.Loop(lambda state: state, jnp.zeros((mesh.size, 1)), mesh, 20)
+    device = loop.device_time(2)
+    assert abs(device.median_us) < 1
+
+
+@pytest.mark.needs_devices(2)
+def test_results_are_checked_in_memory_that_held_nan(monkeypatch):
+    poisoned = []
+    monkeypatch.setattr(
+        timing, "_poison", lambda array: poisoned.append(array) or jnp.zeros(array.shape)
+    )
+    timing.Loop(lambda x: 2 * x, jnp.ones((2, 4)), meshes.expert_mesh(2), 10).outputs()
+    assert [array.shape for array in poisoned] == [(2, 4)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_poison_is_nan(dtype):
+    assert jnp.isnan(timing._poison(jax.ShapeDtypeStruct((2,), dtype))).all()
+
+
+@needs_kernels
+@pytest.mark.needs_devices(2)
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("kind", [timing.Loop, _InPlaceLoop])
+def test_a_loop_lowers_for_gpus(kind, spaced):
+    """The loop and its spacer must have types that a `shard_map` with check_vma accepts."""
+
+    def step(state):
+        (x,) = state
+        return 2 * x, jax.lax.psum(x, "expert")
+
+    state = (jnp.ones((2, 4)),)
+    loop = kind(step, state, meshes.expert_mesh(2), 3)
+    after = timing._wait_on_device if spaced else timing._add_up
+    on_ranks = timing.on_ranks(lambda state: loop._loop(state, after, unroll=1), loop.mesh)
+    text = on_ranks.trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@mosaic_gpu" in text) == spaced

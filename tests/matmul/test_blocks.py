@@ -1,0 +1,76 @@
+"""Tests of how grouped matmuls in blocks of rows choose blocks, and how much memory they take."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.matmuls import assert_close, expected, operands
+
+from jax_ep.matmul import blocks
+
+SHAPES = [(32768, 2048, 1536, 64), (32768, 7168, 2048, 32), (1024, 2048, 1536, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_memory_of_temporaries_is_bounded(shape):
+    """No intermediate array may need more than 512 MiB, where gathered matrices would need GiB."""
+    num_rows, depth, width, num_groups = shape
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    lhs, grad, rhs = (
+        struct(num_rows, depth),
+        struct(num_rows, width),
+        struct(num_groups, depth, width),
+    )
+    sizes = struct(num_groups, dtype=jnp.int32)
+    names = {"bf16": "bfloat16", "f32": "float32", "i32": "int32"}
+    results = {(num_rows, depth), (num_rows, width), (num_groups, depth, width)}
+    for function, args in (
+        (functools.partial(blocks.product_in_blocks, transpose_rhs=False), (lhs, rhs, sizes)),
+        (functools.partial(blocks.product_in_blocks, transpose_rhs=True), (grad, rhs, sizes)),
+        (blocks.drhs, (lhs, grad, sizes)),
+    ):
+        text = str(jax.make_jaxpr(function)(*args))
+        arrays = {
+            (*map(int, shape.split(",")), jnp.dtype(names[kind]).itemsize)
+            for kind, shape in re.findall(r"(bf16|f32|i32)\[([\d,]+)\]", text)
+        }
+        steps = [(*dims, size) for *dims, size in arrays if tuple(dims) not in results]
+        assert any(len(step) == 4 for step in steps)
+        assert max(map(math.prod, steps)) <= 512 << 20
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 18])
+@pytest.mark.parametrize("sizes", [[1, 640, 0, 3, 7, 2], [90, 110, 130, 0, 100, 110]], ids=str)
+def test_little_memory_takes_more_steps(sizes, most_bytes, monkeypatch):
+    monkeypatch.setattr(blocks, "_MOST_BYTES", most_bytes)
+    lhs, rhs, group_sizes, grad = operands(700, sizes, "float32")
+
+    @jax.jit
+    def compute(lhs, rhs, group_sizes, grad):
+        return (
+            blocks.product_in_blocks(lhs, rhs, group_sizes, transpose_rhs=False),
+            blocks.product_in_blocks(grad, rhs, group_sizes, transpose_rhs=True),
+            blocks.drhs(lhs, grad, group_sizes),
+        )
+
+    args = lhs, rhs, group_sizes, grad
+    for got, want in zip(compute(*args), expected(*args), strict=True):
+        assert_close(got, want, "float32")
+
+
+def test_blocks_hold_the_rows_of_groups_of_random_sizes():
+    rng = np.random.default_rng(0)
+    for num_rows, num_groups in ((32768, 64), (1024, 64), (4096, 128)):
+        height = blocks._height(num_rows, num_groups, 1 << 20)
+        sizes = rng.multinomial(num_rows, np.full(num_groups, 1 / num_groups), size=20)
+        assert np.mean(sizes <= height) > 0.999
+        assert height < 2 * num_rows / num_groups + 16

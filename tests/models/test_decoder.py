@@ -1,0 +1,69 @@
+"""Tests of the decoder that is trained: rotary embedding, attention, and rematerialization."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep.models.config import MODELS
+from jax_ep.models.decoder import REMAT, Decoder, _causal, masked_attention, rotary
+
+CONFIG = MODELS["tiny"].replace(hidden=32, mlp_dim=32, head_dim=8, num_layers=1)
+
+
+def test_rotary_keeps_the_angle_between_tokens():
+    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
+
+    def rotated(position: int) -> jax.Array:
+        angle = position * 1e4 ** (-jnp.arange(4) / 4)[None, None, None]
+        return rotary(x, (jnp.cos(angle), jnp.sin(angle)))[0, 0, 0]
+
+    np.testing.assert_allclose(rotated(3) @ rotated(13), rotated(20) @ rotated(30), rtol=1e-4)
+    assert abs(rotated(3) @ rotated(13) - x[0, 0, 0] @ x[0, 0, 0]) > 0.1
+
+
+@pytest.mark.parametrize("window", [3, 2**30])
+def test_attention_of_whole_sequences_is_that_of_a_mask(window):
+    """Attention by JAX must equal masked attention, and sinks must take a part of the weights."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 7, heads, 8)) for i, heads in enumerate((4, 2, 2))
+    )
+    after = np.arange(7)[:, None] - np.arange(7)
+    seen = np.broadcast_to((after >= 0) & (after < window), (2, 7, 7))
+    plain, _ = _causal(window)(q, k, v, None)
+    np.testing.assert_allclose(plain, masked_attention(q, k, v, seen, None), rtol=1e-4, atol=1e-5)
+    low, _ = _causal(window)(q, k, v, jnp.full(4, -1e9))
+    np.testing.assert_allclose(low, plain, rtol=1e-4, atol=1e-5)
+    high, _ = _causal(window)(q, k, v, jnp.full(4, 1e2))
+    assert np.abs(high).max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
+def test_remat_keeps_the_gradients(remat):
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, CONFIG.vocab)
+
+    def gradients(remat: str):
+        model = Decoder(config=CONFIG, dtype=jnp.float32, remat=remat)
+        params = jax.jit(model.init)(jax.random.key(0))
+        loss = jax.grad(lambda params: model.loss(params, tokens[:, :-1], tokens[:, 1:])[0])
+        return jax.jit(loss)(params)
+
+    want = gradients("none")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients(remat), want
+    )
+
+
+@pytest.mark.slow
+def test_a_gpt_oss_is_trained_with_sinks_and_windows():
+    config = MODELS["tiny-gpt-oss"].replace(hidden=32, mlp_dim=32, head_dim=8)
+    model = Decoder(config=config, dtype=jnp.float32)
+    tokens = jax.random.randint(jax.random.key(1), (2, 13), 0, config.vocab)
+    params = jax.jit(model.init)(jax.random.key(0))
+    grads = jax.jit(jax.grad(lambda p: model.loss(p, tokens[:, :-1], tokens[:, 1:])[0]))(params)
+    for name, grad in grads.weights.items():
+        assert np.abs(grad).max() > 0, name
+    assert "model.layers.0.self_attn.sinks" in grads.weights

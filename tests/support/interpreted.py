@@ -1,0 +1,338 @@
+"""Replaces, in Pallas' GPU interpreter, what the matmul kernels emit instruction by instruction.
+
+The interpreter runs a warpgroup as one thread, and no emitted code. So each function here computes
+by JAX operations what a function of the kernels emits for each thread. Kernels are otherwise the
+same, with their copies, barriers and shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import compiler, elementwise, mosaic
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
+from pallas_kernels.formats import E8M0, FLOAT8_ROWS, bitcast
+from pallas_kernels.matmul import (
+    decoder,
+    float8,
+    mxfp4_matmul,
+    register_tiles,
+    row_blocks,
+    row_tiles,
+    tensor_cores,
+    warp_products,
+    weight_only,
+)
+from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
+from pallas_kernels.mxfp4 import MXFP4
+
+
+@contextlib.contextmanager
+def matmul_kernels(options: Any) -> Iterator[None]:
+    """Runs matmul kernels in the interpreter with `options` while the context is open."""
+    kernel, copy = compiler.kernel, plgpu.copy_smem_to_gmem
+    replacements: dict[Any, dict[str, Any]] = {
+        compiler: dict(kernel=functools.partial(kernel, interpret=options)),
+        plgpu: dict(
+            copy_smem_to_gmem=functools.partial(_copy_or_add, copy),
+            layout_cast=lambda array, layout: array,
+            load=lambda ref, **_: ref[...],
+            set_max_registers=lambda count, *, action: None,
+        ),
+        mosaic: dict(opaque_scalar=lambda number: number),
+        elementwise.Elementwise: dict(__call__=lambda self, *arrays: self.function(*arrays)),
+        row_tiles: dict(
+            row_tiles=row_tiles_by_xla,
+            _call_once=row_tiles._call,
+            _rows_and_tiles_before=_rows_and_tiles_before,
+        ),
+        register_tiles: dict(
+            store_rows=_store_rows,
+            store_rows_through=_store_rows_through,
+            store_column=_store_column,
+            load_column=_load_column,
+            store_transposed=_store_transposed,
+            zero_rows_outside=_zero_rows_outside,
+            write_registers=_write,
+            read_registers=lambda room: room[...],
+        ),
+        tensor_cores: dict(add_float8_products=_add_float8_products),
+        float8: dict(_quantize=_quantize),
+        decoder.Decoder: dict(
+            load_scales=_load_scales,
+            stage_scales=_stage_scales,
+            fill_table=lambda self, computer: None,
+            load=_load,
+            decode=functools.partialmethod(_decode, itertools.count()),
+        ),
+        decoder.Staged: dict(types=_staged_types),
+        mxfp4_matmul: dict(transforms_of_numbers=lambda pieces: ()),
+        warp_products: dict(
+            add_products=_add_products, ROW_TRANSFORMS=swizzled(jnp.dtype(jnp.bfloat16))
+        ),
+        weight_only._Job: dict(run=_run_weight_only),
+    }
+    with contextlib.ExitStack() as stack:
+        for where, changes in replacements.items():
+            stack.enter_context(mock.patch.multiple(where, **changes))
+        yield
+
+
+def _copy_or_add(copy: Any, buffer: Any, destination: Any, reduction_op: Any = None) -> None:
+    if reduction_op == "add":
+        buffer[...] += destination[...]
+        plgpu.commit_smem()
+    copy(buffer, destination)
+
+
+def row_tiles_by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
+    """Computes `row_tiles.row_tiles` without a kernel."""
+    num_groups = group_sizes.shape[0]
+    starts, ends = row_blocks.row_ranges(group_sizes, num_rows)
+    group_sizes = ends - starts
+    first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    counts = jnp.where(group_sizes > 0, -((first - ends) // heights[-1]), 0)
+    height = row_tiles._lowest(list(heights), -((first - ends) // jnp.maximum(counts, 1)))
+    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    most = row_tiles.most_tiles(num_groups, heights, num_rows)
+    tile = jnp.arange(most + 1, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
+    row = first[group] + (tile - (tile_ends - counts)[group]) * height[group]
+    end = jnp.minimum(row + height[group], ends[group])
+    table = jnp.stack([group, row, jnp.maximum(row, starts[group]), end], axis=1)
+    totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
+    return jnp.where(tile[:, None] == most, totals, table)
+
+
+def _rows_and_tiles_before(
+    sizes: Any, own: jax.Array, height: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    def count_one(group: jax.Array, totals: Any) -> Any:
+        rows, tiles = totals
+        end = jnp.minimum(rows + jnp.clip(sizes[group], 0, num_rows), num_rows)
+        needed = lax.div(lax.rem(rows, ROW_ALIGNMENT) + (end - rows) + (height - 1), height)
+        return end, tiles + jnp.where(end > rows, needed, 0)
+
+    return lax.fori_loop(jnp.int32(0), own, count_one, (jnp.int32(0), jnp.int32(0)))
+
+
+# ---------------------------------------------------------------------------------- register_tiles
+
+
+def _each_row(begin: Any, end: Any, num_rows: int, store: Callable[[Any], None]) -> None:
+    def one_row(row: jax.Array, _: None) -> None:
+        pl.when((row >= begin) & (row < end))(lambda: store(row))
+
+    lax.fori_loop(0, num_rows, one_row, None)
+
+
+def _store_rows(
+    out: Any, values: Any, top: Any, left: Any, begin: Any, end: Any, layout: Any
+) -> None:
+    def store(row: Any) -> None:
+        out[top + row, pl.ds(left, values.shape[1])] = values[row]
+
+    _each_row(begin, end, values.shape[0], store)
+
+
+def _store_rows_through(
+    room: Any, out: Any, values: Any, top: Any, left: Any, begin: Any, end: Any
+) -> None:
+    num_rows, columns = values.shape
+    room[...] = values.astype(room.dtype)
+    whole = (begin <= 0) & (end >= num_rows)
+
+    @pl.when(whole)
+    def _() -> None:
+        out[pl.ds(top, num_rows), pl.ds(left, columns)] = room[...]
+
+    def store(row: Any) -> None:
+        out[top + row, pl.ds(left, columns)] = room[row]
+
+    pl.when(~whole)(lambda: _each_row(begin, end, num_rows, store))
+
+
+def _store_column(
+    out: Any, values: Any, top: Any, column: Any, begin: Any, end: Any, *, to_row: bool = False
+) -> None:
+    def store(row: Any) -> None:
+        out[(column, top + row) if to_row else (top + row, column)] = values[row]
+
+    _each_row(begin, end, values.shape[0], store)
+
+
+def _load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
+    return ref[pl.ds(jnp.minimum(first, last + 1 - count), count)].astype(jnp.float32)
+
+
+def _store_transposed(ref: Any, values: jax.Array) -> None:
+    ref[...] = values.T
+
+
+def _write(room: Any, values: jax.Array) -> None:
+    room[...] = values
+
+
+def _zero_rows_outside(
+    tile: Any, begin: Any, end: Any, transforms: Any, worker: Any, num_workers: int
+) -> None:
+    share = tile.shape[0] // num_workers
+    own = tile.at[pl.ds(worker * share, share)]
+    row = worker * share + lax.broadcasted_iota(jnp.int32, own.shape, 0)
+    own[...] = jnp.where((row >= begin) & (row < end), own[...], 0)
+
+
+# ------------------------------------------------------------------------------------------ float8
+
+
+def _add_float8_products(
+    totals: Sequence[jax.Array],
+    left: Any,
+    right: Any,
+    stage: jax.Array,
+    row: Any,
+    first: Any,
+    count: Any,
+    row_scales: jax.Array | None,
+    block_scales: Sequence[Any],
+) -> tuple[jax.Array, ...]:
+    rows, blocks = left[stage, pl.ds(row, 64)].astype(jnp.float32), right.at[stage]
+    of_rows = 1.0 if row_scales is None else row_scales[:, None]
+    sums = []
+    for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
+        block = jnp.minimum(first + i, blocks.shape[0] // 128 - 1)
+        product = jnp.dot(rows, blocks[pl.ds(block * 128, 128)].astype(jnp.float32).T)
+        sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
+    # Here threads, not tensor cores, read the operands.
+    plgpu.commit_smem()
+    return tuple(sums)
+
+
+def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    values, scales = FLOAT8_ROWS.encode(rows)
+    return values, scales[:, 0]
+
+
+# ------------------------------------------------------------------------------------------- MXFP4
+
+
+def _staged_types(num_stages: int, pieces: int, columns: int) -> Any:
+    # The interpreter's tensor cores read no registers. In place of the table, there is room for
+    # decoded columns: parts of [64, 64] for each compute warpgroup.
+    shape = COMPUTERS, columns // CHUNK * pieces, CHUNK, STEP
+    return decoder.Staged(
+        plgpu.SMEM((num_stages, pieces * columns), jnp.int32),
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
+    )
+
+
+def _load_scales(self: Any, group: jax.Array, left_edge: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns the two codes of each column of a piece in a word, for `_load`."""
+    parts = []
+    for piece in range(self.pieces):
+        own = pl.ds((step * self.pieces + piece) * decoder.SCALES, decoder.SCALES)
+        for _, scales in self.matrices:
+            for first in range(0, self.block_n, CHUNK):
+                begin = jnp.minimum(left_edge + first, scales.shape[1] - CHUNK)
+                codes = scales[group, pl.ds(begin, CHUNK), own].astype(jnp.int32)
+                parts.append(codes[:, 0] | codes[:, 1] << 8)
+    return jnp.concatenate(parts)
+
+
+def _stage_scales(self: Any, stage: jax.Array, codes: jax.Array) -> None:
+    self.scales[stage] = codes
+    plgpu.commit_smem()
+
+
+def _load(self: Any, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
+    """Returns decoded columns, [64, 64] bfloat16."""
+    line = jnp.int32(matrix * self.block_n + first)
+    values = self.values[stage].reshape(-1, self.pieces, decoder.NUMBER_BYTES)[:, piece]
+    codes = self.scales[stage].reshape(self.pieces, -1)[piece]
+    codes = jnp.stack([codes & 0xFF, codes >> 8], axis=1)
+    scales = bitcast(codes.astype(jnp.uint8), E8M0)
+    own = (lax.dynamic_slice_in_dim(part, line, CHUNK) for part in (values, scales))
+    return MXFP4.decode(tuple(own), jnp.bfloat16)
+
+
+def _decode(self: Any, parts: Iterator[int], loaded: jax.Array) -> Any:
+    # The parts of a step, which are traced one after the other, get different places.
+    room = self.staged.table
+    stored = room.at[lax.axis_index("warpgroup"), next(parts) % room.shape[1]]
+    stored[...] = loaded
+    plgpu.commit_smem()
+    return stored
+
+
+def _add_products(
+    totals: jax.Array,
+    left: Any,
+    stage: jax.Array,
+    decoder: Any,
+    parts: Sequence[Sequence[Any]],
+    height: int,
+) -> jax.Array:
+    rows, block_m = left[stage, :height], left.shape[1]
+    side_by_side = totals.shape[1] // block_m
+    for piece in range(decoder.pieces):
+        own = rows[:, piece * STEP : (piece + 1) * STEP].astype(jnp.float32)
+        for i, part in enumerate(parts):
+            columns = decoder.load(stage, piece, *part).astype(jnp.float32)
+            products = lax.dot(columns, own.T)
+            places = zip(divmod(i, side_by_side), (CHUNK, block_m), strict=True)
+            starts = [index * size for index, size in places]
+            sizes = zip(totals.shape, starts, products.shape, strict=True)
+            edges = [(start, total - start - size, 0) for total, start, size in sizes]
+            totals += lax.pad(products, jnp.float32(0), edges)
+    return totals
+
+
+def _run_weight_only(job: Any, refs: Any, group: Any, block: Any, first: Any) -> None:
+    *refs, _rows, _scales, _sums = refs
+    count = job.parts * job.rounds
+
+    def compute(i: jax.Array, _: None) -> None:
+        begin = (block * count + i) * 16
+
+        @pl.when(begin < job.width)
+        def _() -> None:
+            _weight_only_columns(job, refs, group, first, begin)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _() -> None:
+        lax.fori_loop(0, count, compute, None)
+
+
+def _weight_only_columns(job: Any, refs: Any, group: Any, first: Any, begin: Any) -> None:
+    """Computes 16 columns of the output, from column `begin` on."""
+    rows_ref, *others, out = refs
+    columns = pl.ds(begin, 16)
+    rows = rows_ref[pl.ds(0 if job.shared_rows else first, job.num_rows)]
+    biases = iter(others[2 * job.num_matrices :])
+    numbers = []
+    for i in range(job.num_matrices):
+        values, scales = others[2 * i][group, columns], others[2 * i + 1]
+        if job.is_float8:
+            of_columns = jnp.repeat(scales[group, lax.div(begin, 128)], 128)
+            decoded = values.astype(jnp.float32) * of_columns
+        else:
+            of_columns = bitcast(scales[group, columns], E8M0)
+            decoded = job.format.decode((values, of_columns), jnp.float32)
+        total = jnp.dot(rows.astype(jnp.float32), decoded.T)
+        total = lax.reduce_precision(total, 8, 7)
+        if job.has_bias[i]:
+            total += next(biases)[group, columns].astype(jnp.float32)
+        numbers.append(total)
+    result = numbers[0] if job.gating is None else job.gating(*numbers)
+    out[pl.ds(first, job.num_rows), columns] = result.astype(jnp.bfloat16)
