@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symbolic_rows_reason
 from jax_ep.matmul.gating import Gating
 from jax_ep.runtime import availability
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
 from pallas_kernels.mxfp4 import MXFP4
 
@@ -33,6 +34,9 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
+# Without `setmaxnreg`, groups of so many rows on average are worth the highest tiles that leave
+# room for a loader. Measured with 256 and 1024 rows.
+_LARGE = 512
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
@@ -228,6 +232,9 @@ def product_tiles(
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
+    if not REGISTERS_MOVE:
+        # What leaves room for a loader, the kernel's third warpgroup.
+        heights = heights[: 5 if num_rows >= _LARGE * num_groups else 4]
     block_n = 128
     is_large = values >= HOPPER_CORES * 256 * 128
     if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
@@ -259,6 +266,8 @@ def gated_tiles(
     elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
         block_n = 64
+    elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
+        heights, block_n = (64, 128, 136, 144, 176), 64
     band_columns = band(num_cols, block_n, most=8)
     return _fitting_tiles(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 

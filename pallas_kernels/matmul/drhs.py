@@ -195,19 +195,15 @@ class _Drhs(Kernel):
         tiles = self.num_grads * self.num_groups * self._tile_rows * self.tile_columns
         return jnp.int32(tiles)
 
-    def place(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns (which, group, top, left_edge) of output tile number `index`; see `_Tile`."""
+    def look_up(self, table: Any, index: jax.Array) -> _Tile:
+        """Returns output tile number `index`, from the result of `_group_steps`."""
         # The tiles of all outputs at one position follow each other.
         position, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         tiles_of_group = jnp.int32(self._tile_rows * self.tile_columns)
         group, tile_of_group = quotient_and_rest(position, tiles_of_group)
         row, left_edge = self.tile_position(tile_of_group, jnp.int32(self._tile_rows))
-        return which, group, row * BLOCK_M, left_edge
-
-    def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        """Returns output tile number `index`, from the result of `_group_steps`."""
-        which, group, top, left_edge = self.place(index)
-        return _Tile(which, group, top, left_edge, *(table[group, i] for i in range(4)))
+        steps = (table[group, i] for i in range(4))
+        return _Tile(which, group, row * BLOCK_M, left_edge, *steps)
 
 
 class _Tile(NamedTuple):
@@ -264,18 +260,16 @@ class _Loader:
         lag = self.ring.num_stages - 2
 
         def load_tile(tile: _Tile, _: Any, carry: Any) -> Any:
-            described = self.describe((tile.which, tile.group, tile.top, tile.left_edge))
-
             def load_step(i: jax.Array, carry: Any) -> Any:
                 used, uncleared = carry
-                feeder.load_released(described, i, number=used, ahead=())
+                feeder.load_released(tile, i, number=used, ahead=())
                 return used + 1, self._clear_oldest(used - lag, uncleared, tile.rows_of_group(i))
 
             return lax.fori_loop(0, tile.steps, load_step, carry)
 
         # The carry: the number of steps filled so far, and the ranges of the uncleared steps.
-        look_up = functools.partial(self.kernel.look_up, self.table)
-        used, uncleared = feeder.tiles.walk(look_up, load_tile, (jnp.int32(0), (all_rows,) * lag))
+        carry = jnp.int32(0), (all_rows,) * lag
+        used, uncleared = feeder.tiles.walk(self.find, load_tile, carry)
 
         def clear_rest(i: jax.Array, uncleared: Any) -> Any:
             return self._clear_oldest(used - lag + i, uncleared, all_rows)
@@ -302,26 +296,20 @@ class _Loader:
 
         return tuple(others)
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        return self.kernel.place(index)
+    def find(self, index: jax.Array) -> _Tile:
+        return self.kernel.look_up(self.table, index)
 
-    def describe(self, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Returns (which, top, left_edge, first row of the first step) of a tile."""
-        which, group, top, left_edge = tile
-        return which, top, left_edge, self.table[group, 1]
-
-    def steps_of(self, tile: tuple[jax.Array, ...]) -> jax.Array:
-        return self.table[tile[1], 0]
+    def steps_of(self, tile: _Tile) -> jax.Array:
+        return tile.steps
 
     def read_ahead(self, tile: Any, step: jax.Array) -> Any:
         return ()
 
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        which, top, left_edge, first = tile
-        inner = pl.ds(aligned(first + step * STEP), STEP)
-        rows = pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)
-        columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
-        right = TileSource([grad.at[inner, columns] for grad in self.grads], which)
+    def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        inner = pl.ds(aligned(tile.first + step * STEP), STEP)
+        rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
+        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
+        right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.which)
         self.ring.fill(number, TileSource([self.lhs.at[inner, rows]]), [right])
 
 

@@ -371,7 +371,6 @@ class Float8Kernel(Kernel):
 
         def step(i, carry):
             totals, feed = carry
-            feed = feeder.follow(used + i, feed)
             stage = lax.rem(used + i, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
@@ -394,7 +393,7 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, feed
+            return totals, feeder.follow(used + i, feed)
 
         return lax.fori_loop(0, steps, step, ((zero,) * HALVES, feed))
 
@@ -406,18 +405,17 @@ class Float8Kernel(Kernel):
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
         def step(i, feed):
-            feed = feeder.follow(used + i, feed)
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
             plgpu.barrier_wait(scratch["full"].at[stage])
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return feed
+            return feeder.follow(used + i, feed)
 
         return lax.fori_loop(0, self.steps, step, feed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowLoader:
-    """Loads the operands of tiles; a tile is the number of its row tile, and its first column."""
+    """Loads the operands of tiles, step by step."""
 
     kernel: Float8Kernel
     scratch: Any
@@ -425,12 +423,9 @@ class _RowLoader:
     table: Any
     num_tiles: jax.Array
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.kernel.tile_position(index, self.num_tiles)
-
-    def describe(self, tile: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Returns a tile's group, its first row of the left operand, and its first column.
-        row_tile, left_edge = tile
+        row_tile, left_edge = self.kernel.tile_position(index, self.num_tiles)
         group, first_row = (self.table[row_tile, column] for column in (GROUP, FIRST))
         if self.kernel.shared_rows:
             # Shared rows begin at row 0. Pallas would refuse a constant 0, because there may be

@@ -125,6 +125,12 @@ class _Drhs(Float8Kernel):
     def rows_of_tiles(self) -> int:
         return self.height // BLOCK
 
+    def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the group of output tile number `index`, and its first row and column there."""
+        row, left_edge = self.tile_position(index, self.num_groups * self.rows_of_tiles)
+        group, row = quotient_and_rest(row, jnp.int32(self.rows_of_tiles))
+        return group, row * BLOCK, left_edge
+
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_grads)
         operands, (group_blocks, *outs) = refs[:num_operands], refs[num_operands:]
@@ -132,7 +138,7 @@ class _Drhs(Float8Kernel):
 
         def look_up(index):
             # The outputs have the K rows of each group below those of the group before.
-            group, row, left_edge = loader.find(index)
+            group, row, left_edge = self.place(index)
             return group * self.height + row, left_edge, group_blocks[group, 1]
 
         total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
@@ -189,30 +195,25 @@ class _Drhs(Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """Loads the operands of tiles; a tile is its group, and its first row and column in there."""
+    """Loads the operands of tiles, step by step."""
 
     kernel: _Drhs
     scratch: Any
     operands: Sequence[Any]
     group_blocks: Any
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        kernel = self.kernel
-        row, left_edge = kernel.tile_position(index, kernel.num_groups * kernel.rows_of_tiles)
-        group, row = quotient_and_rest(row, jnp.int32(kernel.rows_of_tiles))
-        return group, row * BLOCK, left_edge
-
-    def describe(self, tile: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Returns the first block of 128 rows of the tile's group, and its first row and column.
-        group, row, left_edge = tile
-        return self.group_blocks[group, 0], row, left_edge
+    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns a tile's first block of 128 rows, first row and column, and number of steps."""
+        group, row, left_edge = self.kernel.place(index)
+        first_block, steps = (self.group_blocks[group, i] for i in range(2))
+        return first_block, row, left_edge, steps
 
     def steps_of(self, tile: Any) -> jax.Array:
-        return self.group_blocks[tile[0], 1]
+        return tile[3]
 
     def read_ahead(self, tile: Any, step: jax.Array) -> list[jax.Array]:
         """Returns, for each half, the product of the scales of a step's blocks of lhs and grad."""
-        first_block, row, left_edge = tile
+        first_block, row, left_edge, _ = tile
         lhs_scales, grad_scales = self.operands[1], self.operands[3::2]
         # The step may be past the last one.
         block = jnp.minimum(first_block + step, lhs_scales.shape[0] - 1)
@@ -223,7 +224,7 @@ class _Loader:
         return [scale[...] * lhs_scale for scale in scales]
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        first_block, row, left_edge = tile
+        first_block, row, left_edge, _ = tile
         inner = pl.ds((first_block + step) * BLOCK, BLOCK)
         columns = self.kernel.columns_of(left_edge)
         self.kernel.fill_stage(

@@ -113,6 +113,10 @@ class _GatedProduct(Product):
         return 2
 
     @property
+    def accumulators(self) -> int:
+        return super().accumulators // (2 if self.is_narrow else 1)
+
+    @property
     def outputs(self) -> int:
         return 3 if self.keep else 1
 

@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
@@ -60,6 +60,8 @@ _LEAST_STAGES = 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
 # them passes half of the rows.
 _MOST_PASSED = 128
+# With so many sums in a thread, 168 registers are enough, as those of a tile of 176 x 128.
+_MOST_ACCUMULATORS = 88
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +230,15 @@ class Product(Kernel):
         return sum(self.depths) // self.tiles.step
 
     @property
+    def accumulators(self) -> int:
+        """The number of sums that each thread of a compute warpgroup has in registers."""
+        return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP
+
+    @property
+    def fits_beside_loader(self) -> bool:
+        return self.matrices.fit_beside_loader(self)
+
+    @property
     def holds(self) -> bool:
         """Whether a compute warpgroup stores a tile while it multiplies the next one."""
         # Its registers then also hold the finished tile's results.
@@ -338,22 +349,17 @@ class RowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Copies the operand tiles of output tiles into the ring, step by step, pair by pair.
-
-    A tile is the number of its row tile and its first column.
-    """
+    """Copies the operand tiles of output tiles into the ring, step by step, pair by pair."""
 
     kernel: Product
     ring: OperandRing
     row_tiles: RowTiles
     operands: Sequence[Any]
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.kernel.tile_position(index, self.row_tiles.count)
-
-    def describe(self, tile: Any) -> tuple[jax.Array, ...]:
+    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
         """Returns a tile's group, first row of lhs, first column, and index of its height."""
-        (row_tile, left_edge), table = tile, self.row_tiles.table
+        table = self.row_tiles.table
+        row_tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
         first = jnp.int32(0) if self.kernel.shared_rows else table[row_tile, FIRST]
         return table[row_tile, GROUP], first, left_edge, self.row_tiles.height_index(row_tile)
 
@@ -418,6 +424,11 @@ class Matrices:
     def leaves_registers(cls, tiles: Tiles) -> bool:
         """Whether registers have room for a tile's results while the next one is multiplied."""
         return True
+
+    @classmethod
+    def fit_beside_loader(cls, kernel: Product) -> bool:
+        """Implements `Kernel.fits_beside_loader`."""
+        return kernel.accumulators <= _MOST_ACCUMULATORS
 
     @classmethod
     def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:

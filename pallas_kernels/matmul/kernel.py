@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.fabric import update_in_place
-from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE, ROW_ALIGNMENT
 
 # The length of a stage's operand tiles along the contraction dimension, or of a piece of them.
 STEP = 64
@@ -104,10 +104,13 @@ class Kernel:
     @property
     def has_loader(self) -> bool:
         """Whether a third warpgroup loads operands, and not computer 0."""
-        # With a loader kernels are faster, but its warps leave the computers 168 registers per
-        # thread, unless the assembler follows `setmaxnreg`. Since 0.12 JAX assembles relocatable
-        # code, in which it does not.
-        return jax.__version_info__ < (0, 12)
+        # With a loader kernels are faster.
+        return REGISTERS_MOVE or self.fits_beside_loader
+
+    @property
+    def fits_beside_loader(self) -> bool:
+        """Whether a computer needs no more than a third of the registers: 168 for each thread."""
+        return False
 
     def take_roles(
         self,
@@ -124,12 +127,14 @@ class Kernel:
 
         @pl.when(warpgroup == _LOADER)
         def _load():
-            plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+            if REGISTERS_MOVE:
+                plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
             load()
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
-            plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
+            if REGISTERS_MOVE:
+                plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
             compute(warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -44,6 +44,8 @@ from pallas_kernels.matmul.operand_ring import Feed
 _STEPS = 256, 192, 128, STEP
 # Decoding tiles of more rows leaves no registers for a finished tile's results.
 _MOST_HELD = 128
+# With so many sums of one product or two in a thread, which also decodes, 168 registers are enough.
+_MOST_ACCUMULATORS = {1: 64, 2: 16}
 
 
 def fitting_tiles(
@@ -111,6 +113,10 @@ class Mxfp4Matrices(Matrices):
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:
         return tiles.block_m <= _MOST_HELD
+
+    @classmethod
+    def fit_beside_loader(cls, kernel: Product) -> bool:
+        return kernel.accumulators <= _MOST_ACCUMULATORS[kernel.num_matrices]
 
     @classmethod
     def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:

@@ -4,15 +4,14 @@ A stage holds the operands of one step of a sum over the contraction dimension: 
 operand and a tile of each right operand. A thread block numbers its steps through all of its output
 tiles, and uses the stages in turn.
 
-A third warpgroup, the *loader*, fills stages as soon as both computers have released them. Where
-the assembler ignores `setmaxnreg`, as in relocatable code, there is none, so that each of 256
-threads may have 255 registers. Computer 0 then *feeds* the ring: while it multiplies step n, it
-starts the copies of step n + stages - 2. Their stage held step n - 2, which both computers have
-released by then, or will while the tensor cores still multiply the steps n - 1 and n:
+A third warpgroup, the *loader*, fills stages as soon as both computers have released them. If a
+computer needs more registers than it has beside a loader, there is none, and each of 256 threads
+may have 255. Computer 0 then *feeds* the ring: after it has released step n - 1, it starts the
+copies of step n + stages - 1 to the same stage, while the tensor cores multiply step n:
 
               full: the copies have arrived                    both computers multiply step n
   memory ------> stages of the ring  ... n-1 | n | n+1 ... ------> its half of the output tile
-              empty: both computers have released step n - 2
+              empty: both computers have released step n - 1
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, swizzled
-
-# While a step is multiplied, this many of the ring's stages hold that step and the one before it.
-_IN_USE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +52,17 @@ class Loader(Protocol):
     """Loads the operands of a kernel's output tiles, step by step."""
 
     def find(self, index: jax.Array) -> Any:
-        """Returns what `describe` must know of output tile number `index`, in few registers."""
-
-    def describe(self, tile: Any) -> Any:
-        """Returns what the other methods must know of a tile that `find` returned."""
+        """Returns what the other methods must know of output tile number `index`."""
 
     def steps_of(self, tile: Any) -> Any:
-        """Returns the number of steps of a tile that `find` returned."""
+        """Returns the number of steps of a tile."""
 
     def read_ahead(self, tile: Any, step: jax.Array) -> Any:
-        """Reads what threads, not copies, load of a described tile; `step` may be past the last."""
+        """Reads what threads, not copies, load of a tile; `step` may be past the last."""
 
     # `ahead` is the result of `read_ahead` for this step, read two steps before.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        """Fills a stage by step `step` of a described tile, the block's step number `number`."""
+        """Fills a stage by step `step` of a tile, the block's step number `number`."""
 
 
 class Feed(NamedTuple):
@@ -103,12 +96,9 @@ class Feeder:
     def run(self) -> None:
         """Fills stages as soon as they are released, and waits until all are released again."""
 
-        def look_up(index: jax.Array) -> tuple[Any, Any]:
-            tile = self.loader.find(index)
-            return self.loader.steps_of(tile), self.loader.describe(tile)
+        read_ahead = self.loader.read_ahead
 
-        def one_tile(found: tuple[Any, Any], _: Any, used: jax.Array) -> jax.Array:
-            (steps, tile), read_ahead = found, self.loader.read_ahead
+        def one_tile(tile: Any, _: Any, used: jax.Array) -> jax.Array:
 
             def one_step(step: jax.Array, carry: Any) -> Any:
                 used, (now, following) = carry
@@ -117,10 +107,10 @@ class Feeder:
                 return used + 1, (following, after_following)
 
             ahead = read_ahead(tile, jnp.int32(0)), read_ahead(tile, jnp.int32(1))
-            used, _ = lax.fori_loop(0, steps, one_step, (used, ahead))
+            used, _ = lax.fori_loop(0, self.loader.steps_of(tile), one_step, (used, ahead))
             return used
 
-        used = self.tiles.walk(look_up, one_tile, jnp.int32(0))
+        used = self.tiles.walk(self.loader.find, one_tile, jnp.int32(0))
         drain(self.empty, used, self.num_stages)
 
     def finish(self, used: jax.Array) -> None:
@@ -139,34 +129,29 @@ class Feeder:
         self.loader.load(tile, step, number, ahead)
 
     def start(self) -> Feed | None:
-        """Fills all stages but two, still without a wait; returns the feed, None with a loader."""
+        """Fills all stages but one, still without a wait; returns the feed, None with a loader."""
         if self.has_loader:
             return None
         feed = self._first_step_from(jnp.int32(0))
-        return lax.fori_loop(0, self.num_stages - _IN_USE, self._load, feed)
+        return lax.fori_loop(0, self.num_stages - 1, self._load, feed)
 
     def follow(self, number: jax.Array, feed: Feed | None) -> Feed | None:
-        """Loads step `number` + stages - 2, to the stage of step `number` - 2; returns the feed."""
-        # A computer calls it in each step `number`, once it has started the step's matmuls. The
-        # stage is free when all matmuls before step `number` - 1 are complete.
+        """Loads step `number` + stages - 1, to the stage of step `number` - 1; returns the feed."""
+        # A computer calls it in each step `number`, once it has released step `number` - 1.
         if feed is None:
             return None
-        return self._load(number + (self.num_stages - _IN_USE), feed)
+        return self._load(number + (self.num_stages - 1), feed)
 
     def _load(self, number: jax.Array, feed: Feed) -> Feed:
         """Loads the feed's step in computer 0, if there is one; returns the feed after it."""
 
         def load(feed: Feed) -> Feed:
-            (now, following), step = feed.ahead, feed.step + 1
-            tile = self.loader.describe(feed.tile)
+            (now, following), tile, step = feed.ahead, feed.tile, feed.step + 1
             self.load_released(tile, feed.step, number, now)
             return lax.cond(
-                step < self.loader.steps_of(feed.tile),
+                step < self.loader.steps_of(tile),
                 lambda: Feed(
-                    feed.turn,
-                    step,
-                    feed.tile,
-                    (following, self.loader.read_ahead(tile, step + 1)),
+                    feed.turn, step, tile, (following, self.loader.read_ahead(tile, step + 1))
                 ),
                 lambda: self._first_step_from(feed.turn + 1),
             )
@@ -187,9 +172,8 @@ class Feeder:
         turn, tile = find(turn)
         if self.may_be_empty:
             turn, tile = lax.while_loop(is_empty, lambda found: find(found[0] + 1), (turn, tile))
-        zero, described = jnp.int32(0), self.loader.describe(tile)
-        ahead = self.loader.read_ahead(described, zero), self.loader.read_ahead(described, zero + 1)
-        return Feed(turn, zero, tile, ahead)
+        zero, read_ahead = jnp.int32(0), self.loader.read_ahead
+        return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
 
 
 @functools.partial(
@@ -321,7 +305,6 @@ class OperandRing:
             step: jax.Array, state: tuple[jax.Array, Feed | None]
         ) -> tuple[jax.Array, Feed | None]:
             totals, feed = state
-            feed = feeder.follow(used + step, feed)
 
             def add_stage() -> jax.Array:
                 stage = self.stage_of(used + step)
@@ -336,6 +319,7 @@ class OperandRing:
                 totals = lax.cond(step < steps, add_stage, lambda: totals)
             else:
                 totals = add_stage()
+            feed = feeder.follow(used + step, feed)
             if meanwhile is not None:
                 meanwhile(step)
             return totals, feed
@@ -367,13 +351,12 @@ class OperandRing:
             pl.when(step < steps)(multiply_stage)
         else:
             multiply_stage()
-        feed = feeder.follow(used + step, feed)
         if meanwhile is not None:
             meanwhile(step)
         # After this wait, only this step's matmuls may still run: the previous stage is free.
         plgpu.wgmma_wait(matmuls)
         pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
-        return feed
+        return feeder.follow(used + step, feed)
 
     def _free(self, number: jax.Array) -> None:
         """Releases the stage of the block's step `number`."""
