@@ -125,22 +125,25 @@ def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProces
     )
 
 
-def outputs_of_processes(program: str, *args: str) -> list[str]:
+def outputs_of_processes(
+    program: str, *args: str, changes: tuple[dict[str, str], dict[str, str]] = ({}, {})
+) -> list[str]:
     """Runs a Python program in two processes with two CPU devices each; returns what they print.
 
-    The program's arguments are the address of the coordinator, the process's number, and `args`.
+    The program's arguments are the address of the coordinator, the process's number, and `args`;
+    `changes` are the variables that differ in each process's environment.
     """
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
-        PYTHONPATH=str(_TESTS.parent),
+        PYTHONPATH=os.pathsep.join(map(str, [_TESTS, _TESTS.parent])),
     )
     address = free_address()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program, address, str(i), *args],
-            env=environment,
+            env=environment | changes[i],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
