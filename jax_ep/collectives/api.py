@@ -5,10 +5,9 @@ N ranks. The order of a tuple defines the order of the ranks, and must equal the
 functions are differentiable in forward and reverse mode, with the gradients of the functions of
 `jax.lax` that they replace.
 
-Algorithms. `algorithm=None` picks the algorithm that was the fastest in measurements with this
-operation, number of ranks, number of bytes and GPU generation (`jax_ep.collectives.table`). On GPU
-generations without measurements, and on other devices, it picks "xla". A named algorithm that
-cannot run raises an error that says why.
+`algorithm=None` picks the algorithm that was the fastest in measurements with this operation,
+number of ranks, number of bytes and GPU generation (`jax_ep.collectives.table`), and "xla" where
+there are none. A named algorithm that cannot run raises an error that says why.
 
   "xla"       the function of `jax.lax`; any platform, any number of hosts.
   "one_shot"  all_reduce: every rank reads all ranks' inputs and sums them.
@@ -28,16 +27,15 @@ The library's kernels (all algorithms but "xla" and "multimem") run between GPUs
 number of processes. They sum in float32, in rank order, and round once: all ranks get the same
 bits, on every run.
 
-Each GPU counts the kernel calls that it makes with each peer, and a call communicates with the
-peer's call of the same number. So all GPUs must run the calls in the same order:
+A kernel call communicates with the peer's call of the same number. So all GPUs must run the calls
+in the same order, or results are silently wrong:
 
 - Two programs that share two or more GPUs must start in the same order on each of these GPUs. Start
   the programs from one thread.
 - XLA must not overlap the kernels of a program. Leave `xla_gpu_command_buffer_scheduling_mode` at
   its default (a concurrent mode in XLA_FLAGS is refused), and use no streams of your own.
 
-If these rules are broken, results are silently wrong. A rank waits for its peers inside the kernel;
-if a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
+If a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
 """
 
 from __future__ import annotations
@@ -213,7 +211,6 @@ def _fused(
 
 @_fused.defjvp
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
-    """Differentiates the linear all_reduce and the norm one after the other."""
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
     normalized, new_residual = _fused(axes, num_ranks, eps, algorithm, *primals)

@@ -148,7 +148,7 @@ def metrics_of(
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
-    """Computes the metrics of all ranks' tokens, from the routing of this rank's T tokens.
+    """Computes the metrics of all ranks' tokens.
 
     `logits` [T, E] are None if no gate ran. `dropped` [E] int32 are the pairs dropped here.
     """
