@@ -472,11 +472,12 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
 
 # transformers gives the identity experts of LongCat-Flash matrices, which are not published. A new
 # directory does not tell that a layer of DeepSeek-V4 chooses experts by the token's id, nor that
-# transformers saves Hunyuan 4's shared experts under other names than it loads, and the experts of
-# Qwen3-Omni's talker in one tensor, where published ones have one for each.
+# transformers saves Hunyuan 4's shared experts under other names than it loads, the experts of
+# Qwen3-Omni's talker in one tensor, where published ones have one for each, and those of
+# Qwen3-VL-MoE transposed.
 NOT_NEW = (
     *("LongCat-Flash", "DeepSeek-V4, chosen by token"),
-    *("Hunyuan 4, multimodal", "Qwen3-Omni, talker"),
+    *("Hunyuan 4, multimodal", "Qwen3-Omni, talker", "Qwen3-VL-MoE"),
 )
 
 

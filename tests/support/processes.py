@@ -148,8 +148,8 @@ def outputs_of_processes(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i in range(2)
+        for i in range(count)
     ]
     printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    assert not any(process.returncode for process in processes), printed
     return printed
