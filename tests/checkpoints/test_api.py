@@ -266,7 +266,6 @@ LOADING_ERRORS: dict[str, tuple[dict, type[Exception], str]] = {
     "experts": (dict(num_experts=4), ValueError, "num_experts must be 8, as in the stored block"),
     "choices": (dict(num_experts_per_token=9), ValueError, "num_experts_per_token must be"),
     "identity": (dict(identity_experts=2), ValueError, "identity_experts must be 0, as in the"),
-    "constant": (dict(constant_experts=1), ValueError, "constant_experts must be 0, as in the"),
     "wire": (dict(wire_dtype=FLOAT8), ValueError, "wire_dtype=.* blocks of 128 values, but x has"),
     "expert_axis": (dict(expert_axis="exprt"), ValueError, "expert_axis .*exprt.* must name axes"),
     "batch_axes": (dict(batch_axes="data"), ValueError, "batch_axes must be among the mesh axes"),

@@ -208,6 +208,7 @@ VARIANTS = {
     "Qwen2-MoE": variant("Qwen2Moe", WITH_SHARED),
     "Qwen3-Next": variant("Qwen3Next", WITH_SHARED, LINEAR),
     "Qwen3.5-MoE": variant("Qwen3_5Moe", WITH_SHARED, LINEAR),
+    "Qwen3-VL-MoE": variant("Qwen3VLMoe", OWN_WIDTH, MULTIMODAL_ROTARY, head_dim=8, **PART),
     "OLMoE": variant("Olmoe", EXPERTS),
     "FlexOlmo": variant("FlexOlmo", EXPERTS, norm_topk_prob=True),
     "DeepSeek-V2, greedy": variant("DeepseekV2", ROUTED, LATENT, routed_scaling_factor=2.0),

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
@@ -126,24 +126,28 @@ def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProces
 
 
 def outputs_of_processes(
-    program: str, *args: str, changes: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    program: str,
+    *args: str,
+    count: int = 2,
+    devices: int = 2,
+    changes: Sequence[dict[str, str]] = (),
 ) -> list[str]:
-    """Runs a Python program in two processes with two CPU devices each; returns what they print.
+    """Runs a Python program in processes with some CPU devices each; returns what they print.
 
-    The program's arguments are the address of the coordinator, the process's number, and `args`;
-    `changes` are the variables that differ in each process's environment.
+    The program's arguments are the address of the coordinator, the process's number, and `args`.
+    It can import `support`. `changes` are variables to set in each process's environment.
     """
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
-        PYTHONPATH=os.pathsep.join(map(str, [_TESTS, _TESTS.parent])),
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        PYTHONPATH=os.pathsep.join(map(str, [_TESTS.parent, _TESTS])),
     )
     address = free_address()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program, address, str(i), *args],
-            env=environment | changes[i],
+            env=environment | (changes[i] if changes else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
