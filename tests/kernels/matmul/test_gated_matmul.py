@@ -100,13 +100,17 @@ def test_gated_product(num_rows, sizes, depth, width, tiles, keep):
 
 
 @needs_kernels
-def test_tiles_chosen_for_many_shapes():
+@pytest.mark.parametrize("registers_move", [False, True])
+def test_tiles_chosen_for_many_shapes(monkeypatch, registers_move):
+    monkeypatch.setattr(backend, "REGISTERS_MOVE", registers_move)
     for num_rows in (1152, 36864):
         for num_cols in (64, 192, 768, 2048, 14336):
             tiles = backend.gated_tiles(num_rows, 64, num_cols)
             assert num_cols % tiles.part == 0
             assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
-    assert backend.gated_tiles(36864, 64, 768).block_m == 144
+    few, many = (backend.gated_tiles(num_rows, 64, 768) for num_rows in (16384, 36864))
+    assert (few.block_m, few.block_n) == (144, 128)
+    assert (many.block_m, many.block_n) == ((144, 128) if registers_move else (176, 64))
     # With higher tiles there would be too few of them to give every multiprocessor one.
     assert backend.gated_tiles(1024, 1, 768).block_m == 64
 

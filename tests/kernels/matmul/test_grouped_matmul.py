@@ -14,7 +14,8 @@ from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.matmul import kernel
-from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
+from pallas_kernels.matmul.grouped_matmul import Matrices, Product, Tiles, grouped_matmul
+from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
 
 def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
@@ -117,7 +118,9 @@ def test_a_race_is_found(monkeypatch):
 
 
 @needs_kernels
-def test_tiles_chosen_for_many_shapes():
+@pytest.mark.parametrize("registers_move", [False, True])
+def test_tiles_chosen_for_many_shapes(monkeypatch, registers_move):
+    monkeypatch.setattr(backend, "REGISTERS_MOVE", registers_move)
     for num_rows in (8, 1000, 32768):
         for num_groups in (1, 32):
             for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
@@ -126,8 +129,31 @@ def test_tiles_chosen_for_many_shapes():
                 assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
     # Many rows with few columns get half as high tiles, so that all multiprocessors have one.
     assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
-    assert backend.product_tiles(36864, 64, 2048).block_m == 256
+    highest = [backend.product_tiles(num_rows, 64, 2048).block_m for num_rows in (16384, 36864)]
+    assert highest == ([256, 256] if registers_move else [144, 176])
     assert backend.product_tiles(1152, 64, 2048).block_n == 256
+
+
+def test_a_loader_where_registers_are_enough(monkeypatch):
+    """Without `setmaxnreg`, only kernels with few sums in a thread have a loader warpgroup."""
+    sizes = dict(num_blocks=1, width=256, depths=(64,), transpose_rhs=False, shared_rows=False)
+
+    def has_loader(registers_move, matrices, *tiles):
+        monkeypatch.setattr(kernel, "REGISTERS_MOVE", registers_move)
+        product = Product(tiles=Tiles(*tiles), matrices=matrices, zero_unused=False, **sizes)
+        return product.has_loader
+
+    for height, columns, in_bfloat16, in_mxfp4 in (
+        (176, 128, True, False),
+        (208, 128, False, False),
+        (128, 128, True, True),
+        (64, 256, True, True),
+        (128, 256, False, False),
+    ):
+        tiles = (height,), columns, 3, 2
+        assert has_loader(False, Matrices, *tiles) == in_bfloat16
+        assert has_loader(False, Mxfp4Matrices, *tiles) == in_mxfp4
+        assert has_loader(True, Matrices, *tiles)
 
 
 def test_columns_in_bands_of_about_the_same_width():
