@@ -15,7 +15,6 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 ELSEWHERE = {
     # Benchmarks share tests, which run the commands.
     "jax_ep/bench/estimate.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/matmul_baselines.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/report.py": "tests/bench/test_commands.py",
     "jax_ep/bench/runner.py": "tests/bench/test_commands.py",

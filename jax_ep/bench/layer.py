@@ -70,15 +70,6 @@ SHAPES = {
 }
 
 
-# The sizes of a shape that are flags, and their help.
-_SIZES = {
-    "hidden": "H, the width of a token.",
-    "mlp_dim": "F, the width of each expert's MLP.",
-    "num_experts": "E, the number of experts of all ranks together.",
-    "top_k": "K, the number of distinct experts that each token chooses.",
-}
-
-
 def chosen_shapes(args: Args, ranks: Sequence[int]) -> dict[str, Shape]:
     """Returns the shapes of --shapes by name; small ones, under names that say so, on CPUs."""
     found = {}
@@ -88,10 +79,11 @@ def chosen_shapes(args: Args, ranks: Sequence[int]) -> dict[str, Shape]:
             experts, top_k = min(shape.num_experts, 16), min(shape.top_k, 4)
             shape = shape._replace(hidden=128, mlp_dim=128, num_experts=experts, top_k=top_k)
             name = f"small {name}"
-        given = {size: value for size in _SIZES if (value := getattr(args, size, None)) is not None}
-        found[name] = shape._replace(**given)
+        if (num_experts := getattr(args, "num_experts", None)) is not None:
+            shape = shape._replace(num_experts=num_experts)
+        found[name] = shape
         for num_ranks in ranks:
-            check_experts(found[name].num_experts, num_ranks, found[name].top_k, name)
+            check_experts(found[name].num_experts, num_ranks, found[name].top_k)
     return found
 
 
@@ -106,8 +98,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("shapes", ",".join(SHAPES), "The models whose layers run.", some(choice(SHAPES)))
     flags.add("directions", ",".join(DIRECTIONS), "The passes to time.", some(choice(DIRECTIONS)))
     flags.add("tokens", None, "T, tokens per rank. Default: 4096; on CPUs 64.", some(integer))
-    for name, help in _SIZES.items():
-        flags.add(name, None, f"{help} Default: that of each shape.", integer)
+    flags.add("num_experts", None, "E, experts of all ranks. Default: that of a shape.", integer)
     others = some(choice(BASELINES), none=True)
     flags.add("baselines", "xla", "The layer with XLA's exchange, or empty.", others)
     add_capacity_factor(flags)
@@ -271,10 +262,7 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Splits a layer's device time by the names of kernels, into matmuls and exchange.
-
-    "matmul_us" and "if_hidden_us" are None if no kernel has the name of an expert matmul.
-    """
+    """Splits a layer's device time by the names of kernels; None without expert matmuls."""
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
         sum(us for name, us in by_kernel.items() if kind.search(name))
@@ -329,8 +317,8 @@ def make_config(
     """Makes the configuration of the measured layers, with a receive buffer that drops no rows.
 
     Also returns "rows", the rows that a rank receives, mean over ranks; "rows_needed", those of the
-    most loaded rank; and "capacity", the rows of the buffer. `state` is that of `make_state`. A
-    `capacity_factor` of 0 makes room for any routing.
+    most loaded rank; and "capacity", the rows of the buffer. A `capacity_factor` of 0 makes room
+    for any routing.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,

@@ -24,7 +24,6 @@ from jax_ep.bench import matmul_operations as operations
 from jax_ep.bench import runner
 from jax_ep.bench.agreement import agree
 from jax_ep.bench.layer import MATMUL_DTYPES
-from jax_ep.bench.matmul_baselines import BASELINES
 from jax_ep.bench.matmul_operations import (
     CASES,
     OF_TWO_PAIRS,
@@ -54,10 +53,8 @@ def add_flags(flags: Flags) -> None:
         f"{'; '.join(case.name for case in SMALL_CASES)}.",
     )
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
-    of_library = "Of this library. Default: pallas, and in a few cases also the slow xla."
-    flags.add("implementations", None, of_library, some(choice(BACKENDS), none=True))
-    of_others = "Of other libraries. Default: all that run here."
-    flags.add("baselines", None, of_others, some(choice(BASELINES), none=True))
+    names = "Default: pallas and tokamax, and in a few cases also the slow ones."
+    flags.add("implementations", None, names, some(choice(BACKENDS)))
     dtypes = "The dtypes that are multiplied, each measured; none: bfloat16."
     flags.add("matmul_dtype", "none", dtypes, some(choice(MATMUL_DTYPES)))
     runner.add_flags(flags, "three groups of the results with float32", repeats=10, seconds=600.0)
@@ -163,11 +160,10 @@ class MatmulBench(runner.Bench):
         if not cases:
             names = "; ".join(case.name for case in every_case)
             raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
-        for flag in ("implementations", "baselines"):
-            for name in getattr(args, flag) or []:
-                # A program may lack a dtype or a case, but not all of them.
-                why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
-                runner.check_available(flag, {name: why[0] if all(why) else None})
+        for name in args.implementations or []:
+            # A program may lack a dtype or a case, but not all of them.
+            why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
+            runner.check_available("implementations", {name: why[0] if all(why) else None})
         return [MatmulCase(self, case, op) for case in cases for op in args.ops]
 
     def header(self) -> list[str]:
@@ -186,11 +182,11 @@ class MatmulBench(runner.Bench):
 
 
 def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
-    """Returns why a backend or baseline cannot run on this machine, or None if it can."""
+    """Returns why a backend cannot run on this machine, or None if it can."""
     dtype = jnp.dtype("bfloat16" if matmul_dtype == "none" else matmul_dtype)
     platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
-    return (BACKENDS | BASELINES)[name].unavailable_reason(problem)
+    return BACKENDS[name].unavailable_reason(problem)
 
 
 def programs(case: Case, op: str, args: Args) -> dict[tuple[str, str], Callable[[Any], Any]]:
@@ -200,19 +196,18 @@ def programs(case: Case, op: str, args: Args) -> dict[tuple[str, str], Callable[
     comes first; the dtype has no programs if no backend can run the operation in it.
     """
     usual = ["pallas", "tokamax", *(["blocks", "xla"] if case.slow else [])]
-    names = list(usual if args.implementations is None else args.implementations)
-    names += [name for name in BASELINES if args.baselines is None or name in args.baselines]
     found: dict[tuple[str, str], Callable[[Any], Any]] = {}
     for dtype in args.matmul_dtype:
-        able = [name for name in names if not unavailable_reason(name, case, dtype)]
-        # Other libraries' matmuls have no scales.
-        if dtype != "none":
-            able = [name for name in able if name in BACKENDS]
+        able = [
+            name
+            for name in args.implementations or usual
+            if not unavailable_reason(name, case, dtype)
+        ]
         if able:
             found["dense", dtype] = operations.dense_operation(op, dtype)
         for name in able:
             if dtype == "none":
-                found[name, dtype] = operations.operation((BACKENDS | BASELINES)[name], op)
+                found[name, dtype] = operations.operation(BACKENDS[name], op)
             else:
                 found[name, dtype] = operations.float8_operation(name, op)
     return found

@@ -1,9 +1,8 @@
 """Runs a bench command: measures all its programs, and prints, saves and plots the results.
 
 A command is a `Bench`, which lists its cases and says how results are shown. A `Case` is one piece
-of work and the programs that do it, such as this library's implementations and the baselines they
-are compared with. Each program gives one row of results: a dict with its times, or with its error.
-A case's programs are compiled in parallel; then they are checked and timed one at a time.
+of work and the programs that do it. Each program gives one row of results: a dict with its times,
+or with its error. A case's programs are compiled in parallel, then checked and timed one at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jax_ep.bench.timing import Loop, expert_mesh
 from jax_ep.flags import Args, Error, Flags, choice, image, integer, number, some
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
-# A pair: the row of results of a program, and the compiled loop that calls the program.
+# A program's row of results, and the compiled loop that calls it.
 Program = tuple[Row, Loop]
 
 
@@ -149,7 +148,7 @@ class Bench:
         self.first: dict[Any, Any] = {}
 
     def measure_bandwidths(self, devices: Sequence[jax.Device]) -> None:
-        """Measures plain copies, which the command prints, and saves with its rows."""
+        """Measures plain copies, whose rates are printed and saved."""
         self.bandwidths = measure_bandwidths(devices)
         self.facts["bandwidths"] = self.bandwidths._asdict()
         for place, per_second in self.bandwidths._asdict().items():

@@ -56,31 +56,6 @@ def attribute(ordinal: int, number: int) -> int | None:
     return value.value
 
 
-def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
-    """Returns whether GPU i can address the memory of GPU j, [i][j], for GPUs by ordinal."""
-    return _peer_access(tuple(ordinals))
-
-
-@functools.cache
-def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | None:
-    library = _libcuda()
-    if library is None:
-        return None
-    handles = [_handle(library, ordinal) for ordinal in ordinals]
-    if None in handles:
-        return None
-    matrix = []
-    for i, one in enumerate(handles):
-        row = []
-        for j, other in enumerate(handles):
-            can = ctypes.c_int(1)  # The driver is not asked about a GPU and itself.
-            if i != j and library.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) != 0:
-                return None
-            row.append(bool(can.value))
-        matrix.append(tuple(row))
-    return tuple(matrix)
-
-
 class Error(RuntimeError):
     """Raised if a function of the CUDA driver fails, or if there is no driver."""
 

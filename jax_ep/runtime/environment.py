@@ -23,6 +23,7 @@ from pallas_kernels.fabric import memory_map
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+NO_HOSTS = "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
 _TIMEOUT_SECONDS = 100.0
 # Kernels hold the timeout in nanoseconds as a 64-bit integer, which has room for this many seconds.
 _LONGEST_TIMEOUT_SECONDS = 1e9
@@ -144,7 +145,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
     """Returns M, or a reason, as `num_hosts` does, for one group of ranks and their `hosts_of`."""
     if None in host_of_rank:
-        return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
+        return NO_HOSTS
     size = len(host_of_rank)
     count = len(set(host_of_rank))
     if size % count == 0:

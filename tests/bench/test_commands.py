@@ -141,7 +141,7 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
         ("layer --token_chunks=2", "--token_chunks above 1 needs --capacity_factor=0"),
         ("layer --num_experts=7 --ranks=2", "--num_experts must be a multiple of the 2 ranks"),
         ("matmul --case=nothing", "--case: no case has 'nothing' in its name; the cases are: "),
-        ("matmul --baselines=mosaic", "--baselines: mosaic cannot run here: "),
+        ("matmul --implementations=pallas", "--implementations: pallas cannot run here: "),
         ("matmul --ranks=2", "--ranks: a grouped matmul runs on 1 rank"),
         ("train --ranks=1 --fsdp=2", "--fsdp must divide 1 ranks, but is 2"),
         ("collectives --implementations=one_shot", "one_shot cannot run here: "),
