@@ -295,7 +295,6 @@ def combine_grad(
 
 
 def _row(y_per_rank: Sequence[Array], routes: Routes, token: int, choice: int) -> Array:
-    """Returns the row of y that a (token, choice) pair was sent to, [H] float32."""
     rank, row = routes.ranks[token, choice], routes.rows[token, choice]
     return y_per_rank[rank][row].astype(np.float32)
 

@@ -104,7 +104,6 @@ class Case:
             raise TimeoutError(f"not started, because --seconds={self.args.seconds:g} had passed")
 
     def _time(self, programs: Sequence[Program]) -> None:
-        """Adds wall times, device times and `results` to the rows of programs."""
         with _errors_go_into(*(row for row, _ in programs)):
             turns = [[loop.run() for _, loop in programs] for _ in range(self.args.repeats)]
             for i, (row, loop) in enumerate(programs):

@@ -127,7 +127,6 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, carry, unroll=unroll)
 
     def _varying(self, tree: Any) -> Any:
-        """Casts arrays to vary (vma) over the mesh's axis."""
         return jax.tree.map(lambda leaf: jax_compat.match_varying([leaf], (AXIS,))[0], tree)
 
     def outputs(self) -> Any:

@@ -132,7 +132,6 @@ class PlannedLoad:
         )
 
     def _struct(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns a parameter of `shape` as it is loaded, with `ShapeDtypeStruct` leaves."""
         format, dtype = self.formats.get(name), self.dtypes[name]
         if format is None:
             return jax.ShapeDtypeStruct(shape, dtype)

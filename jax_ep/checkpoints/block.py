@@ -529,7 +529,6 @@ def _find_prefix(directory: Directory, keys: Keys, layer: int) -> str | None:
 
 
 def _not_found(directory: Directory, keys: Keys) -> str:
-    """Returns the error for a layer without an MoE block, with tensors that may be renamed."""
     gate, layer = _gate(keys.row), keys.layer
     blocks, others = _routers(directory, keys)
     message = (
@@ -552,7 +551,6 @@ def _not_found(directory: Directory, keys: Keys) -> str:
 
 
 def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = None) -> Block:
-    """Makes the `Block` of one layer; `like` is as in `Block`."""
     row = keys.row
     quantization = quantization_of(keys.config, keys.file.parent)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -609,7 +607,6 @@ def _stored(
 
 
 def _names(row: Architecture) -> list[str]:
-    """Lists the names, without prefix, of the tensors in all layouts of an architecture."""
     layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
     return [tensor.name for options in layouts for layout in options for tensor in layout]
 

@@ -70,7 +70,6 @@ def _row(way: Row, sizes: dict[str, Any]) -> Row:
 
 
 def _ways() -> Iterator[Row]:
-    """Yields the ways to run an operation that exist, as fields `_WAY` of a row."""
     wires, outputs = [None, *(d.name for d in interface.WIRE_DTYPES)], ["dequantized", "quantized"]
     kinds = memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, wires, outputs
     for way in itertools.product(*kinds):

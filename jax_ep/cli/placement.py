@@ -82,7 +82,6 @@ def _read(args: Args) -> tuple[np.ndarray, int]:
 
 
 def _placements(trace: np.ndarray, num_experts: int, args: Args) -> dict[str, Placement]:
-    """Computes a placement by each method from `trace` [steps, layers, tokens, K]."""
     _, layers, _, top_k = trace.shape
     if args.ranks % args.hosts:
         raise Error(f"--hosts: {args.hosts} does not divide --ranks={args.ranks}")

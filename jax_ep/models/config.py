@@ -217,7 +217,6 @@ class DecoderConfig:
 
 
 def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> Yarn | None:
-    """Returns the YaRN options in config.json, or None; ValueError for another `rope_type`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -409,7 +409,6 @@ class Decoder:
 
 
 def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the rows of the embedding table [V, H] that belong to the tokens [B, S]."""
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     # The table is gathered over "fsdp" first. Otherwise XLA would gather the results of the lookup,
     # for the tokens of all devices.

@@ -67,7 +67,6 @@ class Model(NamedTuple):
 
 
 def _one_qkv(weights: Weights) -> Weights:
-    """Joins the projections of queries, keys and values, so that one matmul computes all three."""
     weights = dict(weights)
     for kind in ("weight", "bias"):
         names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]

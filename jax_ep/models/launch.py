@@ -75,7 +75,6 @@ def run(
 
 
 def _is_started_by_cluster() -> bool:
-    """Returns whether `srun` or `mpirun` started this process together with others."""
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", 1)) > 1
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1

@@ -50,7 +50,6 @@ class Placement:
     num_ranks: int
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether two placements (not traced ones) hold the same expert in every slot."""
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
@@ -105,7 +104,6 @@ class Placement:
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:
-        """Returns the placement of one layer, whose arrays lack the axis of layers."""
         if np.ndim(self.expert_of_slot) != 2:
             raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
         # Without this check, an index out of bounds would be clamped if the arrays are JAX arrays.

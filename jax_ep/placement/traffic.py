@@ -79,7 +79,6 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 def _slots(
     topk_idx: jax.Array, slots_of_expert: jax.Array, num_copies: jax.Array, slots_per_rank: int
 ) -> jax.Array:
-    """Returns the slots of the choices [layers, N, t, K] of all ranks."""
 
     def of_layer(layer: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         of_ranks, slots, copies = layer

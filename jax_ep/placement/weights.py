@@ -250,7 +250,6 @@ def _move(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether `dtype` is bool or a real dtype of 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -390,7 +389,6 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: 
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key in the path of a leaf names one of ROUTED_WEIGHTS."""
     # A key may also be a tuple of names, or names joined by "/" or ".", in flattened dictionaries.
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))

@@ -275,7 +275,6 @@ def _device(ordinal: int) -> ctypes.c_int:
 
 
 def _call(name: str, *args: Any) -> None:
-    """Calls a function of the driver; raises `Error` unless it succeeds."""
     library = _libcuda()
     if library is None:
         raise Error("there is no driver")

@@ -42,7 +42,6 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
 
 def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the address of GPU 0's heap, and the number of each mesh device's heap."""
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain

@@ -343,7 +343,6 @@ def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 # The cache is bounded, since params may hold a new function in each call.
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    """Returns a jitted function that binds the primitive."""
 
     def function(*operands: Any) -> Any:
         return primitive.bind(*operands, **params)

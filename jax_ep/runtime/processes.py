@@ -235,7 +235,6 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to each other process; stores the errors of unreachable ones in `_gone`."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,7 +260,6 @@ class Meeting:
                 self._to[process] = connection
 
     def _accept(self, others: Sequence[int]) -> None:
-        """Waits until each other process has connected; raises `Refused` if one has ended."""
         # A process that fails still connects, and sends the reason, before it closes its socket.
         # So all waiting connections are accepted before a process counts as ended.
         with selectors.DefaultSelector() as selector:
@@ -338,7 +336,6 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Receives `count` bytes; raises ConnectionResetError if the other end closes before."""
     data = b""
     while len(data) < count:
         if not (part := connection.recv(count - len(data))):
@@ -355,7 +352,6 @@ def raise_failure(messages: Mapping[int, Message]) -> None:
 
 
 def _remove(path: str) -> None:
-    """Deletes the socket that an ended process left at `path`, and its folder, if they are ours."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

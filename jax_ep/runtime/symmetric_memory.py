@@ -169,7 +169,6 @@ def _domain() -> Domain | str:
 
 
 def _set_up_here() -> Domain | str:
-    """Sets up symmetric memory for the GPUs of this process, or returns a reason."""
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
             "symmetric memory needs the kernels of a program to run one at a time, and XLA_FLAGS "
@@ -397,7 +396,6 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Allocates, maps and fills the heap of GPU g; returns the mapped bytes."""
         # Other processes map the heap by the file descriptor that is appended.
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:

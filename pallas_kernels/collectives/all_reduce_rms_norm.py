@@ -128,8 +128,7 @@ class _Refs(NamedTuple):
     x: Any
     residual: Any
     scale: Any
-    # In a two-shot kernel with signals, peers first write the sums of rows here.
-    normalized: Any
+    normalized: Any  # in a two-shot kernel with signals, peers first write the sums of rows here
     new_residual: Any
 
 
@@ -139,16 +138,14 @@ class _Scratch(NamedTuple):
     # [2, warps] float32: each warp's part of the sum of squares of a row. Consecutive rows use the
     # two halves in turn: when a row's sums are written, those of the row before may still be read.
     squares: Any
-    # A barrier of the block's warpgroups.
-    together: Any
+    together: Any  # a barrier of the block's warpgroups
 
 
 class _Row(NamedTuple):
     """A row to normalize: the tiles of it that this warpgroup handles, in registers."""
 
     index: Any
-    # Over ranks, in x's dtype.
-    sums: Sequence[jax.Array]
+    sums: Sequence[jax.Array]  # over ranks, in x's dtype
     residual: Sequence[jax.Array]
     scale: Sequence[jax.Array]
 
@@ -158,15 +155,13 @@ class _Body:
     """The kernels' bodies: the instance with signals, two methods over the low-latency protocol."""
 
     num_rows: int
-    # H, with padding.
-    padded: int
+    padded: int  # H, with padding
     dtype: Any
     residual_dtype: Any
     hidden: int
     eps: float
     two_shot: bool
-    # `Channels` with the low-latency protocol.
-    fabric: Any
+    fabric: Any  # `Channels` with the low-latency protocol
     plan: TilePlan
 
     def __post_init__(self) -> None:
@@ -198,7 +193,6 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether every block has exactly one row."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -220,7 +214,6 @@ class _Body:
         num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
 
         def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
-            """Sums row number `row` over ranks, and calls `_norm` for it."""
             sums = self._row_of_sums(refs, row)
             if signal:
                 fabric.delay_point(1)
@@ -396,7 +389,6 @@ class _Body:
         return jnp.where(position >= moved_by, value, jnp.zeros_like(value))
 
     def _meet(self, scratch: _Scratch) -> None:
-        """Waits until all warpgroups of the block have called this function."""
         plgpu.barrier_arrive(scratch.together)
         plgpu.barrier_wait(scratch.together)
 
@@ -408,5 +400,4 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self) -> None:
-        """Waits until the block of the same index on every rank has called `_signal`."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

@@ -33,8 +33,7 @@ class TilePlan:
 
     num_blocks: int
     num_warpgroups: int = 4
-    # 16-byte vectors that each thread holds of a tile.
-    num_vectors: int = 1
+    num_vectors: int = 1  # 16-byte vectors that each thread holds of a tile
 
     @property
     def num_workers(self) -> int:

@@ -130,11 +130,9 @@ class _Refs(NamedTuple):
     topk_idx: Any
     # [N, T·K]
     rows: Any
-    # [T·K], which peers read; or None.
-    weights: Any
+    weights: Any  # [T·K], which peers read; or None
     out: Any
-    # The receive buffer for peers' sums; see `plan.combine_receive_buffer`.
-    received: Sequence[Any]
+    received: Sequence[Any]  # the receive buffer for peers' sums; see `plan.combine_receive_buffer`
 
 
 class _Scratch(NamedTuple):
@@ -164,8 +162,7 @@ class _Combine:
     row: Row
     top_k: int
     num_local_experts: int
-    # The number of rows of y.
-    capacity: int
+    capacity: int  # the number of rows of y
     weighted: bool
     by_rank: bool
     fabric: fb.Fabric
@@ -431,7 +428,7 @@ class _Combine:
                     for ref, columns in zip(refs.received, self._columns(tile), strict=True)
                 ]
                 if not self.row.wire.quantized:
-                    vectors.store_part(fabric, there[0], total.astype(self.row.dtype), self.vector)
+                    vectors.store(fabric, there, total.astype(self.row.dtype), self.vector)
                 else:
                     from pallas_kernels.exchange.quantized_rows import put_row
 
@@ -489,7 +486,7 @@ class _Combine:
                 total = add_rows(fabric, self.row.wire, sums, sent, self.row.dtype)
                 elements = elements_of_sum(self.tile)
             out = fabric.mine(refs.out).at[token, columns_of_out]
-            vectors.store_part(fabric, out, total, elements)
+            vectors.store(fabric, [out], total, elements)
 
         self._each(step, worker, self.num_tiles, add_sums)
 

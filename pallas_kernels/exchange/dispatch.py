@@ -208,16 +208,13 @@ class _Scratch(NamedTuple):
     step_copies: Any
     # [C, columns]: the receiver's ring, from which values are copied to a token's other rows.
     copies: Any
-    # [C] barriers: a row has arrived in a stage of `copies`.
-    copy_full: Any
-    # A barrier: the sender has found where each expert's rows are.
-    groups_known: Any
+    copy_full: Any  # [C] barriers: a row has arrived in a stage of `copies`
+    groups_known: Any  # A barrier: the sender has found where each expert's rows are
     # The following are None in `dispatch_like`.
     # [count_width + WARPGROUP] int32: for each expert of all ranks, the next free row in the
     # receive buffer of the expert's rank.
     next_rows: Any = None
-    # A barrier: choices have been counted.
-    counted: Any = None
+    counted: Any = None  # A barrier: choices have been counted
     # A barrier: the receiver has called `fabric.connect`, so the sender may write to peers.
     connected: Any = None
 
@@ -555,8 +552,7 @@ class _Routes:
 class _KnownRoutes(_Routes):
     """`sender.Routes` with the rows of an earlier dispatch, which are in every rank's memory."""
 
-    # [N, T·K] int32 in global memory, the result of `expert_dispatch`.
-    rows: Any
+    rows: Any  # [N, T·K] int32 in global memory, the result of `expert_dispatch`
 
     def sources(self) -> list[Any]:
         fabric = self.kernel.fabric
@@ -571,8 +567,7 @@ class _KnownRoutes(_Routes):
 class _NewRoutes(_Routes):
     """`sender.Routes` of `expert_dispatch`: assigns rows in the order of calls of `lists`."""
 
-    # [T·K] int32 in global memory, the experts that this rank's tokens choose.
-    choices: Any
+    choices: Any  # [T·K] int32 in global memory, the experts that this rank's tokens choose
 
     def sources(self) -> list[Any]:
         return [self.kernel.fabric.mine(self.choices)]

@@ -35,18 +35,15 @@ from pallas_kernels.fabric.hardware import padded_columns
 class ExpertScratch(NamedTuple):
     """The shared memory of `ExpertRows`; W is `ExpertRows.count_width`."""
 
-    # [N, W] int32: how often the tokens of each source rank choose each expert.
-    all_counts: Any
+    all_counts: Any  # [N, W] int32: how often the tokens of each source rank choose each expert
     # [2 · W] int32: workspace of the prefix sums of `find_groups`; before, a kernel may use it for
     # counts of its own.
     scan: Any
     # [2, W] int32: element [0, e] is the row after the last token of expert e, and element [1, e]
     # is the row after the expert's padding.
     group_ends: Any
-    # A row of zeros, which `fill` copies to the receive buffer.
-    zeros: Sequence[Any]
-    # A barrier: `all_counts` is filled.
-    counts_full: Any
+    zeros: Sequence[Any]  # a row of zeros, which `fill` copies to the receive buffer
+    counts_full: Any  # A barrier: `all_counts` is filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +56,12 @@ class ExpertRows:
 
     fabric: fb.Fabric
     num_blocks: int
-    # On all ranks.
-    num_experts: int
-    # The number of rows of each rank's receive buffer.
-    capacity: int
-    # The rows of each expert start at a multiple of this number.
-    alignment: int
+    num_experts: int  # on all ranks
+    capacity: int  # the number of rows of each rank's receive buffer
+    alignment: int  # the rows of each expert start at a multiple of this number
     # (columns, dtype) of a row's values and, if rows are quantized, of its scales.
     parts: Sequence[tuple[int, Any]]
-    # As for `expert_dispatch`.
-    fair: bool = False
+    fair: bool = False  # as for `expert_dispatch`
     zero_unused: bool = True
     # Whether an earlier call has zeroed the unused rows; `fill` then does nothing.
     adds: bool = False
@@ -162,7 +155,6 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        """Returns `counts`, rounded up to multiples of the alignment."""
         if self.alignment == 1:
             return counts
         alignment = jnp.int32(self.alignment)
@@ -195,7 +187,6 @@ class ExpertRows:
         rank_of_expert = lax.div(fb.iota(fabric, width), jnp.int32(per_rank))
 
         def of_experts(quotas: Sequence[Any]) -> Any:
-            """Returns for each expert the quota of its rank."""
             each = jnp.full((width,), 0, jnp.int32)
             for rank, quota in enumerate(quotas):
                 each = jnp.where(rank_of_expert == rank, quota, each)

@@ -38,10 +38,8 @@ class Rows:
     fabric: fb.Fabric
     channels: Channels
     plan: LowLatencyPlan
-    # The kernel's name in the messages of timeouts.
-    what: str
-    # Stored, since each query of it would cost the GPU a shuffle instruction.
-    warpgroup: Any = None
+    what: str  # the kernel's name in the messages of timeouts
+    warpgroup: Any = None  # stored, since each query of it would cost the GPU a shuffle instruction
 
     def for_warpgroup(self, warpgroup: jax.Array) -> Rows:
         return dataclasses.replace(self, warpgroup=warpgroup)
@@ -178,10 +176,8 @@ class Ring:
     refilled.
     """
 
-    # [S, columns] in shared memory.
-    rows: Any
-    # [S] barriers each.
-    full: Any
+    rows: Any  # [S, columns] in shared memory
+    full: Any  # [S] barriers each
     empty: Any
 
     def stage(self, turn: jax.Array) -> jax.Array:
@@ -204,21 +200,17 @@ class Ring:
 
 
 class GatherScratch(NamedTuple):
-    # [S, H], the ring's rows of y.
-    stages: Any
+    stages: Any  # [S, H], the ring's rows of y
     # [pairs, rows_of_pair] int32: the token's rows of y on this rank, and which of the token's K
     # choices has each.
     places: Any
     choices: Any
     # [pairs] int32: how many rows a pair has. NOWHERE if the token chose no expert of this rank.
     num_rows: Any
-    # [S] barriers each: a row has arrived; all warpgroups have read it.
-    full: Any
+    full: Any  # [S] barriers each: a row has arrived; all warpgroups have read it
     empty: Any
-    # A barrier: the scout has filled `places`, `choices` and `num_rows`.
-    listed: Any
-    # A barrier of the warpgroups that read the ring.
-    together: Any
+    listed: Any  # A barrier: the scout has filled `places`, `choices` and `num_rows`
+    together: Any  # a barrier of the warpgroups that read the ring
 
     @property
     def ring(self) -> Ring:
@@ -234,10 +226,8 @@ class Gather:
     """
 
     rows: Rows
-    # The number of rows of y.
-    capacity: int
-    # Whether y is rank-major, with one row for each pair.
-    by_rank: bool = False
+    capacity: int  # the number of rows of y
+    by_rank: bool = False  # whether y is rank-major, with one row for each pair
 
     def for_warpgroup(self, warpgroup: jax.Array) -> Gather:
         return dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))

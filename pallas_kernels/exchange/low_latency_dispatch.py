@@ -141,10 +141,8 @@ class _Scratch(NamedTuple):
     # [N, tokens of a block, K] int32: the row of this rank's receive buffer for each choice of the
     # block's tokens of each source rank.
     token_rows: Any = None
-    # A barrier: the planner has found where each expert's rows are.
-    groups_known: Any = None
-    # A barrier of the movers.
-    together: Any = None
+    groups_known: Any = None  # A barrier: the planner has found where each expert's rows are
+    together: Any = None  # a barrier of the movers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +317,6 @@ class _Dispatch:
         plan = self.rows.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
-            """Calls `function(source)` for this mover's source ranks."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.rows.warpgroup
                 all_have_one = first + plan.warpgroups <= self.fabric.num_ranks

@@ -257,7 +257,6 @@ def _add_vectors(
 
 
 def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
-    """Returns a float32 vector rounded to `dtype`."""
     rounded = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
     return register if register.type == rounded else arith.truncf(rounded, register)
 

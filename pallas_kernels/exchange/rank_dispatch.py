@@ -97,8 +97,7 @@ class _Scratch(NamedTuple):
     sender: SenderScratch
     # [N, window] int32: for each source rank, the lists that have arrived with a step's tokens.
     step_lists: Any
-    # A row of zeros, which the receiver copies to rows without a token.
-    zeros: Sequence[Any]
+    zeros: Sequence[Any]  # a row of zeros, which the receiver copies to rows without a token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,7 @@ List = Sequence[jax.Array]
 
 
 class SenderRefs(NamedTuple):
-    # [T, H], the rows of this rank's tokens.
-    x: Any
+    x: Any  # [T, H], the rows of this rank's tokens
     # The receive buffer: an array [R, columns] of values and, if quantized, an array of scales.
     tokens: Sequence[Any]
     # [N, T·num_words] int32: for each source rank, the words that arrive with each of its tokens.
@@ -55,10 +54,8 @@ class SenderScratch(NamedTuple):
     stages: Sequence[Any]
     # [S, H], the rows before they are quantized. None if rows are sent unquantized.
     wide_stages: Any
-    # [S, N, num_words] int32: the list for each rank.
-    lists: Any
-    # [S] barriers: an input row has arrived.
-    full: Any
+    lists: Any  # [S, N, num_words] int32: the list for each rank
+    full: Any  # [S] barriers: an input row has arrived
     # [S] barriers: the quantizer has written a row; the sender no longer reads it. None if rows are
     # sent unquantized.
     quantized: Any
@@ -93,10 +90,8 @@ class Sender:
     plan: Plan
     num_tokens: int
     row: Row
-    # The int32 words of a token in each of `Routes.sources`, and in a list.
-    num_words: int
-    # The number of arrays of `Routes.sources`.
-    num_sources: int = 1
+    num_words: int  # the int32 words of a token in each of `Routes.sources`, and in a list
+    num_sources: int = 1  # the number of arrays of `Routes.sources`
 
     @functools.cached_property
     def step_tokens(self) -> int:
@@ -198,7 +193,6 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            """Writes a stage to row `row` of the rank of `locate`, unless it is NOWHERE."""
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
                 fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
 

@@ -148,8 +148,7 @@ class RanksOfMesh:
 
     # (stride in mesh indices, size) of each mesh axis along which the ranks lie.
     axes: tuple[tuple[int, int], ...]
-    # For each mesh index, the number of the device's GPU on its host.
-    gpus: tuple[int, ...]
+    gpus: tuple[int, ...]  # for each mesh index, the number of the device's GPU on its host
     # Seconds that a rank waits for a peer before it aborts the program.
     timeout_s: float = dataclasses.field(default=100.0, kw_only=True)
     # delays_ns[point][rank] delays a rank at a delay point, for tests.

@@ -50,22 +50,29 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """Stores a 1D array in registers to each of `refs`, contiguous arrays in any rank's memory.
+    """Stores the first elements of `value` to each of `refs`, as many as these have.
 
-    All addresses are computed before the first store.
+    `value` is 1D in registers, `refs` are contiguous arrays of one size in any rank's memory. All
+    addresses are computed before the first store.
     """
     if fabric.interpret:
         for ref in refs:
             ref[...] = value
         return
+    (size,) = refs[0].shape
 
     def emit(array: Any, *memrefs: Value) -> None:
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
         places = [pointers(memref, num_bytes, len(registers)) for memref in memrefs]
         for of_ref in places:
-            for register, pointer in zip(registers, of_ref, strict=True):
-                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
+            for i, (register, pointer) in enumerate(zip(registers, of_ref, strict=True)):
+                guard: Any = contextlib.nullcontext()
+                if (i + 1) * WARPGROUP * elements > size:
+                    limit = mosaic.i32(size // elements - i * WARPGROUP)
+                    guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
+                with guard:
+                    llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
     layouts = [mosaic.strided(value.shape, elements), *[mosaic.REFERENCE] * len(refs)]
     mosaic.inline(emit, [value, *refs], layouts)
@@ -137,29 +144,6 @@ def load_each(
     flags = [h.astype(jnp.int32) for h in held]
     layouts = [mosaic.SCALAR] * len(refs) + [mosaic.REFERENCE] * len(refs)
     return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
-
-
-def store_part(fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int) -> None:
-    """Stores the first elements of `value`, as many as `ref` has."""
-    if fabric.interpret:
-        ref[...] = value
-        return
-    (size,) = ref.shape
-
-    def emit(array: Any, memref: Value) -> None:
-        num_bytes = elements * jnp.dtype(value.dtype).itemsize
-        registers = mosaic.registers(array)
-        places = pointers(memref, num_bytes, len(registers))
-        for i, (register, pointer) in enumerate(zip(registers, places, strict=True)):
-            guard: Any = contextlib.nullcontext()
-            if (i + 1) * WARPGROUP * elements > size:
-                limit = mosaic.i32(size // elements - i * WARPGROUP)
-                guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
-            with guard:
-                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
-
-    layouts = [mosaic.strided(value.shape, elements), mosaic.REFERENCE]
-    mosaic.inline(emit, [value, ref], layouts)
 
 
 def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
