@@ -240,9 +240,9 @@ def masked_attention(
 ) -> jax.Array:
     """Computes attention of q [B, S, heads, D] to k and v [B, M, groups, D], masked by `seen`.
 
-    The heads form `groups` groups of equal size; the heads of a group share one key and one value
-    per token. `seen` [B, S, M] bool says which keys a query attends to. `sinks` [heads], if given,
-    is one more score per head in the softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
+    Equally many neighbouring heads share a group's keys and values. `seen` [B, S, M] bool says
+    which keys a query attends to. `sinks` [heads], if given, is one more score per head in the
+    softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
@@ -336,12 +336,10 @@ class Decoder:
             tokens: [B, S] int32, token ids.
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
             biases: [layers, E] float32, the routers' selection biases, or None.
-            quantized_experts: the result of `quantize_experts`. None: each layer quantizes its
-                experts by itself, if it multiplies float8.
+            quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.
 
         Returns:
-            The loss, [] float32, and the metrics of the MoE blocks, each with a leading axis of
-            layers.
+            The loss, [] float32, and the metrics of the MoE blocks, with an axis of layers first.
         """
         x, metrics = self._hidden_states(params, tokens, biases, quantized_experts)
         with jax.named_scope("loss"):

@@ -32,15 +32,13 @@ def run(
         main: the program.
         coordinator: HOST:PORT at which process 0 waits for the others. Under SLURM's `srun` and
             Open MPI's `mpirun`, None in all processes joins them; otherwise None is one process.
-        num_processes: the number of processes that run the program together.
-        process_id: the number of this process, from 0.
+        num_processes, process_id: how many processes run the program, and the number of this one.
         heartbeat_seconds: see above.
         cpu_devices: the number of devices of all processes together on a machine without GPUs,
             unless XLA_FLAGS or JAX's configuration says it. None: one for each process.
 
     Raises:
-        SystemExit: only some of `coordinator`, `num_processes` and `process_id` are given, or
-            `process_id` is not below `num_processes`. The message names the flag.
+        SystemExit: `coordinator`, `num_processes` and `process_id` do not fit each other.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]

@@ -94,8 +94,8 @@ def _version(package: str) -> str | None:
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
     """Returns M, the number of hosts that the N ranks along some mesh axes span; or a reason.
 
-    Each host must have N / M consecutive ranks, and M must be the same for every group of ranks
-    along the axes. The reason completes "the ranks cannot exchange between hosts: ...".
+    Each host must have N / M consecutive ranks, in each group of ranks along the axes. The reason
+    completes "the ranks cannot exchange between hosts: ...".
     """
     mesh = program.mesh
     if mesh is None or not axis_name:

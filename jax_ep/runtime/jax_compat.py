@@ -1,9 +1,7 @@
 """Wraps every private or unstable part of JAX that jax_ep uses.
 
-The package can be imported where JAX lacks one of these names. Where JAX lacks a name that
-primitives need, `define_primitive` returns a stand-in that computes inline,
-`primitives_unavailable_reason` tells which name is missing, and kernels, which need primitives, are
-refused with this reason.
+Where JAX lacks a name that primitives need, `define_primitive` returns a stand-in that computes
+inline, and kernels are refused with the reason of `primitives_unavailable_reason`.
 """
 
 from __future__ import annotations
@@ -293,17 +291,15 @@ def define_primitive(
     Args:
       name: the primitive's name, as a jaxpr shows it.
       abstract_eval: maps (operand types, params) to the type or types of the results.
-      lower: maps (program, IR values of the operands, params) to the results' IR values, where
-        program is a `Program`.
+      lower: maps (`Program`, IR values of the operands, params) to the results' IR values.
       inline: maps (operands, params) to the results; the function that the stand-in calls.
       batch: the rule for `jax.vmap`; maps (operands, batch axes, params) to the results and their
         batch axes.
       transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
         the operands' cotangents.
       multiple_results: whether `bind` returns a list of results.
-      platforms: the platforms that get a lowering of their own; None in it means every other
-        platform. A program for several platforms branches over these lowerings, and XLA allows no
-        collective in a branch.
+      platforms: the platforms that get a lowering of their own; None in it means every other one.
+        A program for several platforms branches over them, and no branch may have a collective.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result
         whether it is used, and params, to (reduced params, indices of the kept results, indices of
         the kept operands or None for all).

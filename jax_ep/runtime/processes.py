@@ -1,8 +1,8 @@
 """Exchanges messages and file descriptors between the processes of a host.
 
 Processes find each other through the key-value service of `jax.distributed`, and then communicate
-over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is one
-such exchange. It is used once, ends within twice its timeout, and leaves no thread and no file.
+over UNIX sockets in folders that only this user can open. A `Meeting` is one such exchange. It is
+used once, ends within twice its timeout, and leaves no thread and no file.
 """
 
 from __future__ import annotations
@@ -141,10 +141,7 @@ class Meeting:
         self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        """Publishes this process's card, a dict that describes it; returns all `processes`' cards.
-
-        Each returned card has the path of its process's socket, too.
-        """
+        """Publishes this process's card, which describes it; returns all `processes`' cards."""
         card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))

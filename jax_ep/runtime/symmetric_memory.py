@@ -74,8 +74,8 @@ class Domain:
 def domain() -> Domain | str:
     """Returns the GPUs of this host that share memory, or a string that says why there are none.
 
-    The first call sets up symmetric memory. If the host has several processes, it waits until each
-    of them calls this function, for at most JAX_EP_TIMEOUT_SECONDS, and all get the same answer.
+    The first call sets up symmetric memory. It waits until each process of the host calls this
+    function, for at most JAX_EP_TIMEOUT_SECONDS, and all get the same answer.
     """
     with _lock:
         return _domain()
@@ -104,8 +104,7 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 def unavailable_reason_of(process: int) -> str | None:
     """Returns why the GPUs of another host's process share no memory there, or None if they do.
 
-    Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS. Both processes
-    must know the answer, to lower to the same exchange.
+    Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS.
     """
     if (store := processes.store()) is None:
         return _NO_STORE

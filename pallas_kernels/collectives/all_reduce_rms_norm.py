@@ -95,11 +95,8 @@ def low_latency_all_reduce_rms_norm(
     """Does what `all_reduce_rms_norm` does, with the same bits, over the low-latency protocol.
 
     With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them.
-    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh.
-
-    Raises:
-      ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the protocol has no room
-        for its warpgroups or tiles.
+    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh. Raises ValueError if the
+    protocol has no room, or if the plan has fewer than T / N blocks for `two_shot`.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)

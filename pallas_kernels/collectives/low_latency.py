@@ -141,10 +141,9 @@ def _call(
     sends_per_tile: int = 1,
 ) -> jax.Array:
     """Runs the kernel of a collective with inputs [..., S] and results `shape`, [..., S]."""
-    # `body` sends each peer `sends_per_tile` tiles for each of its slices.
-    # Every warpgroup gets the same number of tiles of the last axis. The last tile is moved back
-    # until it ends with the axis. If there are too few tiles, several warpgroups have the last one,
-    # and write the same values to it.
+    # `body` sends each peer `sends_per_tile` tiles for each of its slices. The last tile is moved
+    # back until it ends with the axis. All warpgroups get equally many tiles: if there are too few,
+    # several have the last one, and write the same values to it.
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
 
@@ -178,15 +177,12 @@ def call(
     name: str,
     scratch_types: dict[str, Any] | None = None,
 ) -> list[jax.Array]:
-    """Runs a kernel over the low-latency protocol.
+    """Runs a kernel over the low-latency protocol; ValueError if that has no room for it.
 
     Args:
       body: called in every warpgroup with its `Endpoint`, with references to the operands and
         results in this rank's memory, and with shared memory by keyword.
       num_sends: the number of tiles that each warpgroup sends to each peer, and receives from it.
-
-    Raises:
-      ValueError: the protocol has no room for so many warpgroups or tiles.
     """
     room = tiles_of_channel(channels.memory.num_gpus)
     if plan.num_workers > MAX_WORKERS or num_sends > room:

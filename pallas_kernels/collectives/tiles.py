@@ -1,9 +1,8 @@
 """Cuts flat arrays into tiles and sums them over ranks, for the kernels of the collectives.
 
-The tiles are distributed over the warpgroups of all blocks. A thread moves 16 bytes with each
-instruction, directly between registers and any rank's memory. A block ends only after the block of
-the same index on every other rank has made its last access to another rank's memory. So when the
-kernel has ended, no rank reads this rank's input or writes to its output any more.
+A thread moves 16 bytes with each instruction, directly between registers and any rank's memory. A
+block ends only after the block of the same index on every other rank has made its last access to
+another rank's memory. So when the kernel has ended, no rank accesses this rank's arrays any more.
 """
 
 from __future__ import annotations
@@ -136,8 +135,7 @@ def call(
 ) -> jax.Array:
     """Runs the kernel of a collective, whose `body` each warpgroup calls with references.
 
-    `reads` is whether the body reads other ranks' inputs, `puts` whether it writes to their
-    outputs.
+    `reads` and `puts` are whether it reads other ranks' inputs, and writes to their outputs.
     """
 
     # A block's warpgroups arrive at the barrier `finished` when they have run the body.

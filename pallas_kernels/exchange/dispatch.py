@@ -46,7 +46,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The sender and the receiver count choices by expert, before they send and receive.
+# How many warpgroups, the sender and the receiver, count choices by expert at first.
 _COUNTERS = 2
 # A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
 _COUNTED_AT_ONCE = 4096

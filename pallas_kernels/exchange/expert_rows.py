@@ -10,8 +10,8 @@ rows:
                                    |       padding
                                    ^ end without padding
 
-One warpgroup of every thread block finds where the groups start and end, from how often each rank's
-tokens choose each expert; another warpgroup may write the zeros.
+One warpgroup of every thread block finds the groups, from how often each rank's tokens choose each
+expert; another may write the zeros.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ class ExpertScratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Finds each expert's rows in an expert-major receive buffer, and zeroes unused rows.
-
-    A kernel calls the methods from its body, and allocates the shared memory that `scratch`
-    describes.
-    """
+    """Finds each expert's rows in an expert-major receive buffer, and zeroes unused rows."""
 
     fabric: fb.Fabric
     num_blocks: int

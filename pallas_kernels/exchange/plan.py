@@ -1,9 +1,9 @@
 """Plans the thread blocks, shared memory and workspace of the dispatch and combine kernels.
 
-A function `for_<kernel>` returns the static choices of that kernel; `num_blocks` is the largest
-number of thread blocks to use, by default _NUM_BLOCKS. A function `<kernel>_workspace` returns the
-global memory that a call allocates besides its results: a dict from the buffer's name to its bytes
-per rank. Imports neither Pallas nor Mosaic, so that machines without a GPU can compute sizes.
+A function `for_<kernel>` returns the static choices of that kernel, with at most `num_blocks`
+thread blocks, by default _NUM_BLOCKS. A function `<kernel>_workspace` returns the global memory
+that a call allocates besides its results: buffer's name -> bytes per rank. Imports neither Pallas
+nor Mosaic, so that machines without a GPU can compute sizes.
 """
 
 from __future__ import annotations
