@@ -54,7 +54,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("implementations", None, algorithms, some(choice(_ALGORITHM_NAMES)))
     flags.add("write_table", None, "The JSON file of the lookup table to update.", output)
     compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=7, seconds=1200.0, least=10)
+    runner.add_flags(flags, compared, repeats=7, least=10)
 
 
 def run(args: Args) -> int:

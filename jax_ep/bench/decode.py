@@ -78,7 +78,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("layers", None, "Layers in a step. Default: 1,8; on CPUs 1,2.", some(integer))
     flags.add("formats", ",".join(FORMATS), "The experts' formats.", some(choice(FORMATS)))
     compared = "the outputs of all programs of the same layers and batch with each other"
-    runner.add_flags(flags, compared, repeats=5, seconds=600.0, least=2)
+    runner.add_flags(flags, compared, repeats=5, least=2)
 
 
 def run(args: Args) -> int:

@@ -66,7 +66,7 @@ def add_flags(flags: Flags) -> None:
     outputs = choice(("dequantized", "quantized"))
     flags.add("output", "dequantized", "What a dispatch with a wire dtype returns.", outputs)
     compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=5, seconds=3600.0, least=10)
+    runner.add_flags(flags, compared, repeats=5, least=10)
 
 
 def add_capacity_factor(flags: Flags) -> None:

@@ -111,7 +111,7 @@ def add_flags(flags: Flags) -> None:
     remat = "What the backward pass of jax_ep computes again; full: the whole layer."
     flags.add("remat", "none", remat, some(choice(("none", "full"))))
     compared = "the outputs and gradients of all layers with each other"
-    runner.add_flags(flags, compared, repeats=5, seconds=600.0, least=2)
+    runner.add_flags(flags, compared, repeats=5, least=2)
 
 
 def run(args: Args) -> int:

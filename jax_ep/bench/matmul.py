@@ -57,7 +57,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("implementations", None, names, some(choice(BACKENDS)))
     dtypes = "The dtypes that are multiplied, each measured; none: bfloat16."
     flags.add("matmul_dtype", "none", dtypes, some(choice(MATMUL_DTYPES)))
-    runner.add_flags(flags, "three groups of the results with float32", repeats=10, seconds=600.0)
+    runner.add_flags(flags, "three groups of the results with float32", repeats=10)
 
 
 def run(args: Args) -> int:

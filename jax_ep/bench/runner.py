@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,7 @@ from jax_ep.bench import report
 from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
-from jax_ep.flags import Args, Error, Flags, choice, image, integer, number, some
+from jax_ep.flags import Args, Error, Flags, choice, image, integer, some
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
 # A program's row of results, and the compiled loop that calls it.
@@ -117,7 +116,6 @@ class Bench:
 
         def build(row: Row) -> Loop:
             report.progress(f"{self.name(row)}: compiling")
-            self._check_time()
             return self.build(row, shared)
 
         with ThreadPoolExecutor(min(len(rows), 16)) as pool:
@@ -134,15 +132,10 @@ class Bench:
         with _errors_go_into(row):
             loop = future.result()
             row |= self.compiled(row, loop)
-            self._check_time()
             row["checked"] = self.args.check and self.check(row, loop, shared)
             loop.run()
             return loop
         return None
-
-    def _check_time(self) -> None:
-        if time.monotonic() - self.args.started > self.args.seconds:
-            raise TimeoutError(f"not started, because --seconds={self.args.seconds:g} had passed")
 
     def _time(self, programs: Sequence[Program]) -> None:
         with _errors_go_into(*(row for row, _ in programs)):
@@ -173,7 +166,6 @@ class Bench:
 def run(bench: Bench) -> int:
     """Runs a bench command; returns its exit status: 1 if a program failed, else 0."""
     args = bench.args
-    args.started = time.monotonic()
     devices = find_devices(max(args.ranks or [8]))
     ranks = args.ranks or bench.default_ranks(len(devices))
     if max(ranks) > len(devices):
@@ -206,7 +198,7 @@ def run(bench: Bench) -> int:
     return 1 if any("error" in row for row in rows) else 0
 
 
-def add_flags(flags: Flags, check: str, repeats: int, seconds: float, least: int = 1) -> None:
+def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
     calls = "Dependent calls in one timed loop. Default: more for few tokens."
     flags.add("iterations", None, calls, lambda text: integer(text, least))
@@ -215,8 +207,6 @@ def add_flags(flags: Flags, check: str, repeats: int, seconds: float, least: int
     flags.add("device_timer", "auto", timers, choice(("auto", "none")))
     flags.switch("by_kernel", "Print each result's device time by kernel, below the table.")
     flags.switch("check", f"Before timing, compare {check}; a difference is an error.")
-    last = "Seconds from the start, after which no further measurement is begun."
-    flags.add("seconds", f"{seconds:g}", last, number)
     flags.json()
     flags.add(
         "plot", None, "The file for a plot of the wall times; its ending is its format.", image

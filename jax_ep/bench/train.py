@@ -68,7 +68,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("fsdp", "1", "Ranks over which every matrix is also split.", integer)
     flags.add("remat", "none", "What layers keep for the backward pass.", some(choice(REMAT)))
     compared = "the first loss and the norm of its gradient with the first program's"
-    runner.add_flags(flags, compared, repeats=7, seconds=1500.0)
+    runner.add_flags(flags, compared, repeats=7)
 
 
 def run(args: Args) -> int:
