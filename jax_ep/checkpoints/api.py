@@ -343,7 +343,17 @@ def save_moe(
             f"{block.directory.path}, but are {', '.join(given_others) or '(none)'}."
         )
     check_placement(placement, block.sizes["E"], num_slots)
-    _check_saved(dataclasses.replace(block, num_slots=num_slots), given)
+    hint = "; if they have a matrix for each slot, give placement"
+    dataclasses.replace(block, num_slots=num_slots).check_shapes(given, "layer_or_params", hint)
+    for name, value in given.items():
+        if not all(
+            getattr(part, "is_fully_addressable", True) or part.is_fully_replicated
+            for part in jax.tree.leaves(value)
+        ):
+            raise ValueError(
+                f"{name} must be on devices of this process to be saved; gather it first, for "
+                "example with jax.experimental.multihost_utils.process_allgather."
+            )
     if added:
         dtypes = {name: value.dtype for name, value in given.items()}
         tensors = block.new_tensors(dtypes, given_others)
@@ -554,24 +564,4 @@ def _check_options(block: Block, config: MoEConfig) -> None:
             raise OtherModelError(
                 f"{name} of layer_or_params must be {stored!r}, as config.json of "
                 f"{block.directory.path} says, but is {getattr(config, name)!r}."
-            )
-
-
-def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless names, shapes and devices of `given` allow to save them."""
-    wanted = {name: block.shape(name) for name in block.params()}
-    shapes = {name: value.shape for name, value in given.items()}
-    if shapes != wanted:
-        raise ValueError(
-            f"layer_or_params must have the shapes of the block in {block.directory.path}, "
-            f"{wanted}, but has {shapes}; if they have a matrix for each slot, give placement."
-        )
-    for name, value in given.items():
-        if not all(
-            getattr(part, "is_fully_addressable", True) or part.is_fully_replicated
-            for part in jax.tree.leaves(value)
-        ):
-            raise ValueError(
-                f"{name} must be on devices of this process to be saved; gather it first, for "
-                "example with jax.experimental.multihost_utils.process_allgather."
             )

@@ -120,6 +120,16 @@ class Block:
         sizes = self.sizes | {"E": num_matrices}
         return tuple(sizes[letter] for letter in self.axes(param))
 
+    def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
+        """Raises ValueError, about `subject`, unless `params` are the block's, in shape."""
+        wanted = {name: self.shape(name) for name in self.params()}
+        shapes = {name: value.shape for name, value in params.items()}
+        if shapes != wanted:
+            raise ValueError(
+                f"{subject} must have the shapes of the block in {self.directory.path}, {wanted}, "
+                f"but has {shapes}{hint}."
+            )
+
     def dtype(self, param: str) -> np.dtype:
         """Returns the stored dtype that has all experts' numbers; bfloat16 if quantized."""
         tensor = self._tensor(param)

@@ -355,12 +355,7 @@ def _arrays(
     for layer, params in moe.items():
         block = new_block(config, layer, path)
         given = {name: value for name, value in params._asdict().items() if value is not None}
-        wanted = {name: block.shape(name) for name in block.params()}
-        shapes = {name: value.shape for name, value in given.items()}
-        if shapes != wanted:
-            raise ValueError(
-                f"moe[{layer}] must have the shapes that config says, {wanted}, but has {shapes}."
-            )
+        block.check_shapes(given, f"moe[{layer}]")
         for tensor in block.tensors:
             first = tensor.params[0]
             arrays = {name: given[name] for name in tensor.params}

@@ -46,10 +46,12 @@ def kernel_module_version() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def attribute(ordinal: int, number: int) -> int | None:
+def attribute(ordinal: int | None, number: int) -> int | None:
     """Returns an attribute of a GPU by its number in the driver's enum CUdevice_attribute."""
-    library, value = _libcuda(), ctypes.c_int()
-    if library is None or (handle := _handle(library, ordinal)) is None:
+    library, handle, value = _libcuda(), ctypes.c_int(), ctypes.c_int()
+    if library is None or ordinal is None:
+        return None
+    if library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
         return None
     if library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), handle) != 0:
         return None
@@ -283,11 +285,3 @@ def _call(name: str, *args: Any) -> None:
         text = ctypes.c_char_p()
         library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
         raise Error(f"{name}: {(text.value or b'unknown error').decode()}")
-
-
-def _handle(library: ctypes.CDLL, ordinal: int | None) -> ctypes.c_int | None:
-    """Returns the driver's handle of a GPU; None without an ordinal, or if there is no such GPU."""
-    handle = ctypes.c_int()
-    if ordinal is None or library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
-        return None
-    return handle

@@ -13,7 +13,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -381,14 +381,6 @@ def _without_unused_results(
     return [i in kept_operands for i in range(len(equation.invars))], smaller
 
 
-def _lacks(path: str) -> Callable[..., NoReturn]:
-    # Returns a function that raises NotImplementedError.
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"JAX {jax.__version__} lacks {path}")
-
-    return refuse
-
-
 def _lower_mesh_index(program: Program) -> list[Any]:
     # The partition_id of a device is its index in the mesh. XLA launches a kernel to store the
     # result of `lax.axis_index`, but none for partition_id.
@@ -404,9 +396,8 @@ _mesh_index_p = define_primitive(
     "ep_mesh_index",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_mesh_index,
-    # This is never called. Only kernels use this primitive, and where JAX cannot define
-    # primitives, kernels are refused.
-    inline=_lacks("what primitives need"),
+    # Never called: only kernels use it, which are refused where JAX cannot define primitives.
+    inline=lambda: jnp.zeros(1, jnp.int32),
     multiple_results=False,
 )
 

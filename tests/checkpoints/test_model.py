@@ -176,7 +176,7 @@ def test_a_block_of_other_sizes_is_refused(tmp_path):
     publish(tmp_path / "one", config, tensors)
     model = checkpoints.load_model(tmp_path / "one")
     config["num_local_experts"] = 4
-    with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes that config says"):
+    with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes of the block"):
         checkpoints.save_model(tmp_path / "two", config, model.moe, {})
     assert not (tmp_path / "two").exists()
 
