@@ -345,15 +345,7 @@ def save_moe(
     check_placement(placement, block.sizes["E"], num_slots)
     hint = "; if they have a matrix for each slot, give placement"
     dataclasses.replace(block, num_slots=num_slots).check_shapes(given, "layer_or_params", hint)
-    for name, value in given.items():
-        if not all(
-            getattr(part, "is_fully_addressable", True) or part.is_fully_replicated
-            for part in jax.tree.leaves(value)
-        ):
-            raise ValueError(
-                f"{name} must be on devices of this process to be saved; gather it first, for "
-                "example with jax.experimental.multihost_utils.process_allgather."
-            )
+    _check_is_here(given)
     if added:
         dtypes = {name: value.dtype for name, value in given.items()}
         tensors = block.new_tensors(dtypes, given_others)
@@ -564,4 +556,16 @@ def _check_options(block: Block, config: MoEConfig) -> None:
             raise OtherModelError(
                 f"{name} of layer_or_params must be {stored!r}, as config.json of "
                 f"{block.directory.path} says, but is {getattr(config, name)!r}."
+            )
+
+
+def _check_is_here(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if not all(
+            getattr(part, "is_fully_addressable", True) or part.is_fully_replicated
+            for part in jax.tree.leaves(value)
+        ):
+            raise ValueError(
+                f"{name} must be on devices of this process to be saved; gather it first, for "
+                "example with jax.experimental.multihost_utils.process_allgather."
             )
