@@ -286,10 +286,7 @@ class _Body:
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
         """Loads this warpgroup's tiles of ref[row], or of a 1D `ref`, into registers."""
-        return [
-            vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
-            for where in self._my_tiles()
-        ]
+        return [vectors.load(ref.at[(*row, where)], self.vector) for where in self._my_tiles()]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
         """Sums every N-th tile of the block's rows; stores it to `normalized` of all ranks."""
@@ -333,7 +330,7 @@ class _Body:
             for total, residual in zip(row.sums, row.residual, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
-            vectors.store(fabric, [refs.new_residual.at[row.index, where]], total, vector)
+            vectors.store([refs.new_residual.at[row.index, where]], total, vector)
 
         values = [total.astype(jnp.float32) for total in totals]
         squares_of_tiles = [
@@ -342,7 +339,7 @@ class _Body:
         square = functools.reduce(jnp.add, squares_of_tiles)
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         squares = scratch.squares.at[half]
-        vectors.partial_sums(fabric, square, squares.at[parts], vector)
+        vectors.partial_sums(square, squares.at[parts], vector)
         self._meet(scratch)
         # All warpgroups have the row's sums, so this block has read all it needs of peers' inputs.
         if signal:
@@ -355,7 +352,7 @@ class _Body:
         factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
         for value, weight, where in zip(values, row.scale, self._my_tiles(), strict=True):
             normal = value * factor * weight.astype(jnp.float32)
-            tiles.store(fabric, refs.normalized.at[row.index, where], normal.astype(self.dtype))
+            tiles.store(refs.normalized.at[row.index, where], normal.astype(self.dtype))
 
     def _my_tiles(self) -> list[Any]:
         """Returns the tiles of a row that this warpgroup handles, as slices of the columns."""
@@ -382,7 +379,7 @@ class _Body:
         if fills_row and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
             return value
         moved_by = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
-        position = fb.iota(self.fabric, self.tile, self.vector)
+        position = fb.iota(self.tile, self.vector)
         return jnp.where(position >= moved_by, value, jnp.zeros_like(value))
 
     def _meet(self, scratch: _Scratch) -> None:

@@ -88,14 +88,14 @@ class FlatTiles:
         lax.fori_loop(0, jnp.maximum(count, 0), call_body, None)
 
 
-def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
+def load(ref: Any) -> jax.Array:
     """Loads a tile from global memory into registers."""
-    return vectors.load(fabric, ref, vector_length(ref.dtype))
+    return vectors.load(ref, vector_length(ref.dtype))
 
 
-def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
+def store(ref: Any, tile: jax.Array) -> None:
     """Stores a tile from registers to global memory, of the same dtype."""
-    vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
+    vectors.store([ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
@@ -106,10 +106,10 @@ def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     stagger = num_ranks > 2 and not fabric.interpret
     first = fabric.rank() if stagger else jnp.int32(0)
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
-    parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
+    parts = [load(fabric.peer(ref, peer).at[indices]) for peer in peers]
     if stagger:
         # Begin with the tile of rank 0, so that all ranks sum in the same order.
-        parts = vectors.rotate(fabric, parts, first, vector_length(ref.dtype))
+        parts = vectors.rotate(parts, first, vector_length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
@@ -119,7 +119,7 @@ def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
     parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
-    vectors.store(fabric, parts, tile, vector_length(ref.dtype))
+    vectors.store(parts, tile, vector_length(ref.dtype))
 
 
 def call(

@@ -342,7 +342,7 @@ class _Kernel:
         if scales:
             from pallas_kernels.exchange.quantized_rows import copy_listed
 
-            copy_listed(self.fabric, scales[0], scratch.step_copies, count)
+            copy_listed(scales[0], scratch.step_copies, count)
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -369,7 +369,7 @@ class _Kernel:
         for choice in range(1, self.top_k):
             place = scratch.step_copies[i, choice]
             is_further = has_source & (place >= 0)
-            fb.put_if(self.fabric, is_further, scratch.copies.at[stage], values.at[place])
+            fb.put_if(is_further, scratch.copies.at[stage], values.at[place])
             has_source = has_source | (place >= 0)
         plgpu.commit_smem_to_gmem_group()
 
@@ -481,11 +481,11 @@ class _Dispatch(_Kernel):
             # The last slice is moved back until it fits, and skips choices of the slice before.
             i = turn * _COUNTERS + warpgroup
             start = jnp.minimum(i * width, num_choices - width)
-            entries = start + fb.iota(fabric, width)
-            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
+            entries = start + fb.iota(width)
+            experts = fb.load(fabric.mine(choices).at[pl.ds(start, width)], 1)
             counts = (entries >= i * width) & (entries < end)
             experts = jnp.where(counts, experts, fb.NOWHERE)
-            fb.count(fabric, bins, experts, self.experts.num_experts)
+            fb.count(bins, experts, self.experts.num_experts)
 
         num_slices = lax.div(end + (width - 1), jnp.int32(width))
         turns = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
@@ -504,7 +504,7 @@ class _Dispatch(_Kernel):
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
-            found = [fb.load(self.fabric, each.at[part], 1) for each in counts]
+            found = [fb.load(each.at[part], 1) for each in counts]
             scratch.next_rows[part] = functools.reduce(operator.add, found)
         self.fabric.barrier()
 

@@ -121,9 +121,7 @@ class ExpertRows:
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(scratch.counts_full)
-        per_source = [
-            fb.load(fabric, scratch.all_counts.at[source], 1) for source in range(num_ranks)
-        ]
+        per_source = [fb.load(scratch.all_counts.at[source], 1) for source in range(num_ranks)]
         total = sum(per_source[1:], per_source[0])
         if self.fair:
             # Rows beyond an expert's quota are dropped.
@@ -133,7 +131,7 @@ class ExpertRows:
         starts = ends - sizes
         if next_rows is not None:
             # The rows of a group are sorted by source rank, then by token.
-            row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
+            row = starts + fb.load(next_rows.at[pl.ds(0, width)], 1)
             for source in range(num_ranks):
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
@@ -162,13 +160,13 @@ class ExpertRows:
         # This is an inclusive scan in log2(experts of a rank) rounds. The second half of `scan`
         # holds the sums of the previous round, and its first half is zeros. So a load that begins
         # `shift` entries before the second half gets the sums shifted by `shift` experts.
-        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
+        local_expert = lax.rem(fb.iota(width), jnp.int32(per_rank))
         fb.clear(scan, width)
         ends, shift = sizes, 1
         while shift < per_rank:
             scan[pl.ds(width, width)] = ends
             fabric.barrier()
-            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
+            before = fb.load(scan.at[pl.ds(width - shift, width)], 1)
             fabric.barrier()
             ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
             shift *= 2
@@ -180,7 +178,7 @@ class ExpertRows:
         # capacity. One binary search, from the highest bit, finds the quotas of all ranks at once.
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
-        rank_of_expert = lax.div(fb.iota(fabric, width), jnp.int32(per_rank))
+        rank_of_expert = lax.div(fb.iota(width), jnp.int32(per_rank))
 
         def of_experts(quotas: Sequence[Any]) -> Any:
             each = jnp.full((width,), 0, jnp.int32)

@@ -79,7 +79,7 @@ class Rows:
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
         """Loads this warpgroup's tiles of row `row` of `ref`, in global memory, into registers."""
         vector = self.plan.vector
-        return [vectors.load(self.fabric, ref.at[row, where], vector) for where, _ in self.tiles()]
+        return [vectors.load(ref.at[row, where], vector) for where, _ in self.tiles()]
 
     def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
         """Stores this warpgroup's i-th tile of a row to ref[row], if it exists and `predicate`."""
@@ -87,7 +87,7 @@ class Rows:
 
         @pl.when(predicate & exists)
         def _() -> None:
-            vectors.store(self.fabric, [ref.at[row, where]], tile, self.plan.vector)
+            vectors.store([ref.at[row, where]], tile, self.plan.vector)
 
     def send(
         self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],
@@ -149,7 +149,7 @@ class Rows:
 
     def zeros(self) -> jax.Array:
         """Returns a tile of float32 zeros in registers."""
-        return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
+        return vectors.constant(self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the rank of each expert, a scalar int32; NOWHERE for an id outside [0, E)."""

@@ -165,11 +165,11 @@ class _Combine:
         plgpu.barrier_wait(ring.full.at[stage])
         added = []
         for (where, _), total in zip(of_rows.tiles(), sums, strict=True):
-            row = fb.load(self.fabric, ring.rows.at[stage, where], of_rows.plan.vector)
+            row = fb.load(ring.rows.at[stage, where], of_rows.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
                 weight = scratch.weights[pair, scratch.gather.choices[pair, r]]
-                row = vectors.times(self.fabric, row, weight, of_rows.plan.vector)
+                row = vectors.times(row, weight, of_rows.plan.vector)
             added.append(total + row)
         self.gather.free(begun + r, num_turns, scratch.gather)
         return added
@@ -192,7 +192,7 @@ class _Combine:
         for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
             # Puts the sums, which begin with this rank's, into rank order.
             parts = [own_sum, *arrived]
-            parts = vectors.rotate(fabric, parts, endpoint.rank, of_rows.plan.vector)
+            parts = vectors.rotate(parts, endpoint.rank, of_rows.plan.vector)
             # The total starts from 0.0, so that a total of zero is never -0.0.
             total = of_rows.zeros()
             for part, was_sent in zip(parts, sent, strict=True):

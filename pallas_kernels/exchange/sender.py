@@ -163,7 +163,7 @@ class Sender:
             pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
-            quantize_row(self.fabric, self.row.wire, wide, *parts)
+            quantize_row(self.row.wire, wide, *parts)
             # After this fence, every thread has read the input row, so that it may be overwritten.
             # The fence also makes the quantized row visible to the copies that send it.
             plgpu.commit_smem()
@@ -194,7 +194,7 @@ class Sender:
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
-                fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
+                fb.put_if(row >= 0, part.at[stage], locate(ref).at[row])
 
         def send_token(i: jax.Array, _: None) -> None:
             in_window = lax.rem(i, jnp.int32(window.tokens))
@@ -258,11 +258,11 @@ class Sender:
         """Writes a stage to `rows` of this rank's receive buffer, except those that are NOWHERE."""
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
         for row in rows:
-            fb.put_if(self.fabric, row >= 0, scratch.stages[0].at[stage], values.at[row])
+            fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
         if scales:
             from pallas_kernels.exchange.quantized_rows import store_each
 
-            store_each(self.fabric, scratch.stages[1].at[stage], scales[0], rows)
+            store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
         self,

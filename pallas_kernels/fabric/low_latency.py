@@ -163,7 +163,7 @@ class Endpoint:
         # In rank order in float32, so that all ranks get equal bits.
         # parts[i] is the tile of rank + i.
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
-        parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
+        parts = vectors.rotate(parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
 

@@ -29,7 +29,6 @@ from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.formats import FLOAT8_ROWS
 
 WIRE = FLOAT8_ROWS
@@ -92,7 +91,7 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
         row = lax.axis_index("block")
         plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
         plgpu.barrier_wait(full)
-        quantized_rows.quantize_row(Gpus((), ()), WIRE, wide, values, scales)
+        quantized_rows.quantize_row(WIRE, wide, values, scales)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(values, values_ref.at[row])
         plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
@@ -123,7 +122,6 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
     def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
         row, ranks = lax.axis_index("block"), range(num_ranks)
         out[...] = quantized_rows.add_rows(
-            Gpus((), ()),
             WIRE,
             [[part.at[rank, row] for rank in ranks] for part in (values_ref, scales_ref)],
             [sent_ref[rank, row] != 0 for rank in ranks],
