@@ -100,10 +100,9 @@ def store(ref: Any, tile: jax.Array) -> None:
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     """Sums the tiles ref[indices] of every rank in rank order, in float32."""
-    # Ranks begin to read at different peers, to spread the load over the links. Two ranks have one
-    # link, and the simulator none.
+    # Ranks begin to read at different peers, to spread the load over several links.
     num_ranks = fabric.num_ranks
-    stagger = num_ranks > 2 and not fabric.interpret
+    stagger = num_ranks > 2
     first = fabric.rank() if stagger else jnp.int32(0)
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
     parts = [load(fabric.peer(ref, peer).at[indices]) for peer in peers]
