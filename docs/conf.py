@@ -258,7 +258,7 @@ class Architectures(Directive):
                 ],
             }
             tensors = [t for options in layouts for some in options for t in some]
-            entries["tensors"] = [t.name for t in tensors if t.params]
+            entries["tensors"] = list(dict.fromkeys(t.name for t in tensors if t.params))
             entries["by load_others"] = [t.name for t in tensors if not t.params]
             lines += [f".. rubric:: {row.models}", ""]
             lines += [

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jax_ep import QuantizedArray, formats
 from jax_ep.models import generation, published
 from jax_ep.models.config import PUBLISHED, DecoderConfig
 from jax_ep.models.generation import GREEDY, Model, Sampling, State, Times
+from jax_ep.models.launch import Flags, at_least
 from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
@@ -37,35 +38,13 @@ FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
 AS_STORED = formats.Transposed.of(formats.MXFP4)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(message.removeprefix("argument "))
-
-
-def count(text: str) -> int:
-    if not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-    return int(text)
-
-
 def ids(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def temperature(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must not be negative, but is {text}")
-    return float(text)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-
-    def flag(name: str, kind: Any, default: Any, help: str, **how: Any) -> None:
-        help += "" if default is None else " Default: %(default)s."
-        how |= {"choices": kind} if isinstance(kind, list) else {"type": kind}
-        parser.add_argument(f"--{name}", default=default, help=help, **how)
-
+    flags = Flags(__doc__)
+    flag, count = flags.add, at_least(1)
     flag("checkpoint", Path, None, "Directory of a published model.")
     flag("model", sorted(PUBLISHED), "tiny", "Without --checkpoint: a shape for random weights.")
     held = "How experts stay in memory; keep: as the files hold them. Default: not quantized."
@@ -78,12 +57,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag("padding", ["left", "right"], "left", "Side on which shorter prompts are padded.")
     flag("batch_size", count, None, "Sequences. Default: one for each prompt, or 8 random ones.")
     flag("steps", count, 32, "Most tokens to decode for each sequence.")
-    flag("temperature", temperature, 0.0, "0 takes the likeliest token, above 0 draws one.")
-    flag("seed", int, 0, "Seed that tokens are drawn from.")
+    flag("temperature", at_least(0, float), 0.0, "0 takes the likeliest token, above 0 draws one.")
+    flag("seed", at_least(0), 0, "Seed that tokens are drawn from.")
     flag("stop_tokens", ids, None, "Ids that end a sequence. Default: those of the checkpoint.")
     flag("chunk", count, 512, "Tokens of each prompt that prefill reads at a time.")
     flag("loop", ["device", "host"], "device", "host: Python launches each step.")
-    return parser.parse_args(argv)
+    return flags.parse_args(argv)
 
 
 class Bytes:

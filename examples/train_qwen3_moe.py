@@ -17,11 +17,11 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NoReturn
+from typing import Any
 
 import grain
 import jax
@@ -35,33 +35,13 @@ from jax_ep.models import launch, published, train_step
 from jax_ep.models.axes import mesh_of
 from jax_ep.models.config import PUBLISHED, SIZES, DecoderConfig
 from jax_ep.models.decoder import REMAT, Decoder
-from jax_ep.models.launch import print_once
+from jax_ep.models.launch import Flags, at_least, file, folder, print_once
 from jax_ep.models.metrics_log import MetricsLog
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(message.removeprefix("argument "))
-
-
-def at_least(least: float, kind: Any = int) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        if not least <= kind(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, but is {text}")
-        return kind(text)
-
-    return number
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser, names = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False), []
-
-    def flag(name: str, kind: Any, default: Any, help: str) -> None:
-        names.append(name)
-        help += "" if default is None else " Default: %(default)s."
-        how = {"choices": kind} if isinstance(kind, list) else {"type": kind}
-        parser.add_argument(f"--{name}", default=default, help=help, **how)
-
+    flags = Flags(__doc__)
+    flag = flags.add
     count, index = at_least(1), at_least(0)
     number, above = at_least(0, float), at_least(1e-9, float)
     flag("model", sorted(PUBLISHED), "qwen3-30b-a3b", "Model with random weights.")
@@ -86,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag("wire_dtype", ["float8_e4m3fn"], None, "Dtype that tokens are sent to experts in.")
     flag("seed", index, 0, "Seed of weights and batches.")
     # A run continues a checkpoint only with the same values of the flags above.
-    fixed = list(names)
+    fixed = list(flags.names)
     flag("steps", index, 100, "Steps to train; 0 only evaluates.")
     flag("microbatches", count, 1, "Parts of a batch, whose gradients are added up.")
     flag("capacity_factor", above, None, "Rows of a receive buffer, by their mean. Default: any.")
@@ -95,23 +75,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag("expert_parallel", count, None, "Ranks to spread experts over. Default: the most.")
     flag("fsdp", count, 1, "Ranks to split every matrix over.")
     flag("tensor_parallel", count, 1, "Ranks to split heads and experts' columns over.")
-    flag("checkpoint_dir", str, None, "Folder of Orbax checkpoints, shared by all processes.")
+    flag("checkpoint_dir", folder, None, "Folder of Orbax checkpoints, shared by all processes.")
     flag("checkpoint_every", count, 100, "Steps between checkpoints.")
     flag("eval_data", str, None, "Files to evaluate on. Default: the last tenth of each of --data.")
     flag("eval_every", count, 50, "Steps between evaluations; the end is always evaluated.")
     flag("eval_batches", count, 8, "Most batches of an evaluation.")
-    flag("export_dir", str, None, "New directory to write the trained model to, as published.")
+    flag("export_dir", folder, None, "New directory to write the trained model to, as published.")
     flag("export_dtype", ["bfloat16", "float32"], "bfloat16", "Dtype of what --export_dir gets.")
-    flag("metrics_file", str, None, "JSON lines. Default: metrics.jsonl in --checkpoint_dir.")
-    flag("tensorboard_dir", str, None, "Folder of metrics for TensorBoard.")
-    flag("trace", str, None, "File .npz of the evaluation's choices of experts.")
-    flag("profile_dir", str, None, "Folder for jax.profiler's trace of three steps.")
+    flag("metrics_file", file, None, "JSON lines. Default: metrics.jsonl in --checkpoint_dir.")
+    flag("tensorboard_dir", folder, None, "Folder of metrics for TensorBoard.")
+    flag("trace", file, None, "File .npz of the evaluation's choices of experts.")
+    flag("profile_dir", folder, None, "Folder for jax.profiler's trace of three steps.")
     flag("log_every", count, 10, "Steps between lines of progress.")
     flag("coordinator", str, None, "HOST:PORT of process 0. Not needed under srun and mpirun.")
     flag("num_processes", count, None, "Processes that run this program together.")
     flag("process_id", index, None, "Number of this process.")
     flag("heartbeat_seconds", count, 60, "Silence after which a process is taken for dead.")
-    args = parser.parse_args(argv)
+    args = flags.parse_args(argv)
     args.fixed = fixed
     return args
 
@@ -129,9 +109,9 @@ def load_tokens(files: Sequence[str], vocab: int, tokenizer: Any, end: int | Non
         return np.array([i for found in ids for i in [*getattr(found, "ids", found), *after]])
 
     after, streams = [] if end is None else [end], {}
-    for file in files:
-        npy = file.endswith(".npy")
-        streams[file] = np.load(file, "r") if npy else encoded(Path(file).read_text())
+    for path in files:
+        npy = path.endswith(".npy")
+        streams[path] = np.load(path, "r") if npy else encoded(Path(path).read_text())
     if not files:
         streams["the small text"] = encoded(*(topics[name] for name in sorted(topics)))
     for name, ids in streams.items():
@@ -186,6 +166,8 @@ class Program:
         )
         if args.export_dir and args.bias_rate:
             raise SystemExit("--bias_rate must be 0 with --export_dir, which cannot hold biases")
+        if args.export_dir and list(Path(args.export_dir).glob("*.safetensors*")):
+            raise SystemExit(f"--export_dir={args.export_dir} must hold no model, but does")
         parallel = {n: getattr(args, n) for n in ("expert_parallel", "fsdp", "tensor_parallel")}
         self.mesh = mesh_of(config, jax.devices(), **parallel)
         jax.set_mesh(self.mesh)
@@ -219,7 +201,8 @@ class Program:
         shapes = train_step.init_state(model, optimizer, layout, args.seed, only_shapes=True)
         batch = jax.ShapeDtypeStruct((args.microbatches, self.rows, args.seq_len + 1), np.int32)
         # Traces the step, so that flags that do not fit are refused before any work begins.
-        lowered = step.lower(shapes, batch) if args.steps else None
+        one = jax.ShapeDtypeStruct(batch.shape[1:], np.int32)
+        lowered = step.lower(shapes, batch) if args.steps else self.eval_step.lower(shapes, one)
         self.state: Any = None
         self.manager: Any = None
         if args.checkpoint_dir:
@@ -236,7 +219,7 @@ class Program:
                 )
             self.state = train_step.init_state(model, optimizer, layout, args.seed, params)
         self.start, begin = int(self.state.step), time.perf_counter()
-        self.step: Any = lowered.compile() if lowered and self.start < args.steps else None
+        self.step: Any = lowered.compile() if self.start < args.steps else None
         self.compile_seconds = time.perf_counter() - begin
         path = args.metrics_file
         if path is None and args.checkpoint_dir:
@@ -252,6 +235,8 @@ class Program:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         if end is None and not args.data:
             end = next(iter(config.stop_tokens), None) if tokenizer else 0
+        if end is not None and end >= config.vocab:
+            raise SystemExit(f"--document_end must be below {config.vocab}, but is {end}")
         parts = {}
         for name in ("data", "eval_data") if args.eval_data else ("data",):
             files = getattr(args, name).split(",") if getattr(args, name) else []
@@ -321,6 +306,7 @@ class Program:
         self.metrics.write(step, {"eval_loss": mean})
         if self.args.trace and jax.process_index() == 0:
             number = self.config.num_experts
+            Path(self.args.trace).parent.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(self.args.trace, topk_idx=np.stack(choices), num_experts=number)
 
     def train(self) -> None:
@@ -369,11 +355,13 @@ def run(args: argparse.Namespace) -> None:
     try:
         program = Program(args)
     except (OSError, TypeError, ValueError) as error:
-        text, given = " ".join(f"{error}".split()), vars(args).items()
+        text, given = " ".join(f"{error}".split()), vars(args)
         # The flag to blame: the one whose path is in the message, or whose name is.
-        flags = [n for n, v in given if isinstance(v, str) and "/" in v and v in text]
-        flags += [name for name, _ in given if re.search(rf"\b{name}\b", text)]
-        raise SystemExit(f"--{(flags or ['model'])[0]}: {text}") from error
+        paths = ("checkpoint_dir", "checkpoint")
+        flags = [name for name in paths if given[name] and given[name] in text]
+        flags += [name for name in given if re.search(rf"\b{name}\b", text)]
+        flags.append("checkpoint" if args.checkpoint else "model")
+        raise SystemExit(f"--{flags[0]}: {text}") from error
     config, mesh = program.config, program.mesh
     shape = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
     number = sum(x.size for x in jax.tree.leaves(program.state.params))

@@ -41,9 +41,8 @@ ROUTER_STATE = "router_state"
 class LogicallyPartitioned(nn.LogicallyPartitioned):
     """A Flax box of a parameter and its logical axes, to which `nn.scan` may add an unnamed axis.
 
-    `nn.scan` and `nn.vmap` add a dimension to a parameter. Flax's own class raises an error unless
-    their `metadata_params` name the logical axis of this dimension, under `nn.PARTITION_NAME`. With
-    this class, the name may be left out. The dimension then has no logical axis and is not sharded.
+    Flax's own class raises an error unless the `metadata_params` of `nn.scan` or `nn.vmap` name the
+    logical axis of the dimension that they add. With this class, it then has none.
     """
 
     __eq__ = nn.LogicallyPartitioned.__eq__
@@ -94,7 +93,6 @@ class Gate(nn.Module):
     def update_bias(
         self, expert_counts: jax.Array, rate: float | jax.Array, zero_mean: bool
     ) -> None:
-        """Updates the selection bias [E] by one step; see `MoE.update_bias`."""
         bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True and an initialized layer")
@@ -230,17 +228,9 @@ class MoE(nn.Module):
     def quantize_experts(self) -> QuantizedExperts:
         """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
 
-        A training step with microbatches calls this method before the first microbatch, and passes
-        the result to each call as `quantized_experts`. Call it from the parent module, or from
-        outside as `moe.apply({"params": params}, method="quantize_experts")`; for a stack of
-        layers, under `jax.vmap` over the parameters.
-
-        Returns:
-          The quantized matrices, sharded like the parameters.
-
-        Raises:
-          ValueError: `matmul_dtype` is None, a rank's part of a matrix does not consist of whole
-            blocks of 128 x 128 numbers, or there are no parameters.
+        Call it from the parent module, or as `moe.apply({"params": params},
+        method="quantize_experts")`; for a stack of layers, under `jax.vmap` over the parameters.
+        Raises ValueError if there are no parameters, too.
         """
         weights = nn.unbox({
             name: self.get_variable("params", name) for name in QuantizedExperts._fields
@@ -256,7 +246,6 @@ class MoE(nn.Module):
     def _weight(
         self, name: str, shape: tuple[int, ...], init: Initializer
     ) -> jax.Array | QuantizedArray:
-        """Returns parameter `name`, as stored or, in an init, made by `init` in `shape`."""
         logical_axes = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
             given = nn.unbox(self.get_variable("params", name))
@@ -278,17 +267,10 @@ class MoE(nn.Module):
     ) -> None:
         """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
-        Call it once per training step, with the collection "router_state" mutable: from the
-        parent module, or from outside as
-        `moe.apply(variables, counts, rate, method="update_bias", mutable=["router_state"])`.
-
-        Args:
-          expert_counts: [R]: `MoEMetrics.expert_counts` of the step. R is the number of experts
-            that the router chooses among, free experts included.
-          rate, zero_mean: as in `jax_ep.update_expert_bias`.
-
-        Raises:
-          ValueError: there is no bias, or the counts have another shape.
+        Call it once per training step, with the collection "router_state" mutable: from the parent
+        module, or from outside as `moe.apply(variables, counts, rate, method="update_bias",
+        mutable=["router_state"])`. `expert_counts` [R] are the `MoEMetrics.expert_counts` of the
+        step. Raises ValueError if there is no bias, or if the counts have another shape.
         """
         if self.gate_init is None:
             raise ValueError("update_bias needs a gate, but gate_init is None")
@@ -305,7 +287,6 @@ def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
 
 
 def _columns(name: str, x: jax.Array) -> int:
-    """Returns H, the size of the last axis of x [..., H]; raises ValueError if x is a scalar."""
     checks.check_array(name, x, None, jnp.floating, "[..., H]")
     if not x.shape:
         raise ValueError(f"{name} must be [..., H], but is a scalar.")

@@ -75,9 +75,8 @@ class MoE(nnx.Module):
 
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
-    `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over the axes
-    that `fsdp_axes` gives for it, and any other logical axis over none. A rule does not apply to a
-    parameter of which another rule already splits a dimension over the same mesh axis. Rules that
+    `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes
+    there, and any other over none. No mesh axis splits two dimensions of a parameter. Rules that
     contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses them in
     calls that are made outside `nnx.logical_axis_rules`.
 
@@ -212,25 +211,14 @@ class MoE(nnx.Module):
     def quantize_experts(self) -> QuantizedExperts:
         """Quantizes the experts' matrices once, for several calls; see `jax_ep.quantize_experts`.
 
-        A training step with microbatches calls this method before the first microbatch, and passes
-        the result to each call as `quantized_experts`. For a stack of layers, call it under
-        `nnx.vmap`.
-
-        Returns:
-          The quantized matrices, sharded like the parameters.
-
-        Raises:
-          ValueError: `matmul_dtype` is None, or a rank's part of a matrix does not consist of whole
-            blocks of 128 x 128 numbers.
+        For a stack of layers, call it under `nnx.vmap`.
         """
         return quantize_by_rules(self._params(), self.config, axis_rules=self._axis_rules())
 
     def _axis_rules(self) -> AxisRules:
-        """Returns the rules in force where the layer is called, or else those it was made under."""
         return tuple(spmd.get_logical_axis_rules()) or self.axis_rules
 
     def _params(self) -> MoEParams:
-        """Returns the layer's parameters and selection bias as arrays, for `run_layer`."""
         gate = self.gate
         variables: dict[str, Any] = {"gate": None, "bias": None}
         if gate is not None:
@@ -244,15 +232,9 @@ class MoE(nnx.Module):
     ) -> None:
         """Updates the selection bias to balance loads; see `jax_ep.update_expert_bias`.
 
-        Call it once per training step.
-
-        Args:
-          expert_counts: [R]: `MoEMetrics.expert_counts` of the step, with R the number of experts,
-            free experts included; [layers, R] for a stack of layers.
-          rate, zero_mean: as in `jax_ep.update_expert_bias`.
-
-        Raises:
-          ValueError: there is no bias, or the counts have another shape.
+        Call it once per training step, with its `MoEMetrics.expert_counts` [R], or [layers, R] for
+        a stack of layers. Raises ValueError if there is no bias, or if the counts have another
+        shape.
         """
         bias = None if self.gate is None else self.gate.bias
         if bias is None:
@@ -281,11 +263,9 @@ def _bias(config: MoEConfig) -> RouterState:
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as a variable with the logical axes of parameter `name`, sharded.
 
-    The mesh is the ambient mesh or else `config.mesh`. If all axes of an ambient mesh are Auto,
-    Flax's eager sharding shards the parameter. Otherwise this function does, and turns eager
-    sharding off. On Explicit axes, an optimizer's state then takes its sharding from the
-    parameter's type. Eager sharding would take it from the logical axes, but a stack of layers may
-    lack the logical axis of its leading dimension.
+    Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
+    optimizer's state must take its sharding from the parameter's type; eager sharding would take it
+    from the logical axes, of which a stack of layers may lack one.
     """
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
@@ -339,9 +319,7 @@ def _without_repeats(
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns a parameter's logical axes, and the mesh axes that the rules give each of them.
 
-    The rules apply in their order, but those of the logical axes `prior` before all others. If a
-    rule gives an axis of the mesh that is already used, its logical axis becomes None, and gets no
-    mesh axes.
+    The rules of `prior` apply first. A logical axis becomes None where its mesh axes are in use.
     """
     in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     parts = assign_axes(axes, in_order)
@@ -353,15 +331,11 @@ def _without_repeats(
 
 
 def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns axis rules with tuples in place of lists of mesh axes."""
     return tuple((name, tuple(a) if isinstance(a, list) else a) for name, a in rules)
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
-    """Warns if an axis rule shards "exp" over `axes`, but the mesh lacks `config.expert_axis`.
-
-    Every rank then has all experts in spite of the rule.
-    """
+    """Warns if a rule shards "exp" over `axes`, but the mesh lacks the expert axis."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '
@@ -372,17 +346,13 @@ def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> No
 
 
 def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of `axes` that the mesh has."""
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 
 def _check_divides(
     weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> None:
-    """Raises ValueError unless the ranks along `axes` divide the leading dimension of `weights`.
-
-    The leading dimension counts experts, or slots if the layer has slots.
-    """
+    """Raises ValueError unless the ranks along `axes` divide the experts or slots."""
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:

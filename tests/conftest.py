@@ -101,3 +101,12 @@ def exact_matmuls():
 
     with jax.default_matmul_precision("float32"):
         yield
+
+
+@pytest.fixture
+def strict_promotion():
+    """Lets JAX refuse operands of other dtypes or ranks, as users may."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -366,8 +366,18 @@ TRAINING_FLAGS = {
         ["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"],
         "process_id must be below --num_processes=2",
     ),
+    "coordinator": (
+        ["--coordinator=host", "--num_processes=1", "--process_id=0"],
+        "coordinator must be HOST:PORT, but is host",
+    ),
     "checkpoint": (["--checkpoint=/none"], "checkpoint: /none must hold config.json"),
-    "folder": (["--checkpoint_dir=/dev/null/run"], "checkpoint_dir: .*Not a directory"),
+    "relative checkpoint": (["--checkpoint=none"], "checkpoint: none must hold config.json"),
+    "document": (["--document_end=256"], "document_end must be below 256, but is 256"),
+    "head": (["--head_dim=7"], "head_dim: head_dim must be even, but is 7"),
+    "heads": (["--num_heads=3"], "num_heads: num_heads must be a multiple of num_key_value_heads"),
+    "folder": (["--checkpoint_dir=/dev/null/run"], "checkpoint_dir: .* but /dev/null is none"),
+    "export": (["--export_dir=/dev/null"], "export_dir: must be a folder to write to"),
+    "file": (["--trace=/dev"], "trace: must be a file, but is the folder /dev"),
     "biases": (["--bias_rate=0.1", "--export_dir=out"], "bias_rate must be 0 with --export_dir"),
 }
 
@@ -397,6 +407,7 @@ DECODING_FLAGS = {
     "words": (["--prompt=one"], "prompt: invalid ids value: 'one'"),
     "stop": (["--stop_tokens=300"], "stop_tokens must be token ids below 256"),
     "text": (["--text="], "text must not be empty"),
+    "seed": (["--seed=-1"], "seed: must be at least 0"),
     "lengths": (["--prompt_length=0"], "prompt_length must be at least 1"),
     "checkpoint": (["--checkpoint=/none"], "checkpoint=/none: /none must hold config.json"),
 }

@@ -58,8 +58,9 @@ Tensors = tuple[Tensor, ...]
 class OneOf(NamedTuple):
     """Alternative sets of tensors in which the same weights may be stored.
 
-    A checkpoint has the tensors of one of the `layouts`. When a first MoE block is saved to a
-    checkpoint, it gets the first that the model's quantization allows.
+    A checkpoint has the tensors of one of the `layouts`, which may differ only in their axes. When
+    a first MoE block is saved to a checkpoint, it gets the first that the model's quantization
+    allows.
     """
 
     layouts: tuple[Tensors, ...]
@@ -295,7 +296,15 @@ TABLE = (
         only={"norm_topk_prob": (True,)},
         tensors=(
             _router("mlp.gate.weight"),
-            *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
+            # As published, and as transformers 5 saves them.
+            OneOf(
+                (
+                    _stacked(
+                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"
+                    ),
+                    _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+                )
+            ),
         ),
     ),
     _like_qwen(

@@ -573,7 +573,7 @@ def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = Non
         fields={**row.fixed, **fields, "num_experts": sizes["E"]},
         sizes=sizes,
         prefix=prefix,
-        tensors=_stored(directory, like or prefix, sizes, keys, quantization.method),
+        tensors=_stored(directory, like or prefix, sizes, keys, quantization),
         quantization=quantization,
         like=like,
     )
@@ -586,12 +586,27 @@ def _gate(row: Architecture) -> str:
 
 
 def _stored(
-    directory: Directory, prefix: str, sizes: Mapping[str, int], keys: Keys, method: str | None
+    directory: Directory,
+    prefix: str,
+    sizes: Mapping[str, int],
+    keys: Keys,
+    quantization: Quantization,
 ) -> Tensors:
     """Returns the tensors that an MoE block must have, one set of each `OneOf`."""
+    method = quantization.method
 
     def is_there(tensors: Tensors) -> bool:
         return is_stored(directory, prefix + tensors[0].name.format(e=0))
+
+    def has_shapes(tensors: Tensors) -> bool:
+        # A partial download may lack the file.
+        with contextlib.suppress(FileNotFoundError, KeyError):
+            return all(
+                open_tensor(directory, prefix + tensor.name.format(e=0), quantization).shape
+                == tuple(_size(token, sizes) for token in tensor.axes.split())
+                for tensor in tensors
+            )
+        return False
 
     def fits(tensors: Tensors) -> bool:
         name = tensors[0].name
@@ -599,13 +614,16 @@ def _stored(
             return name.endswith(BLOCKS) and method == "mxfp4"
         return method is None or "{e}" in name
 
-    # Of alternatives, takes those that are there, or else the first that suits `method`: float8
-    # needs a tensor for each expert, MXFP4 names that end in BLOCKS.
+    # Of alternatives, takes those that are there, of several those of the right shapes, or else the
+    # first that suits `method`: float8 needs a tensor for each expert, MXFP4 names that end in
+    # BLOCKS.
     tensors: list[Tensor] = []
     for item in keys.row.tensors:
         if isinstance(item, OneOf):
-            suitable = [layout for layout in item.layouts if fits(layout)] or item.layouts
-            tensors += next((ts for ts in item.layouts if is_there(ts)), suitable[0])
+            there = [layout for layout in item.layouts if is_there(layout)]
+            in_shape = [layout for layout in there if len(there) > 1 and has_shapes(layout)]
+            suitable = [layout for layout in item.layouts if fits(layout)]
+            tensors += (in_shape or there or suitable or item.layouts)[0]
         else:
             tensors.append(item)
     return tuple(

@@ -1,8 +1,4 @@
-"""Lists the algorithms of each collective, and says why one does not support a given call.
-
-`jax_ep.collectives.api` describes the algorithms. In a program for CPUs that names no algorithm, no
-kernels are loaded and no symmetric memory is allocated.
-"""
+"""Lists the algorithms of each collective, and says why one does not support a given call."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ class Problem:
 
     @functools.cached_property
     def kernels_unavailable_reason(self) -> str | None:
-        """Why `target` cannot run kernels between ranks; None: it can."""
         return self.target.unavailable_reason(self.axis_name)
 
 
@@ -56,7 +51,6 @@ def _kernel(name: str) -> Implementation:
 
 
 def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementations[Implementation]:
-    """Lists the algorithms of `op`: `kernels`, then `others` and "xla", which run anywhere."""
     anywhere = [Implementation(name=name) for name in (*others, "xla")]
     table = (*map(_kernel, kernels), *anywhere)
     return Implementations(table, argument="algorithm", operation=op)

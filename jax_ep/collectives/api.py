@@ -5,10 +5,9 @@ N ranks. The order of a tuple defines the order of the ranks, and must equal the
 functions are differentiable in forward and reverse mode, with the gradients of the functions of
 `jax.lax` that they replace.
 
-Algorithms. `algorithm=None` picks the algorithm that was the fastest in measurements with this
-operation, number of ranks, number of bytes and GPU generation (`jax_ep.collectives.table`). On GPU
-generations without measurements, and on other devices, it picks "xla". A named algorithm that
-cannot run raises an error that says why.
+`algorithm=None` picks the algorithm that was the fastest in measurements with this operation,
+number of ranks, number of bytes and GPU generation (`jax_ep.collectives.table`), and "xla" where
+there are none. A named algorithm that cannot run raises an error that says why.
 
   "xla"       the function of `jax.lax`; any platform, any number of hosts.
   "one_shot"  all_reduce: every rank reads all ranks' inputs and sums them.
@@ -28,16 +27,15 @@ The library's kernels (all algorithms but "xla" and "multimem") run between GPUs
 number of processes. They sum in float32, in rank order, and round once: all ranks get the same
 bits, on every run.
 
-Each GPU counts the kernel calls that it makes with each peer, and a call communicates with the
-peer's call of the same number. So all GPUs must run the calls in the same order:
+A kernel call communicates with the peer's call of the same number. So all GPUs must run the calls
+in the same order, or results are silently wrong:
 
 - Two programs that share two or more GPUs must start in the same order on each of these GPUs. Start
   the programs from one thread.
 - XLA must not overlap the kernels of a program. Leave `xla_gpu_command_buffer_scheduling_mode` at
   its default (a concurrent mode in XLA_FLAGS is refused), and use no streams of your own.
 
-If these rules are broken, results are silently wrong. A rank waits for its peers inside the kernel;
-if a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
+If a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
 """
 
 from __future__ import annotations
@@ -84,8 +82,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, of the ranks.
-      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
-        run.
+      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest.
 
     Returns:
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
@@ -97,9 +94,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
-    """Sums x over the ranks and leaves part r of the sum on rank r.
-
-    It computes `jax.lax.psum_scatter(x, axis_name, tiled=True)`.
+    """Sums x over the ranks; rank r keeps part r, as `lax.psum_scatter` does with `tiled=True`.
 
     Args:
       x: [N * n, ...] floating.
@@ -110,8 +105,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
       `all_gather`.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
     return _linear("reduce_scatter", XlaCollectives.reduce_scatter, x, axis_name, algorithm)
 
@@ -127,8 +121,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       [N * n, ...]: rows [r * n : (r + 1) * n] came from rank r. all_to_all is its own transpose.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
     return _linear("all_to_all", XlaCollectives.all_to_all, x, axis_name, algorithm)
 
@@ -150,8 +143,8 @@ def all_reduce_rms_norm(
         normalized = new_residual / sqrt(mean(new_residual ** 2) + eps) * scale
 
     The mean is over the last axis. Arithmetic is float32. As in separate steps, the sum over ranks
-    is rounded to x's dtype before the residual is added, and new_residual is rounded to residual's
-    dtype before it is normalized. The fusion is TokenWeave's (Gond et al., 2025, arXiv:2505.11329).
+    is rounded to x's dtype and new_residual to residual's. The fusion is TokenWeave's (Gond et al.,
+    2025, arXiv:2505.11329).
 
     Args:
       x: [..., H] floating: this rank's term of the sum over ranks.
@@ -213,7 +206,6 @@ def _fused(
 
 @_fused.defjvp
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
-    """Differentiates the linear all_reduce and the norm one after the other."""
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
     normalized, new_residual = _fused(axes, num_ranks, eps, algorithm, *primals)

@@ -1,7 +1,6 @@
 """Runs the collectives as Pallas kernels: pads operands and spreads them over thread blocks.
 
-The kernels are in `pallas_kernels.collectives`. Importing this module loads Mosaic. Its collectives
-run inside `shard_map`, on two ranks or more.
+Importing this module loads Mosaic. Its collectives run inside `shard_map`, on two ranks or more.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ _BYTES_OF_A_TRIP = 2**19
 def unavailable_reason(
     algorithm: str, op: str, operands: Sequence[Any], num_ranks: int
 ) -> str | None:
-    """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
-
-    The caller has checked that the program or machine can run kernels at all.
-    """
+    """Returns why a kernel cannot compute a collective, on a machine that runs kernels."""
     x = operands[0]
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or _is_low_latency(algorithm):
         for name, operand in zip(("x", "residual", "scale"), operands, strict=False):
@@ -99,10 +95,7 @@ def _is_low_latency(algorithm: str) -> bool:
 def no_room_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
 ) -> str | None:
-    """Returns why x does not fit in the buffers of the low-latency protocol, or None if it fits.
-
-    With more GPUs on the host, the buffer for each pair of GPUs is smaller.
-    """
+    """Returns why x does not fit in the low-latency buffers; with more GPUs they are smaller."""
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
     most = tiles_of_channel(num_gpus)
     if workers > low_latency.MAX_WORKERS or tiles > most:
@@ -217,10 +210,7 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs `low_latency_kernel` on padded x for a low-latency algorithm, else `kernel`.
-
-        `num_elements` are spread over the thread blocks of `kernel`.
-        """
+        """Runs a kernel on padded x; that with signals spreads `num_elements` over blocks."""
         if not _is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
         here, x = match_varying((mesh_index(), x), self.axis_name)
@@ -228,7 +218,6 @@ class PallasCollectives:
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
-        """Returns the bits of x, as which other than low-latency kernels move elements."""
         if _is_low_latency(self.algorithm):
             return x
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -256,7 +245,6 @@ class _RowGrid:
 
 
 def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    """Sums x over ranks by JAX's kernels for the NVLink switch, in float32."""
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
     multiple = num_ranks * 128 * 8
@@ -291,7 +279,6 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Rounds `size` elements up to whole vectors of 16 bytes, and at least one tile."""
     return max(align_up(size, vector_length(dtype)), tile_length(dtype))
 
 

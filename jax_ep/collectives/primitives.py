@@ -1,16 +1,8 @@
 """Defines the JAX primitives of the collectives: result types, transposes and lowering.
 
-There are five primitives without effects. Bind them inside `shard_map` over `axis_name`, which has
-N ranks:
-
-  ep_all_reduce           x [...]                               -> [...]
-  ep_all_gather           x [n, ...]                            -> [N * n, ...]
-  ep_reduce_scatter       x [N * n, ...]                        -> [n, ...]
-  ep_all_to_all           x [N * n, ...]                        -> [N * n, ...]
-  ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
-
-The number n of rows is arbitrary. The first four primitives are linear and have transposes. Each
-primitive lowers to the algorithm that `jax_ep.collectives.table` selects.
+There are five primitives without effects, with the shapes of the functions of `api`. All but
+ep_all_reduce_rms_norm are linear and have transposes. Each lowers to the algorithm that
+`jax_ep.collectives.table` selects.
 """
 
 from __future__ import annotations
@@ -31,8 +23,6 @@ from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varyin
 
 
 def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Primitive:
-    """Returns the primitive ep_<op>, which runs `method`; `rules` are `define_primitive`'s."""
-
     def compute(
         algorithm: str, axis_name: tuple[str, ...], *operands: jax.Array, **params: Any
     ) -> list[jax.Array]:
@@ -81,10 +71,7 @@ def _linear(
     result: Callable[[Any, int, tuple[str, ...]], Any],
     transposed: str,
 ) -> Primitive:
-    """Returns the primitive of a linear collective, whose transpose is `transposed`.
-
-    `result` maps x's type, the number of ranks N and the mesh axes to the result's type.
-    """
+    """`result` maps x's type, the number of ranks N and the mesh axes to the result's type."""
 
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
         return [result(x, num_ranks, axis_name)]

@@ -70,7 +70,6 @@ def _read(path: str | None) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError, naming the part, unless a JSON value is a table."""
     for capability, operations in _items(table, "the file"):
         for op, by_ranks in _items(operations, capability):
             _require(op in ALGORITHMS, f"{capability}: {op!r} is not one of {tuple(ALGORITHMS)}")
@@ -106,7 +105,6 @@ def _check_entry(entry: dict[str, Any], op: str, where: str) -> None:
 
 
 def _items(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Returns the items of a JSON object; ValueError, naming `where`, for another value."""
     is_object = isinstance(value, dict)
     _require(is_object, f"{where} must be a JSON object, but is {reprlib.repr(value)}")
     return list(value.items())
@@ -144,11 +142,9 @@ def lookup(
     table: Mapping[str, Any] | None = None,
     can_run: Callable[[str], bool] = lambda algorithm: True,
 ) -> str:
-    """Returns the fastest algorithm that can run; "xla" if this GPU generation was not measured.
+    """Returns the fastest algorithm for `num_bytes` of x (all_gather: of the result).
 
-    If N ranks were not measured, the times of the next larger measured number of ranks are used, or
-    else those of the largest. `num_bytes` are those of x, or for all_gather of the result.
-    `can_run` says whether an algorithm, by name, can run.
+    Of numbers of ranks that were not measured, the next larger one counts, or else the largest.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -170,17 +166,14 @@ def lookup(
 
 
 def _of_size(ranges: Choices, num_bytes: int) -> str:
-    """Returns the algorithm of the first of the rising ranges that `num_bytes` are in."""
     return next((name for limit, name in ranges if limit is None or num_bytes <= limit), "xla")
 
 
 def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:
     """Returns the ranges of bytes in which each algorithm is the fastest, as (limit, algorithm).
 
-    `times` has, for each of the rising `sizes`, the microseconds of every algorithm, "xla" among
-    them. Between two sizes with different fastest algorithms, the limit is the size at which the
-    two times are equal, by linear interpolation on logarithmic scales. XLA's times count as 97 %,
-    so another algorithm is chosen only where it is clearly faster.
+    `times` are the microseconds for each of the rising `sizes`. A limit is where two algorithms
+    take equal times, interpolated on logarithmic scales.
     """
     winners = [fastest(at_size) for at_size in times]
     times = [_with_bonus(at_size) for at_size in times]
@@ -198,7 +191,6 @@ def fastest(times: Mapping[str, float]) -> str:
 
 
 def _with_bonus(times: Mapping[str, float]) -> dict[str, float]:
-    """Returns `times` with XLA's multiplied by _CLEARLY_FASTER."""
     return {name: us * (_CLEARLY_FASTER if name == "xla" else 1) for name, us in times.items()}
 
 

@@ -128,10 +128,9 @@ def dispatch(
 
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient of x is a `combine`
-      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. It
-      treats quantization as the identity (straight-through). Quantized rows have no gradient:
-      differentiating them raises TypeError. Define a `jax.custom_vjp` around the dispatch instead,
-      and in it pass the rows' cotangent in a wider dtype to `combine`.
+      without weights, in reverse mode only (`jax.grad`, `jax.vjp`), and treats quantization as the
+      identity (straight-through). Quantized rows have no gradient: differentiating them raises
+      TypeError. In a `jax.custom_vjp` around the dispatch, pass their cotangent to `combine`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -222,10 +221,9 @@ def combine(
     """Sends the experts' outputs back to the tokens' ranks and sums them.
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. A token's rows on one rank are summed
-    there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. The
-    sums of the ranks are added in float32, in rank order. With "two_level", each host instead sends
-    one sum per token, and the sums are added in the order of the hosts. A dropped or masked choice
-    counts as zero.
+    there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. These
+    sums are added in float32, in rank order; with "two_level", one sum per host, in the order of
+    the hosts. A dropped or masked choice counts as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,
@@ -307,7 +305,6 @@ def dispatch_like(
 
 
 def stand_in_rows(x: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Returns zeros [R, H] in place of quantized rows; see `gradients.stand_in_rows`."""
     options = dict(wire_dtype=None, grad_wire_dtype=None, implementation=implementation)
     config, x = _config_like(x, handle, **options)
     return gradients.stand_in_rows(config, x, handle.routes)
@@ -323,7 +320,6 @@ def _configure(
     implementation: Implementation,
     **arguments: Any,
 ) -> Config:
-    """Makes and checks the `Config` of an exchange of `rows`, which the caller calls `name`."""
     # Kernels hold `list_words` 4-byte words per token in shared memory for its choices: K, or 2 K
     # if weights are sent with the choices.
     config = Config(
@@ -339,7 +335,7 @@ def _configure(
 def _config_like(
     x: jax.Array, handle: Handle | RankHandle, **options: Any
 ) -> tuple[Config, jax.Array]:
-    """Checks the arguments of a `dispatch_like`; returns its `Config`, and x cast for the VJP."""
+    """Returns the checked `Config` of a `dispatch_like`, and x cast for the VJP."""
     _check_handle(handle)
     checks.check_rows_of_tokens(x, handle.shape[1])
     config = _configure("x", x, **_options_of(handle), **options)
@@ -348,7 +344,6 @@ def _config_like(
 
 
 def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
-    """Returns the options of a dispatch that hold for a `combine` or `dispatch_like`, too."""
     options: dict[str, Any] = dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,
@@ -381,7 +376,6 @@ def _check_choices(x: Any, topk_idx: Any) -> None:
 
 
 def _check_num_experts(num_experts: int, axis_name: tuple[str, ...]) -> int:
-    """Returns E as an int, or raises unless it is a positive multiple of the number of ranks."""
     num_ranks = checks.num_ranks(axis_name)
     num_experts = checks.check_integer("num_experts", num_experts, most=checks.MAX_INT32)
     if num_experts % num_ranks:

@@ -1,13 +1,12 @@
 """Defines the gradients of the exchange, for both layouts.
 
-A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
-of the other over the same routes. A weighted combine's cotangents are dispatched too, and XLA
-multiplies the received rows. A dispatch takes the layout from `Config.layout`; the other functions
-take it from the type of the routes.
+A dispatch and an unweighted combine are each other's transposes. A weighted combine's cotangents
+are dispatched too, and XLA multiplies the received rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -47,12 +46,9 @@ def match(operands: tuple[Any, ...], axis_name: tuple[str, ...]) -> tuple[Any, .
 def dispatch_with_vjp(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array | QuantizedArray, Any, Any]:
-    """Sends x [T, H] to the ranks of its experts; topk_idx [T, K] int32, topk_weights float32.
+    """Returns the received rows, their routes, and the `RowGroups`.
 
-    Returns:
-      The received rows, [R, H] or rank-major [N, T, H], as a `QuantizedArray` if
-      `config.quantized`; the `Routes` or `RankRoutes`; and the `RowGroups`, or rank-major the
-      received weights [N, T, K] float32, None if none were sent.
+    In the rank-major layout, returns the received weights [N, T, K] or None in their place.
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -124,11 +120,9 @@ dispatch_like_with_vjp.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
-    """Returns zeros [R, H] through which the gradient of quantized received rows reaches x [T, H].
+    """Returns zeros [R, H], whose gradient reaches x [T, H] as if they were dispatched rows of x.
 
-    Quantized rows have no gradient. A function of them, such as a float8 matmul, therefore takes
-    the zeros as another operand, ignores their values, and returns the rows' cotangent as that of
-    the zeros. It is sent back as if the zeros were dispatched rows of x.
+    Quantized rows have no gradient, so a float8 matmul gives the rows' cotangent to the zeros.
     """
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
     # Next to x, the zeros are cast to vary over the same mesh axes as x.
@@ -186,7 +180,13 @@ combine_with_vjp.defvjp(_combine_fwd, _combine_bwd)
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Sends values [T, K] to the choices' receive-buffer rows: [R], zero without a choice."""
+    values, *routes = match_varying((values, *handle.routes), handle.axis_name)
+    handle = dataclasses.replace(handle, routes=Routes(*routes))
+    return _choices_to_rows(values, handle, implementation)
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _choices_to_rows(values, handle: Handle, implementation: Implementation) -> jax.Array:
     def send(values: jax.Array, rows: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(values, shape=(handle.capacity,))
         gathered = all_gather(values[None], **_collective(handle, implementation)).reshape(-1)
@@ -194,16 +194,20 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
         indices = xla.row_indices(rows, handle.capacity)
         return zeros.at[indices].set(gathered, mode="drop", unique_indices=True)
 
-    return replicated_over_explicit_axes(
-        send, *match_varying((values, handle.rows), handle.axis_name)
-    )
+    return replicated_over_explicit_axes(send, values, handle.rows)
+
+
+_choices_to_rows.defvjp(
+    lambda values, handle, implementation: (
+        _choices_to_rows(values, handle, implementation),
+        handle,
+    ),
+    lambda implementation, handle, grad: (rows_to_choices(grad, handle, implementation), None),
+)
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends values [R] back to the choice of each row: [T, K], zero without a row.
-
-    The transpose of `choices_to_rows`.
-    """
+    """Sends values [R] back to the choices: [T, K]; the transpose of `choices_to_rows`."""
 
     def send(values: jax.Array, rows: jax.Array) -> jax.Array:
         sent = xla.take_rows(values, rows)

@@ -9,7 +9,6 @@ any routing.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, Self
 
 import jax
@@ -42,8 +41,6 @@ def algorithm_next_to(implementation: Implementation) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The static arguments of an exchange and of its gradient, which is an exchange too."""
-
     axis_name: tuple[str, ...]
     # G, if only a host's G consecutive ranks exchange rows; None: all ranks do
     ranks_per_host: int | None = None
@@ -64,7 +61,6 @@ class Config:
 
     @property
     def ranks_of_hosts(self) -> list[list[int]] | None:
-        """The groups of ranks that exchange rows, as `axis_index_groups`; None: all ranks."""
         if self.ranks_per_host is None:
             return None
         starts = range(0, lax.axis_size(self.axis_name), self.ranks_per_host)
@@ -77,12 +73,10 @@ class Config:
 
     @property
     def of_cotangents(self) -> Self:
-        """The configuration of the exchange that computes this one's gradient."""
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
 def wire_format(wire_dtype: jax.typing.DTypeLike | None, argument: str = "wire_dtype") -> RowFormat:
-    """Returns the row format of a wire_dtype; raises ValueError, naming `argument`, for others."""
     if wire_dtype is None:
         return PLAIN
     try:
@@ -98,10 +92,7 @@ def checked_wire(
     wire_dtype: jax.typing.DTypeLike | None,
     argument: str = "wire_dtype",
 ) -> RowFormat:
-    """Returns the row format for a `wire_dtype` after checking that it can encode `rows` [..., H].
-
-    `name` and `argument` are the caller's names of `rows` and `wire_dtype`, for errors.
-    """
+    """Returns the row format that encodes `rows` [..., H], which the caller calls `name`."""
     wire = wire_format(wire_dtype, argument)
     if not wire.quantized:
         return wire
@@ -128,8 +119,6 @@ def check_output(output: str, wire: RowFormat) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The properties of an exchange's rows that decide whether the kernels can move them."""
-
     hidden: int
     dtype: jax.typing.DTypeLike
     num_ranks: int
@@ -138,7 +127,6 @@ class Rows:
     wire: RowFormat = PLAIN
 
     def unavailable_reason(self) -> str | None:
-        """Returns why the kernels cannot move the rows; None if they can."""
         if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
             return reason
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
@@ -157,19 +145,12 @@ class Rows:
         )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["routes"],
-    meta_fields=[
-        "axis_name",
-        "capacity",
-        "num_experts",
-        "expert_alignment",
-        "overflow",
-        "host_capacity",
-        "zero_unused",
-    ],
-)
+def _static(**default: Any) -> Any:
+    """A field of a pytree that is not an array, and so is static under `jax.jit`."""
+    return dataclasses.field(metadata={"static": True}, **default)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handle:
     """The routes of one dispatch; a pytree that may cross jit, scan and checkpoint boundaries.
@@ -181,13 +162,13 @@ class Handle:
     """
 
     routes: Routes
-    axis_name: tuple[str, ...]
-    capacity: int
-    num_experts: int
-    expert_alignment: int
-    overflow: Overflow = "tail"
-    host_capacity: int | None = None
-    zero_unused: bool = True
+    axis_name: tuple[str, ...] = _static()
+    capacity: int = _static()
+    num_experts: int = _static()
+    expert_alignment: int = _static()
+    overflow: Overflow = _static(default="tail")
+    host_capacity: int | None = _static(default=None)
+    zero_unused: bool = _static(default=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -230,11 +211,7 @@ class Dispatched:
     handle: Handle
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["routes"],
-    meta_fields=["axis_name", "num_experts"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RankHandle:
     """The routes of one dispatch in the rank-major layout, for `combine`; a pytree.
@@ -245,8 +222,8 @@ class RankHandle:
     """
 
     routes: RankRoutes
-    axis_name: tuple[str, ...]
-    num_experts: int
+    axis_name: tuple[str, ...] = _static()
+    num_experts: int = _static()
 
     @property
     def shape(self) -> tuple[int, ...]:

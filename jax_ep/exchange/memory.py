@@ -1,12 +1,12 @@
 """Computes how much memory a communication call needs for buffers, in bytes per rank.
 
-All sizes follow from shapes, so no machine with N ranks is needed. `jax_ep.exchange.workspace` has
-the buffers of each implementation. Tests compare the counts of "xla" with XLA's analysis of the
-compiled program, and the counts of "pallas" with the buffers in the lowered kernels' calls.
+Tests compare "xla" with XLA's analysis of the program, and "pallas" with the kernels' buffers.
 """
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any, Literal, get_args
 
 import jax
@@ -31,6 +31,11 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
+_OPTIONAL_SIZES = ("capacity", "host_capacity")
+_SIZES = (
+    *("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts"),
+    *("expert_alignment", *_OPTIONAL_SIZES),
+)
 # The operation of the exchange that computes an operation: for those of LOCAL, on one rank.
 _COMPUTED_BY = {
     "group_by_expert": "dispatch",
@@ -59,15 +64,13 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    The counts leave out the caller's arrays: x and topk_idx, y and the weights,
-    `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
-    heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
-    are counted for the dispatch that makes them, and live as long as its handle; all other buffers
-    are freed when the call returns. Each host is assumed to have one GPU for each of its ranks.
+    The counts leave out the caller's arrays, results and gradients, and the heap of symmetric
+    memory that "pallas" keeps on every GPU. The routes of a dispatch live as long as its handle;
+    all other buffers are freed when the call returns. Each host is assumed to have one GPU per
+    rank.
 
     For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
-    and lets arrays share memory. It needs up to K more arrays [N, T, H] where it does not fuse the
-    sum over a token's choices.
+    and shares memory, or up to K more arrays [N, T, H] for the sum over a token's choices.
 
     Args:
       operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", the
@@ -90,7 +93,7 @@ def workspace_bytes(
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
         message names it.
     """
-    sizes = _checked(**locals())  # the arguments alone are local variables here
+    sizes = _checked(types.SimpleNamespace(**locals()))  # the local variables are the arguments
     computed_by = _COMPUTED_BY.get(operation, operation)
     kernels = implementation == "pallas"
     if num_hosts > 1 and operation not in LOCAL:
@@ -108,11 +111,10 @@ def workspace_bytes(
 def result_bytes(
     operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
 ) -> dict[str, int]:
-    """Returns the bytes of the rows that an operation returns: name -> bytes per rank.
-
-    The arguments are those of `workspace_bytes`. Counts and routes are left out.
-    """
-    call = _checked(operation, implementation, **sizes)
+    """Returns the bytes of the returned rows, for arguments of `workspace_bytes`."""
+    given = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
+    given.apply_defaults()
+    call = _checked(types.SimpleNamespace(**given.arguments))
     if operation == "dispatch" and call.quantized:
         values = call.capacity * call.hidden  # of one byte each
         return {"received tokens": values, "scales": call.sent_rows(call.capacity) - values}
@@ -132,51 +134,28 @@ def result_bytes(
     return {name: call.rows(num_rows)}
 
 
-def _checked(
-    operation: Operation,
-    implementation: str,
-    *,
-    num_tokens: int,
-    hidden: int,
-    num_experts: int,
-    top_k: int,
-    num_ranks: int,
-    num_hosts: int = 1,
-    host_capacity: int | None = None,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    capacity: int | None = None,
-    expert_alignment: int = 1,
-    layout: str = "expert",
-    wire_dtype: jax.typing.DTypeLike | None = None,
-    output: str = "dequantized",
-) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`; returns the sizes from which bytes follow."""
+def _checked(given: Any) -> CallSizes:
+    """Checks the arguments of `workspace_bytes`, which are attributes of `given`."""
+    operation, layout, output = given.operation, given.layout, given.output
+    num_tokens, num_ranks, num_experts = given.num_tokens, given.num_ranks, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
-    checks.check_name("implementation", implementation, IMPLEMENTATIONS)
+    checks.check_name("implementation", given.implementation, IMPLEMENTATIONS)
     checks.check_name("layout", layout, LAYOUTS)
-    optional = dict(capacity=capacity, host_capacity=host_capacity)
-    checks.check_sizes(
-        num_tokens=num_tokens,
-        hidden=hidden,
-        num_experts=num_experts,
-        top_k=top_k,
-        num_ranks=num_ranks,
-        num_hosts=num_hosts,
-        expert_alignment=expert_alignment,
-        **{name: size for name, size in optional.items() if size is not None},
-    )
+    for name in _SIZES:
+        if (size := getattr(given, name)) is not None or name not in _OPTIONAL_SIZES:
+            checks.check_integer(name, size)
     if num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of num_ranks, but is {num_experts} for "
             f"{num_ranks} ranks."
         )
-    if num_ranks % num_hosts:
-        raise ValueError(f"num_hosts must divide the {num_ranks} ranks, but is {num_hosts}.")
-    dtype = checks.as_floating("dtype", dtype)
+    if num_ranks % given.num_hosts:
+        raise ValueError(f"num_hosts must divide the {num_ranks} ranks, but is {given.num_hosts}.")
+    dtype = checks.as_floating("dtype", given.dtype)
     if operation in LOCAL and layout != "rank":
         raise ValueError(f'layout must be "rank" for {operation}, but is {layout!r}.')
-    row = jax.ShapeDtypeStruct((hidden,), dtype)
-    wire = interface.checked_wire("hidden", row, wire_dtype)
+    row = jax.ShapeDtypeStruct((given.hidden,), dtype)
+    wire = interface.checked_wire("hidden", row, given.wire_dtype)
     interface.check_output(output, wire)
     if output == "quantized" and operation != "dispatch":
         raise ValueError(
@@ -189,16 +168,15 @@ def _checked(
         # A local operation runs as the exchange of a single rank with N * T tokens.
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
-    if layout == "rank":
-        capacity = num_ranks * num_tokens
+    capacity = num_ranks * num_tokens if layout == "rank" else given.capacity
     if capacity is None:
-        choices = num_ranks * num_tokens * top_k
-        capacity = routes.dropless_capacity(choices, num_local, expert_alignment)
+        choices = num_ranks * num_tokens * given.top_k
+        capacity = routes.dropless_capacity(choices, num_local, given.expert_alignment)
     return CallSizes(
         num_tokens=num_tokens,
-        hidden=hidden,
+        hidden=given.hidden,
         num_experts=num_experts,
-        top_k=top_k,
+        top_k=given.top_k,
         num_ranks=num_ranks,
         dtype=jnp.dtype(dtype),
         capacity=capacity,

@@ -1,8 +1,6 @@
 """Implements the exchange with Pallas kernels: the functions that `jax_ep.exchange.xla` documents.
 
-Each function pads rows to the width that the kernels need, and runs a kernel, whose module it
-imports then. The kernel's *plan*, from `pallas_kernels.exchange.plan`, states the number of thread
-blocks and the sizes of buffers. Importing this module imports Mosaic.
+Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -165,7 +163,6 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the arguments by which an expert-major kernel places and pads experts' blocks."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -198,12 +195,10 @@ def _plan(
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
-    """Pads rows x [.., H] with columns of zeros to the width that the kernels need."""
     padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
 def _unpadded(received: Received, x: jax.Array, config: Config) -> Received:
-    """Removes the padding columns from received rows; x [T, H] has the rows' unpadded width."""
     parts = config.wire.row_parts(x.shape[1], x.dtype)
     return tuple(part[:, :columns] for part, (columns, _) in zip(received, parts, strict=True))

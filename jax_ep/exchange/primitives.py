@@ -1,8 +1,7 @@
 """Defines the JAX primitives of the exchange: result types, implementations and lowering.
 
-There is one primitive without effects for each of the five functions of `jax_ep.exchange.xla`, with
-its operands and results. It lowers to that function of one of the `IMPLEMENTATIONS`, whose modules
-are imported only where they run, because the kernels load Mosaic.
+There is one for each of the five functions of `jax_ep.exchange.xla`, with its operands and results.
+The modules of implementations are imported only where they run, because the kernels load Mosaic.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class _Exchange(Implementation):
 
 
 def _two_level_reason(problem: Problem) -> str | None:
-    """Returns why "two_level" cannot run; None if it can, or if the hosts are not known yet."""
     number_or_reason = problem.target.num_hosts(problem.axis_name)
     return number_or_reason if isinstance(number_or_reason, str) else None
 
@@ -126,10 +124,7 @@ def _rows(config: Config, rows: Any, list_words: int) -> Rows:
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any], most_tokens: int) -> Any:
-    """Selects the implementation to which a primitive lowers for these operands.
-
-    XLA may move up to `most_tokens` tokens of a single rank.
-    """
+    """XLA may move up to `most_tokens` tokens of a single rank."""
     # A dispatch computes its routes; the other operations have them as their last operand.
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
@@ -165,10 +160,7 @@ def _define(
     function: Callable[[Any], Callable[..., Any]],
     most_tokens: int = _MOST_TOKENS,
 ) -> _Operation:
-    """Defines the primitive of the function that `function` takes from an implementation.
-
-    Its operands are the leaves of a pytree, whose structure is the parameter `tree`.
-    """
+    """Defines the primitive of a function, whose operands are leaves with the structure `tree`."""
 
     def abstract_eval(*types, tree, config):
         # All operands and results vary over the same mesh axes as the first operand.
@@ -221,7 +213,6 @@ def _define(
 
 
 def bind(operation: _Operation, *operands: Any, config: Config) -> Any:
-    """Returns the results of a primitive, for operands that are pytrees of arrays."""
     # Fields of config that do not change this exchange are reset, so that calls that differ only in
     # them have equal parameters and share a lowering.
     # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.

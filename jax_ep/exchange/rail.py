@@ -1,10 +1,9 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 There are M hosts with G ranks each. A *rail* is the M ranks, one per host, that have the same
-number within their hosts. Rows cross between hosts only along a rail. An exchange takes M turns,
-one for each host; turn 0 is for the rank's own host. In turn i > 0, a rank receives the rows of the
-host that is i places after its own host (dispatch), or sends sums to that host (combine). Meanwhile
-the kernels inside the host move the rows of another turn.
+number within their hosts. Rows cross between hosts only along a rail, in M turns. Turn 0 is for the
+rank's own host. In turn i, a rank receives the rows of the host i places after its own (dispatch),
+or sends sums to it (combine), while kernels inside the host move the rows of another turn.
 With host_capacity=C, a rank sends only C rows to each other host: its first C tokens that chose
 experts of that host.
 """
@@ -35,11 +34,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rail:
-    """The M ranks, one per host, that have the same number within their hosts as this rank.
-
-    The methods send rows between this rank and the others, its *counterparts*, and select the rows
-    that came from one host.
-    """
+    """This rank and its *counterparts* on the other hosts; sends and selects their rows."""
 
     config: Config  # of the exchange among all ranks
     num_hosts: int  # M
@@ -85,7 +80,6 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange among a host's ranks, which never quantizes rows."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
@@ -99,7 +93,6 @@ class Rail:
         return self.config.host_capacity
 
     def drops(self, num_tokens: int) -> bool:
-        """Returns whether the host_capacity is below `num_tokens`: if so, tokens may be dropped."""
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
@@ -129,7 +122,6 @@ class Rail:
 
     @property
     def _groups(self) -> list[list[int]]:
-        """The M ranks of each of the G rails, for the `axis_index_groups` of JAX's collectives."""
         return [
             list(range(number, self.num_ranks, self.ranks_per_host))
             for number in range(self.ranks_per_host)
@@ -180,12 +172,11 @@ class Rail:
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
-        """Sends rows x [T, ...] to the counterpart on each host; calls `add` for each source host.
+        """Sends rows x [T, ...] to each host; calls `add(source, rows, state)` for each source.
 
-        `add(source, rows, state)` gets the result of its previous call as `state`, None at first,
-        and the result of its last call is returned. The first call has this rank's own rows. While
-        a call handles the rows from one host, the rows from the next host arrive. If `at_once` is
-        set, there is one call, with the rows from all hosts and source None.
+        `state` is what the call before returned, None at first. The first call has this rank's
+        rows. The rows of the next host arrive during a call. If `at_once`, one call has those of
+        all hosts.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -207,13 +198,10 @@ class Rail:
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Computes sums for each host's tokens, and sends them to the counterpart on that host.
+        """Yields for each host, in order, its sums [T, ...] for this rank's tokens.
 
-        While the sums for one host are sent, `sums(source)` computes those for the next host; the
-        sums for this host's own tokens come last. If `at_once` is set, `sums(None)` computes all.
-
-        Yields:
-          For each host h, in order, the sums [T, ...] that h computed for this rank's tokens.
+        `sums(source)` computes those for the next host while the sums for one host are sent; this
+        host's come last. If `at_once`, `sums(None)` computes all.
         """
         if self.at_once:
             own, others = self._split(sums(None))
@@ -281,10 +269,7 @@ class Rail:
         return jnp.take_along_axis(picked, tokens, axis=1, mode="fill", fill_value=-1)
 
     def _split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Splits results in the order of `rows` into [T, ...] for this rank's tokens and [M, ...].
-
-        In the second result, the entry of this host is unspecified.
-        """
+        """Splits results in the order of `rows`: of own tokens [T, ...], and of others [M, ...]."""
         if self.sent_tokens is None:
             by_host = part.reshape(self.num_hosts, -1, *part.shape[1:])
             return lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False), by_host

@@ -1,9 +1,4 @@
-"""Computes routes from `topk_idx`: counts, offsets and rows of receive buffers.
-
-The route of a (token, choice) is the rank that it is sent to and its row in that rank's receive
-buffer. Rows are sorted by local expert, then source rank, then source token, then choice. Where a
-receive buffer is too small, `Overflow` selects the rows that it keeps.
-"""
+"""Computes routes from `topk_idx`: counts, offsets and rows of receive buffers."""
 
 from __future__ import annotations
 
@@ -69,10 +64,7 @@ class RowGroups(NamedTuple):
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
-    """Returns a capacity that fits any routing: N·T·K choices, and the padding of L blocks.
-
-    `num_choices` may be a symbolic dimension of `jax.export`.
-    """
+    """Returns a capacity that fits any routing: all choices, and the padding of L blocks."""
     padded_blocks = smaller(num_local_experts, num_choices)
     rows = num_choices + padded_blocks * (expert_alignment - 1)
     return -(-rows // expert_alignment) * expert_alignment
@@ -86,13 +78,9 @@ def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
 
 def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Counts this rank's choices of each expert, and numbers the choices of each expert.
+    """Returns the counts of experts [E], and each choice's position [T, K] among its expert's.
 
-    Works in chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
-
-    Returns:
-      The counts, [E] int32, and the positions, [T, K] int32: the number of earlier choices of the
-      same expert, in (token, choice) order; undefined for choices of no expert.
+    In chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
     """
     if 0 in topk_idx.shape:  # topk_idx is empty, like the positions
         return count_experts(topk_idx, num_experts), topk_idx
@@ -134,12 +122,7 @@ def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Arr
 
 
 def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
-    """Returns q, the most rows that each expert keeps with overflow="fair", [] int32.
-
-    q is the largest number at which blocks of min(counts, q) rows, each padded to the alignment,
-    fit in `capacity` rows; it is max(counts) if all rows fit. `counts` [L] are the rows sent to
-    each local expert.
-    """
+    """Returns the largest q [] at which blocks of min(counts, q) rows fit, or max(counts)."""
     # `blocks` has the sizes of the experts' blocks, and `room` is the size of the buffer, in units
     # of expert_alignment rows. In these units, q is the largest number with sum(min(blocks, q)) <=
     # room.
@@ -176,18 +159,10 @@ def receive_rows(
     *,
     fair_capacity: int | None = None,
 ) -> jax.Array:
-    """Computes the row in this rank's receive buffer of each (source rank, token, choice).
+    """Returns `Routes.rows`, [N, T, K] int32; R, the `fair_capacity`, for a row that "fair" drops.
 
-    Args:
-      topk_idx: [N, T, K] int32: the choices of all ranks.
-      positions: [N, T, K] int32: the positions that `count_choices` returned on each rank.
-      recv_counts: [N, L] int32: how many rows each source rank sends to each local expert.
-      rank: [] int32: the number of this rank.
-      expert_alignment: each expert's block starts at a multiple of this many rows.
-      fair_capacity: R, if overflow is "fair"; None if it is "tail".
-
-    Returns:
-      [N, T, K] int32, as in `Routes.rows`; exactly R for a row that "fair" drops.
+    topk_idx and positions are those of all ranks, [N, T, K]; recv_counts are [N, L].
+    `fair_capacity` is None if overflow is "tail".
     """
     num_local_experts = recv_counts.shape[1]
     kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)

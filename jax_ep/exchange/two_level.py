@@ -7,26 +7,22 @@ that host, by XLA or by the kernels, then forwards the token to the ranks of its
 does the reverse: the exchange inside a host sums the rows of each (token, host), and one row per
 (token, host) returns along the rail. DeepEP (github.com/deepseek-ai/DeepEP) does the same.
 
-Received rows and their counts equal those of an exchange in one level, bit for bit, except for the
-choices that a host_capacity drops.
+Received rows and counts equal those of an exchange in one level, but for dropped choices.
 
-**Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
-of each rank in the order of the choices, then the sums of the ranks in rank order. The ranks of a
-host therefore send each other float32 sums. The host's sum is rounded once, to y's dtype or to the
-format of the wire, and returned. The sums of the hosts are added in float32, in the order of the
-hosts, and rounded to y's dtype.
+**Rounding of a combine.** A token's rows on one host are summed in float32, rank after rank. The
+sum is rounded once, to y's dtype or for the wire, and returned. The hosts' sums are added in
+float32, in the order of the hosts, and rounded to y's dtype.
 
 **Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
 few hosts only, and the kernels inside a host overlap with the network. A dispatch begins with the
 rows of its own host; a combine ends with the sums for its own host. With few tokens per rank, one
-call of the kernels instead takes the tokens of all hosts, after all have arrived. On hosts with one
-rank each, XLA computes the sums.
+call takes the tokens of all hosts. On hosts with one rank each, XLA computes the sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,19 +96,16 @@ class TwoLevel:
     ) -> jax.Array:
         # Ranks of one host send each other float32 sums, so that only their total is rounded.
         hosts_have_several = lax.axis_size(config.axis_name) > self.num_hosts
-        sum_dtype = _FLOAT32 if hosts_have_several or config.wire.quantized else None
-        rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
-        inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
+        rail, exchange, inside = self._of_sums(config, y, routes.topk_idx, hosts_have_several)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
         def sums(source: Source | None) -> jax.Array:
             weights_here = None if weights is None else rail.rows(*weights, source)
             routes_here = self._routes(rail, routes, source, choices)
-            part = exchange.combine(y, weights_here, routes_here, inside)
-            return _on_the_wire(part, y, config)
+            return exchange.combine(y, weights_here, routes_here, inside)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire)
+        return _sum_of_hosts(rail, sums, y)
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
@@ -155,18 +148,23 @@ class TwoLevel:
         return received, RankRoutes(topk_idx, local_topk_idx), received_weights
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        sum_dtype = _FLOAT32 if config.wire.quantized else None
-        rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
-        inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
+        rail, exchange, inside = self._of_sums(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
             local_topk_idx = rail.by_rank(routes.local_topk_idx, source)
             routes_here = RankRoutes(rail.rows(*choices, source), local_topk_idx)
-            part = exchange.rank_combine(rail.by_rank(y, source), routes_here, inside)
-            return _on_the_wire(part, y, config)
+            return exchange.rank_combine(rail.by_rank(y, source), routes_here, inside)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire)
+        return _sum_of_hosts(rail, sums, y)
+
+    def _of_sums(
+        self, config: Config, y: jax.Array, topk_idx: jax.Array, in_float32: bool = False
+    ) -> tuple[Rail, Any, Config]:
+        """Returns `_of_call` of a combine, and the configuration of the exchange inside a host."""
+        sum_dtype = _FLOAT32 if in_float32 or config.wire.quantized else None
+        rail, exchange = self._of_call(config, y, topk_idx, sum_dtype, sums=True)
+        return rail, exchange, dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
 
     def _of_call(
         self,
@@ -202,10 +200,7 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this rank's choices [T, K], and those received from each host, [M, T or C, K].
-
-        This host's experts have the ids 0 to E / M - 1; other ids are other hosts' or no expert's.
-        """
+        """Returns the choices [T, K], and those of each host; 0 is this host's first expert."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first_expert = rail.host * rail.inside.num_experts
         received = rail.send(narrow, fill=-1).astype(jnp.int32) - first_expert
@@ -218,10 +213,7 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes inside this host for the tokens of one host; None: of all hosts.
-
-        `choices` is the result of `_choices`, which kernels need; None for XLA's exchange.
-        """
+        """Returns the routes inside this host; kernels need `choices`, the result of `_choices`."""
         rows = rail.by_rank(routes.rows, source)
         if choices is None:
             # XLA's exchange reads only `Routes.rows`; the other fields stay those of all hosts.
@@ -237,19 +229,21 @@ class TwoLevel:
         return Routes(rail.rows(*choices, source), rows, counts)
 
 
-def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
-    """Decodes the packed rows [T, ...] that each host returned, and adds them in float32."""
+def _sum_of_hosts(
+    rail: Rail, sums: Callable[[Source | None], jax.Array], y: jax.Array
+) -> jax.Array:
+    """Sends the sums [T, H] of each host as y's dtype or the wire's, and adds them in float32."""
+    wire = rail.config.wire
+
+    def packed(source: Source | None) -> jax.Array:
+        return xla_exchange.pack(sums(source).astype(wire.sum_dtype(y.dtype)), wire)
+
     total: Any = None
-    for bits in returned:
+    for bits in rail.sums_of_hosts(packed):
         parts = xla_exchange.unpack(bits, y, wire)
         rows = wire.decode(parts, jnp.float32).astype(jnp.float32)
         total = rows if total is None else total + rows
     return total.astype(y.dtype)
-
-
-def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype, or quantizes them for `config.wire`; returns the bits."""
-    return xla_exchange.pack(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
 def _place(

@@ -1,8 +1,6 @@
-"""Counts the buffers that one call of an exchange holds, for each implementation.
+"""Counts the buffers that one call of an exchange holds: name -> bytes per rank.
 
-A function of an operation returns a dict, name -> bytes per rank; sizes of 0 mean no buffer. For
-"xla" these are the arrays of the program; for "pallas", `pallas_kernels.exchange.plan` states the
-buffers that the kernels allocate.
+For "xla" these are the arrays of the program; `pallas_kernels.exchange.plan` states the kernels'.
 """
 
 from __future__ import annotations
@@ -40,11 +38,9 @@ class CallSizes:
         return self.num_ranks * self.num_tokens  # of (source rank, token)
 
     def rows(self, count: int) -> int:
-        """Returns the bytes of `count` rows in the dtype of the caller's rows."""
         return count * self.hidden * self.dtype.itemsize
 
     def sent_rows(self, count: int) -> int:
-        """Returns the bytes of `count` rows in the wire format, scales included."""
         return count * self.wire.row_bytes(self.hidden, self.dtype)
 
     def quantized_rows(self, count: int) -> int:
@@ -62,7 +58,6 @@ class CallSizes:
 
     @property
     def padded_hidden(self) -> int:
-        """H rounded up to the number of columns that the Pallas kernels need."""
         return plans.padded_hidden(self.hidden, self.dtype, self.wire)
 
     @property
@@ -80,7 +75,6 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The launch plan of the low-latency kernels on N GPUs; None if they cannot run."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, environment.num_blocks())
 
     def padded_rows(self, count: int) -> int:
@@ -90,10 +84,7 @@ class CallSizes:
 
 
 def of_one_level(operation: str, kernels: bool, sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers of a call between the ranks of one host: name -> bytes per rank.
-
-    `operation` is "dispatch", "dispatch_like", "dispatch_grad" or "combine".
-    """
+    """`operation` is "dispatch", "dispatch_like", "dispatch_grad" or "combine"."""
     return _of_kernels(operation, sizes) if kernels else _of_xla(operation, sizes)
 
 
@@ -176,7 +167,6 @@ def _sums_of_xla(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
 
 
 def gradients_of_rows(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which XLA computes the gradients of y and weights: name -> bytes."""
     numbers = WORD_BYTES * sizes.pairs * sizes.top_k
     return {
         "g in the rows": sizes.rows(sizes.capacity),
@@ -285,7 +275,6 @@ def _sent_bytes(sizes: CallSizes) -> int:
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers of the sums that a combine sends between hosts: name -> bytes."""
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need their
     # own buffers.
@@ -299,7 +288,6 @@ def _sums_workspace(
 
 
 def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
-    """Returns the buffers, name -> bytes, in which an expert-major dispatch computes its routes."""
     choices = sizes.num_tokens * sizes.top_k
     numbers = 2 * choices + sizes.num_experts
     narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES

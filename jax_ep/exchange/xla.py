@@ -6,15 +6,12 @@ all-to-all, and adds them in rank order, so that results are deterministic.
 
 The other implementations, `jax_ep.exchange.pallas` and `jax_ep.exchange.two_level`, have the same
 five functions: dispatch_by_choices, dispatch_like, combine, rank_dispatch and rank_combine. All
-follow the contract in `jax_ep.reference`, so each accepts routes that another one computed. Call
-them inside `jax.shard_map`. Shapes are as in `jax_ep.exchange.api`.
+follow the contract in `jax_ep.reference`, so each accepts routes that another one computed.
 
-A `dispatch_like` of this module or of `pallas` may be divided into calls for some of the
-tokens each. `routes.rows` then has the rows of that call's tokens only, and `routes.counts` has the
-counts of the whole dispatch. The first call writes zeros to the rows that pad experts' blocks and,
-if `config.zero_unused`, to the unused rows after the last block. A later call takes the previous
-call's result as `into`, writes the rows of its own tokens there, and keeps all other rows.
-`config.wire` must not quantize rows.
+A `dispatch_like` may be divided into calls for some of the tokens each: `routes.rows` has the rows
+of that call's tokens only, `routes.counts` those of the whole dispatch. The first call also writes
+the zeros between and after the blocks. A later call takes the result of the call before as `into`,
+and changes only the rows of its own tokens. `config.wire` must not quantize rows.
 """
 
 from __future__ import annotations
@@ -195,7 +192,6 @@ def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 
 def _is_alone(config: Config) -> bool:
-    """Returns whether this rank exchanges rows only with itself."""
     return config.ranks_per_host == 1 or lax.axis_size(config.axis_name) == 1
 
 
@@ -227,11 +223,9 @@ def row_indices(rows: jax.Array, capacity: int) -> jax.Array:
 
 
 def pack(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
-    """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
+    """Packs rows x [..., H] as unsigned integers, which XLA moves unchanged, unlike NaNs.
 
-    XLA moves unsigned integers unchanged, but may change the payload of floats that are NaN.
-    Unquantized rows become an array [..., H] of uints as wide as x's dtype. Quantized rows become
-    uint8 [..., bytes of a row]: the values of a row, then its scales.
+    They are as wide as x's dtype; of quantized rows, uint8: a row's values, then its scales.
     """
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -240,10 +234,7 @@ def pack(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
 
 
 def unpack(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.Array, ...]:
-    """Unpacks rows that `pack` packed: (rows,), or the (values, scales) of a quantized `wire`.
-
-    Only the width and dtype of x are read; the packed rows may have other leading axes.
-    """
+    """Unpacks rows of `pack`: (rows,), or (values, scales); x has the width and the dtype."""
     if not wire.quantized:
         return (lax.bitcast_convert_type(sent, x.dtype),)
     unpacked, start = [], 0

@@ -76,10 +76,7 @@ def symbolic_rows_reason(problem: Problem) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Implementation):
-    """An implementation of grouped matmuls, which is selected by a `Problem`.
-
-    The methods use `product`, `drhs` and XLA; the backend "pallas" has kernels of its own for them.
-    """
+    """The methods use `product`, `drhs` and XLA; "pallas" has kernels of its own for them."""
 
     product: Product
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -1,10 +1,8 @@
 """Implements the backend "blocks" by batched matmuls of XLA, for GPUs without kernels for them.
 
-Each group's rows are cut into blocks of `height` rows. A product first runs rounds: round r
-multiplies the r-th block of every group, in one batched matmul with the matrices where they lie.
-Rounds end when few groups have a block left. The other blocks are then multiplied several at a
-time, with copies of their matrices. The trip counts of these loops depend on the group sizes, so
-rows past the last group cost nothing.
+Each group's rows are cut into blocks of `height` rows. Round r multiplies the r-th block of every
+group, with the matrices where they lie. Once few groups have a block left, the other blocks are
+multiplied several at a time, with copies of their matrices.
 """
 
 from __future__ import annotations
@@ -126,7 +124,6 @@ def row_bounds(group_sizes: jax.Array, num_rows: Any) -> tuple[jax.Array, jax.Ar
 
 
 def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
-    """Returns the number of blocks of each group, [L] int32."""
     return (ends - starts + (height - 1)) // height
 
 

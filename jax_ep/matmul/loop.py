@@ -1,9 +1,7 @@
-"""Implements the backend "loop": a loop over groups and tiles of rows, made for CPUs.
+"""Implements the backend "loop": a loop over groups and tiles of their rows, made for CPUs.
 
-On a CPU, `lax.ragged_dot` multiplies every row by every group's matrix. This backend loops over the
-groups, and within a group over tiles of its rows, and multiplies each tile by the group's matrix
-only. The last tile of a group computes rows that are not used, so tiles have few rows, but enough
-to keep the CPU's matmul efficient.
+The last tile of a group computes rows that are not used, so tiles have few rows, but enough to keep
+the CPU's matmul efficient. (`lax.ragged_dot` multiplies every row by every group's matrix.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels (`pallas_kernels.matmul`) are imported when the first program that uses them is lowered,
-so a machine without GPUs does not load them. `Backend` describes the functions; `product_tiles` and
-the functions after it choose the tile sizes.
+The kernels are imported when the first program that uses them is lowered.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ def _platform_reason(platform: str | None) -> str | None:
 
 
 def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that traces a kernel, to run with default types of 32 bits.
-
-    Kernels compute indices as int32, also under `jax_enable_x64`.
-    """
+    """Runs a function that traces a kernel with int32 indices, also under `jax_enable_x64`."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -211,7 +206,6 @@ def gate_gradient(
 
 
 def as_kernel_bias(bias: jax.Array) -> jax.Array:
-    """Returns a bias in a dtype that kernels can add to float32 numbers."""
     return (
         bias if bias.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else bias.astype(jnp.float32)
     )
@@ -227,11 +221,9 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for `product`, whose result is [num_rows, num_cols].
+    """Chooses tile sizes for a product [num_rows, num_cols]; `mxfp4_depth` is K, or None.
 
-    Larger tiles read less memory per multiplication, but there must be enough of them to occupy all
-    multiprocessors. `mxfp4_depth` is K if the matrices are in MXFP4, which higher tiles decode
-    fewer times.
+    Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.
     """
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
@@ -254,10 +246,7 @@ def product_tiles(
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for `gated_product`, whose two products are [num_rows, num_cols] each.
-
-    A block of threads accumulates a tile of both products, so the tiles are smaller.
-    """
+    """Chooses smaller tiles than `product_tiles`, for two products [num_rows, num_cols]."""
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
@@ -277,7 +266,6 @@ def gated_tiles(
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for products of chosen groups with `num_matrices` matrices each."""
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
@@ -292,7 +280,6 @@ def _fitting_tiles(
     num_matrices: int,
     mxfp4_depth: int | None,
 ) -> Tiles:
-    """Makes tiles that fit into shared memory, of heights among `heights`, for plain or MXFP4."""
     sizes = heights, block_n, band_columns
     if mxfp4_depth is None:
         from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -304,7 +291,6 @@ def _fitting_tiles(
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
-    """Chooses tile sizes for `drhs`, which computes gradients of matrices of `num_cols` columns."""
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
@@ -322,7 +308,6 @@ def band(num_cols: int, block_n: int, most: int) -> int:
 
 
 def as_elementwise(gating: Gating, arity: int = 2) -> Any:
-    """Converts a gating function to a form that a kernel can call, or None if it cannot."""
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
@@ -332,7 +317,6 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
 
 
 def gradient_as_elementwise(gating: Gating) -> Any:
-    """Converts a gating's gradient to a form that a kernel can call, or None if it cannot."""
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of
 
@@ -343,7 +327,6 @@ def gradient_as_elementwise(gating: Gating) -> Any:
 
 
 def core_count() -> int:
-    """Returns the number of streaming multiprocessors of the first GPU."""
     device = jax.devices()[0]
     # Without a GPU here, the program is compiled for another machine.
     return device.core_count if device.platform == "gpu" else HOPPER_CORES

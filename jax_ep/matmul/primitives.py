@@ -1,4 +1,4 @@
-"""Has the table of the grouped matmuls' backends, and makes primitives that are lowered to them.
+"""Has the table of the grouped matmuls' backends, and defines primitives that are lowered to them.
 
 A primitive is lowered to the fastest backend of the platform that the program is compiled for.
 """
@@ -6,8 +6,8 @@ A primitive is lowered to the fastest backend of the platform that the program i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,6 @@ def select(
     num_rows: Any,
     has_scales: bool = False,
 ) -> Backend:
-    """Selects the backend of a grouped matmul, or raises ValueError if it cannot run there."""
     problem = Problem(matrix_shape, dtype, platform, num_rows, has_scales)
     return IMPLEMENTATIONS.select(implementation, problem)
 
@@ -74,24 +73,37 @@ def default_platform() -> str:
     return "rocm" if jax_compat.is_rocm(jax.devices()[0]) else "cuda"
 
 
-def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -> Primitive:
-    """Makes a JAX primitive with a list of results, which `jax.vmap` runs element after element.
+class Operation(NamedTuple):
+    primitive: Primitive
+    results: Callable[..., Any]  # (*operands, **params) -> a pytree of shapes and dtypes
 
-    `result_types(*types, **params)` returns the results' `jax.ShapeDtypeStruct`s, and
-    `compute(*operands, platform=..., **params)` the results. `options` are those of
-    `define_primitive`.
+
+def define(
+    name: str,
+    results: Callable[..., Any],
+    compute: Callable[..., Any],
+    unused: Callable[..., Any] | None = None,
+) -> Operation:
+    """Defines a primitive that computes `compute(*operands, platform=..., **params)`.
+
+    Operands and results are pytrees. Parameters of the primitive are `tree`, the structure of the
+    operands, and `types`, those of the results. `jax.vmap` runs it element after element. `unused`
+    is that of `define_primitive`, without `types`.
     """
 
-    def abstract_eval(lhs, *others, **params):
-        types = result_types(lhs, *others, **params)
-        return [result_type(lhs, each.shape, each.dtype) for each in types]
+    def abstract_eval(first, *_, types, **__):
+        # All results vary over the same mesh axes as the first operand.
+        return [result_type(first, each.shape, each.dtype) for each in types]
 
-    def lower(program: Program, *operands, **params):
+    def run(platform, *leaves, tree, types, **params):
+        operands = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(compute(*operands, platform=platform, **params))
+
+    def lower(program: Program, *leaves, **params):
         platform, *further = program.platforms
         if further or platform not in _PLATFORMS:
             platform = "another platform"
-        compute_here = functools.partial(compute, platform=platform)
-        return program.lower(compute_here, *operands, **params)
+        return program.lower(functools.partial(run, platform), *leaves, **params)
 
     def one_by_one(operands, dims, **params):
         size = next(
@@ -108,21 +120,28 @@ def make_primitive(name: str, result_types: Any, compute: Any, **options: Any) -
         results = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
         return results, [0] * len(results)
 
+    def without_unused(used, params):
+        assert unused is not None
+        reduced, results, operands = unused(used, params)
+        types = tuple(params["types"][i] for i in results)
+        return reduced | {"types": types}, results, operands
+
     primitive = define_primitive(
         name,
         abstract_eval=abstract_eval,
         lower=lower,
-        inline=lambda *operands, **params: compute(
-            *operands, platform=default_platform(), **params
-        ),
+        inline=lambda *leaves, **params: run(default_platform(), *leaves, **params),
         batch=one_by_one,
         platforms=(None, *_PLATFORMS),
-        **options,
+        unused=None if unused is None else without_unused,
     )
-    return primitive
+    return Operation(primitive, results)
 
 
-def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive on any mesh, replicated over the mesh's Explicit axes."""
-    bind_here = functools.partial(primitive.bind, **params)
-    return replicated_over_explicit_axes(bind_here, *operands)
+def bind(operation: Operation, *operands: Any, **params: Any) -> Any:
+    leaves, tree = jax.tree.flatten(operands)
+    types, returned = jax.tree.flatten(operation.results(*operands, **params))
+    params |= {"tree": tree, "types": tuple(types)}
+    bind_leaves = functools.partial(operation.primitive.bind, **params)
+    results = replicated_over_explicit_axes(bind_leaves, *leaves)
+    return jax.tree.unflatten(returned, results)

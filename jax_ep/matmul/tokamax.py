@@ -65,7 +65,6 @@ def unavailable_reason(problem: Problem) -> str | None:
 @functools.cache
 @in_32_bits
 def _refusal(matrix_shape: tuple[int, int], dtype: Any) -> str | None:
-    """Returns why tokamax refuses to multiply by matrices of this shape on the GPU here."""
     depth, width = matrix_shape
     # A product, and the gradient of its rows.
     for transpose_rhs, lhs_width in ((False, depth), (True, width)):

@@ -1,8 +1,7 @@
-"""Computes grouped matmuls of arrays, and their gradients, by five JAX primitives.
+"""Computes grouped matmuls of arrays, and their gradients of any order, by four JAX primitives.
 
-The gradients of matmuls are matmuls, and JAX differentiates the gating functions, so gradients of
-any order work. `jax_ep.matmul.backend` states what each function computes. Operands must have been
-checked, and must have the same varying manual axes (vma).
+`jax_ep.matmul.backend` states what each function computes. Operands must have been checked, and
+must have the same varying manual axes (vma).
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
-from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
+from jax_ep.matmul.primitives import Implementation, bind, define, select
 from jax_ep.runtime import jax_compat
-from pallas_kernels.matmul.chosen_groups import Groups, joined_groups, output_rows, split_groups
+from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 
 
 def product_of_arrays(
@@ -42,22 +41,16 @@ def sum_of_products(
     transpose_rhs: bool = False,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Returns the sum of the grouped products of all (lhs, rhs) pairs.
-
-    "pallas" rounds the sum once. The other implementations round each product.
-    """
-    array, height = split_groups(groups)
-    (out,) = bind(
-        grouped_matmul_p,
-        *(operand for pair in pairs for operand in pair),
-        array,
-        height=height,
+    """Sums the products of all (lhs, rhs) pairs; "pallas" rounds once, others each product."""
+    return bind(
+        _PRODUCT,
+        pairs,
+        groups,
         implementation=implementation,
         transpose_rhs=transpose_rhs,
         # JAX would report NaNs in rows that are undefined.
         zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
-    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -73,25 +66,19 @@ def gated_product_of_arrays(
 ) -> tuple[jax.Array, ...]:
     """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) and, with `keep`, the products.
 
-    The elementwise, hashable `gating` gets the rounded products, plus `biases` [L, N], as float32
-    or wider. If "pallas" supports the operations of `gating`, it computes all this in one kernel,
-    with the same bits as in several. Rows past the last group are zero in the products, and zero or
-    gating(0, 0) in hidden; without `zero_unused`, they are undefined.
+    `gating` gets the rounded products, plus `biases` [L, N], as float32 or wider. Rows past the
+    last group are zero in the products, without `zero_unused` undefined.
     """
-    array, height = split_groups(groups)
-    return tuple(
-        bind(
-            grouped_matmul_gated_p,
-            lhs,
-            *rhs,
-            *(biases or ()),
-            array,
-            height=height,
-            gating=gating,
-            keep=keep,
-            implementation=implementation,
-            zero_unused=zero_unused or jax_compat.looks_for_nans(),
-        )
+    return bind(
+        _GATED,
+        lhs,
+        rhs,
+        biases,
+        groups,
+        gating=gating,
+        keep=keep,
+        implementation=implementation,
+        zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
 
 
@@ -101,35 +88,14 @@ def drhs_of_each(
     grads: tuple[jax.Array, ...],
     group_sizes: jax.Array,
     implementation: Implementation,
+    sums: tuple[jax.Array, ...] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of the groups' matrices from each cotangent of `product` in `grads`.
 
-    "pallas" computes them in one kernel.
+    They are added to `sums`, if given. "pallas" computes them in one kernel, and adds in place to
+    sums of the dtype of `lhs`.
     """
-    return tuple(
-        bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def add_drhs_of_each(
-    sums: tuple[jax.Array, ...],
-    lhs: jax.Array,
-    grads: tuple[jax.Array, ...],
-    group_sizes: jax.Array,
-    implementation: Implementation,
-) -> tuple[jax.Array, ...]:
-    """Adds `drhs_of_each` to `sums`; "pallas" in place to sums of the dtype of `lhs`."""
-    return tuple(
-        bind(
-            grouped_matmul_add_drhs_p,
-            lhs,
-            *sums,
-            *grads,
-            group_sizes,
-            implementation=implementation,
-        )
-    )
+    return bind(_DRHS, lhs, grads, sums, group_sizes, implementation=implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
@@ -146,17 +112,8 @@ def gate_gradient(
     `weights` [R] is float32 or wider. "pallas" computes only the rows of groups, if it supports the
     operations of `gating`. Rows past the last group are undefined.
     """
-    return tuple(
-        bind(
-            gate_gradient_p,
-            dhidden,
-            *products,
-            weights,
-            group_sizes,
-            gating=gating,
-            implementation=implementation,
-        )
-    )
+    operands = dhidden, products, weights, group_sizes
+    return bind(_GATE_GRADIENT, *operands, gating=gating, implementation=implementation)
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):
@@ -209,26 +166,18 @@ def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None, dbiases
 
 
-def _drhs_fwd(lhs, grads, group_sizes, implementation):
-    return drhs_of_each(lhs, grads, group_sizes, implementation), (lhs, grads, group_sizes)
+def _drhs_fwd(lhs, grads, group_sizes, implementation, sums=None):
+    results = drhs_of_each(lhs, grads, group_sizes, implementation, sums)
+    return results, (lhs, grads, group_sizes, sums)
 
 
 def _drhs_bwd(implementation, saved, cts):
-    lhs, grads, group_sizes = saved
-    pairs = tuple(zip(grads, cts, strict=True))
+    lhs, grads, group_sizes, sums = saved
+    of_products = tuple(ct.astype(lhs.dtype) for ct in cts)
+    pairs = tuple(zip(grads, of_products, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
-    dgrads = tuple(product_of_arrays(lhs, ct, group_sizes, implementation) for ct in cts)
-    return dlhs, dgrads, None
-
-
-def _add_drhs_fwd(sums, lhs, grads, group_sizes, implementation):
-    results = add_drhs_of_each(sums, lhs, grads, group_sizes, implementation)
-    return results, (lhs, grads, group_sizes)
-
-
-def _add_drhs_bwd(implementation, saved, cts):
-    lhs, *_ = saved
-    return cts, *_drhs_bwd(implementation, saved, tuple(ct.astype(lhs.dtype) for ct in cts))
+    dgrads = tuple(product_of_arrays(lhs, ct, group_sizes, implementation) for ct in of_products)
+    return dlhs, dgrads, None, None if sums is None else cts
 
 
 def _gate_gradient_fwd(gating, dhidden, products, weights, group_sizes, implementation):
@@ -243,99 +192,69 @@ def _gate_gradient_bwd(gating, implementation, operands, cts):
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 gated_product_of_arrays.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
-add_drhs_of_each.defvjp(_add_drhs_fwd, _add_drhs_bwd)
 gate_gradient.defvjp(_gate_gradient_fwd, _gate_gradient_bwd)
 
 
 # The functions `_compute_…` are jitted, so that a program with many grouped matmuls of one shape
 # traces each kernel only once.
 @functools.partial(
-    jax.jit,
-    static_argnames=("height", "implementation", "platform", "transpose_rhs", "zero_unused"),
+    jax.jit, static_argnames=("implementation", "platform", "transpose_rhs", "zero_unused")
 )
-def _compute_product(*operands, height, implementation, platform, transpose_rhs, zero_unused):
-    *factors, groups = operands
-    pairs = list(zip(factors[::2], factors[1::2], strict=True))
+def _compute_product(pairs, groups, *, implementation, platform, transpose_rhs, zero_unused):
     lhs, rhs = pairs[0]
     backend = select(implementation, platform, rhs.shape[1:], lhs.dtype, lhs.shape[0])
-    groups = joined_groups(groups, height)
     options = dict(transpose_rhs=transpose_rhs, zero_unused=zero_unused)
-    return (backend.sum_of_products(pairs, groups, **options),)
+    return backend.sum_of_products(pairs, groups, **options)
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("gating", "height", "keep", "implementation", "platform", "zero_unused"),
+    jax.jit, static_argnames=("gating", "keep", "implementation", "platform", "zero_unused")
 )
 def _compute_gated(
-    lhs, rhs_0, rhs_1, *others, gating, height, keep, implementation, platform, zero_unused
+    lhs, rhs, biases, groups, *, gating, keep, implementation, platform, zero_unused
 ):
-    *biases, groups = others
-    backend = select(implementation, platform, rhs_0.shape[1:], lhs.dtype, lhs.shape[0])
-    return backend.gated_product(
-        lhs,
-        (rhs_0, rhs_1),
-        joined_groups(groups, height),
-        gating,
-        keep,
-        biases=tuple(biases) or None,
-        zero_unused=zero_unused,
-    )
+    backend = select(implementation, platform, rhs[0].shape[1:], lhs.dtype, lhs.shape[0])
+    options = dict(biases=biases, zero_unused=zero_unused)
+    return backend.gated_product(lhs, rhs, groups, gating, keep, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
-def _compute_drhs(lhs, *operands, implementation, platform):
-    *grads, group_sizes = operands
-    backend = select(
-        implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype, lhs.shape[0]
-    )
-    return backend.drhs_of_each(lhs, grads, group_sizes)
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
-def _compute_add_drhs(lhs, *operands, implementation, platform):
-    *arrays, group_sizes = operands
-    sums, grads = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-    backend = select(
-        implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype, lhs.shape[0]
-    )
+def _compute_drhs(lhs, grads, sums, group_sizes, *, implementation, platform):
+    shape = lhs.shape[1], grads[0].shape[1]
+    backend = select(implementation, platform, shape, lhs.dtype, lhs.shape[0])
     return backend.drhs_of_each(lhs, grads, group_sizes, sums)
 
 
 @functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
-def _compute_gate_gradient(dhidden, *operands, gating, implementation, platform):
-    *products, weights, group_sizes = operands
+def _compute_gate_gradient(
+    dhidden, products, weights, group_sizes, *, gating, implementation, platform
+):
     width = dhidden.shape[1]
     backend = select(implementation, platform, (width, width), dhidden.dtype, dhidden.shape[0])
     return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)
 
 
-def _types_of_product(lhs, rhs, *others, height, transpose_rhs, **__):
-    num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
+def _type_of_product(pairs, groups, *, transpose_rhs, **_):
+    lhs, rhs = pairs[0]
     num_columns = rhs.shape[1 if transpose_rhs else 2]
-    return [jax.ShapeDtypeStruct((num_rows, num_columns), lhs.dtype)]
+    return jax.ShapeDtypeStruct((output_rows(groups, lhs.shape[0]), num_columns), lhs.dtype)
 
 
-def _types_of_gated(lhs, rhs, *others, height, keep, **__):
-    num_rows = output_rows(joined_groups(others[-1], height), lhs.shape[0])
-    return [jax.ShapeDtypeStruct((num_rows, rhs.shape[2]), lhs.dtype)] * (3 if keep else 1)
+def _types_of_gated(lhs, rhs, biases, groups, *, keep, **_):
+    shape = output_rows(groups, lhs.shape[0]), rhs[0].shape[2]
+    return (jax.ShapeDtypeStruct(shape, lhs.dtype),) * (3 if keep else 1)
 
 
-def _types_of_drhs(lhs, *operands, **_):
-    *grads, group_sizes = operands
+def _types_of_drhs(lhs, grads, sums, group_sizes, **_):
+    if sums is not None:
+        return tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in sums)
     shapes = ((group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads)
-    return [jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in shapes]
+    return tuple(jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in shapes)
 
 
-def _types_of_gate_gradient(dhidden, *operands, **_):
-    weights = operands[-2]
+def _types_of_gate_gradient(dhidden, products, weights, group_sizes, **_):
     of_rows = jax.ShapeDtypeStruct(dhidden.shape, dhidden.dtype)
-    return [*[of_rows] * 3, jax.ShapeDtypeStruct(weights.shape, weights.dtype)]
-
-
-def _types_of_sums(lhs, *operands, **_):
-    sums = operands[: len(operands) // 2]
-    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in sums]
+    return *[of_rows] * 3, jax.ShapeDtypeStruct(weights.shape, weights.dtype)
 
 
 def _without_unused_products(used, params):
@@ -346,20 +265,19 @@ def _without_unused_products(used, params):
 
 
 def _without_unused_gradients(used, params):
-    """Drops unused gradients and their cotangents; see `define_primitive`."""
+    """Drops unused gradients with their cotangents and sums; see `define_primitive`."""
+    tree = params["tree"]
+    lhs, grads, sums, group_sizes = jax.tree.unflatten(tree, range(tree.num_leaves))
     left = [i for i, is_used in enumerate(used) if is_used]
-    # The operands are lhs, a cotangent for each gradient, and the group sizes.
-    return params, left, [0, *(1 + i for i in left), 1 + len(used)]
+    grads = [grads[i] for i in left]
+    sums = None if sums is None else [sums[i] for i in left]
+    operands, tree = jax.tree.flatten((lhs, grads, sums, group_sizes))
+    return params | {"tree": tree}, left, operands
 
 
-grouped_matmul_p = make_primitive("grouped_matmul", _types_of_product, _compute_product)
-grouped_matmul_gated_p = make_primitive(
+_PRODUCT = define("grouped_matmul", _type_of_product, _compute_product)
+_GATED = define(
     "grouped_matmul_gated", _types_of_gated, _compute_gated, unused=_without_unused_products
 )
-grouped_matmul_drhs_p = make_primitive(
-    "grouped_matmul_drhs", _types_of_drhs, _compute_drhs, unused=_without_unused_gradients
-)
-grouped_matmul_add_drhs_p = make_primitive(
-    "grouped_matmul_add_drhs", _types_of_sums, _compute_add_drhs
-)
-gate_gradient_p = make_primitive("gate_gradient", _types_of_gate_gradient, _compute_gate_gradient)
+_DRHS = define("grouped_matmul_drhs", _types_of_drhs, _compute_drhs, _without_unused_gradients)
+_GATE_GRADIENT = define("gate_gradient", _types_of_gate_gradient, _compute_gate_gradient)

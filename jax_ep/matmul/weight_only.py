@@ -1,8 +1,5 @@
 """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
-The rows are those of groups, as in a grouped matmul, or a few rows that choose groups
-(`pallas_kernels.matmul.chosen_groups`): then each chosen group multiplies all rows by its matrix.
-
 "pallas" reads matrices as they are stored, if one of its kernels knows their format: MXFP4, and
 float8 with blocks of 128 x 128 for a few rows. Otherwise matrices are first dequantized; of chosen
 groups only the matrices of these groups, if they are fewer than all.
@@ -25,16 +22,14 @@ from jax_ep.matmul.backend import Backend
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import Gating, filled_biases, gated
 from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
-from jax_ep.matmul.primitives import Implementation, bind, make_primitive, select
+from jax_ep.matmul.primitives import Implementation, bind, define, select
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format, Scaled
 from pallas_kernels.matmul.chosen_groups import (
     ChosenGroups,
     Groups,
-    joined_groups,
     of_gathered,
     output_rows,
-    split_groups,
 )
 
 # With more rows than this, the kernels for any rows are faster in MXFP4. Measured with 4 and 16.
@@ -43,15 +38,11 @@ _FEW_ROWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The static parameters of a matmul."""
-
-    formats: tuple[Format, ...]  # of each array of matrices
-    has_bias: tuple[bool, ...]  # of each array of matrices
     gating: Gating | None  # None, or an elementwise function of the products
-    keep: bool  # whether the products are results, too
-    num_rows: int | None  # the number of rows if they choose groups, else None
-    zero_unused: bool
     implementation: Implementation
+    num_rows: int | None = None  # the number of rows if they choose groups, else None
+    keep: bool = False  # whether the products are results, too
+    zero_unused: bool = True
 
 
 def product_of_stored(
@@ -67,28 +58,12 @@ def product_of_stored(
 ) -> jax.Array:
     """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each row's group.
 
-    Args:
-      rows: [R, K] floating, in group order. For S chosen groups, [T, K] for all of them, or
-        [S * height, K]: the T rows of each group begin at row s * height.
-      matrices: one or two quantized arrays [L, K, N].
-      biases: for each of `matrices`, [L, N] floating, or None.
-      groups: [L] int32, the number of rows of each group; or the chosen groups.
-      num_rows: T for chosen groups, else None.
-      gating: an elementwise function of the products, as float32 or wider; None: the product.
-
-    Returns:
-      [R, N], or [S * height, N], the dtype of `rows`. Products are rounded to this dtype before
-      biases are added. Without `zero_unused`, rows that belong to no group are undefined.
+    Rows are [R, K] in group order. For S chosen groups, they are [T, K] for all of them with T
+    `num_rows`, or [S * height, K], where a group's T rows begin at s * height. Products are rounded
+    to the dtype of rows before biases [L, N] are added. Without `zero_unused`, rows of no group are
+    undefined.
     """
-    options = _options(
-        matrices,
-        biases,
-        num_rows=num_rows,
-        gating=gating,
-        keep=False,
-        zero_unused=zero_unused,
-        implementation=implementation,
-    )
+    options = _Options(gating, implementation, num_rows, zero_unused=zero_unused)
     return _multiply(rows, tuple(matrices), tuple(biases), groups, options)[0]
 
 
@@ -102,48 +77,16 @@ def gated_product_of_stored(
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
     """Computes `unquantized.gated_product_of_arrays` for two quantized arrays [L, K, N]."""
-    options = _options(
-        matrices,
-        biases,
-        num_rows=None,
-        gating=gating,
-        keep=keep,
-        zero_unused=False,
-        implementation=implementation,
-    )
+    options = _Options(gating, implementation, keep=keep, zero_unused=False)
     return _multiply(rows, tuple(matrices), tuple(biases), groups, options)
-
-
-def _options(
-    matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    *,
-    zero_unused: bool,
-    **others: Any,
-) -> _Options:
-    return _Options(
-        formats=tuple(each.format for each in matrices),
-        has_bias=tuple(bias is not None for bias in biases),
-        # JAX would report NaNs in rows that are undefined.
-        zero_unused=zero_unused or looks_for_nans(),
-        **others,
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _multiply(rows, matrices, biases, groups, options: _Options):
-    array, height = split_groups(groups)
-    return tuple(
-        bind(
-            weight_only_p,
-            rows,
-            *(part for each in matrices for part in (each.values, each.scales)),
-            *(bias for bias in biases if bias is not None),
-            array,
-            height=height,
-            options=options,
-        )
-    )
+    # JAX would report NaNs in rows that are undefined.
+    zero_unused = options.zero_unused or looks_for_nans()
+    options = dataclasses.replace(options, zero_unused=zero_unused)
+    return bind(_WEIGHT_ONLY, rows, matrices, biases, groups, options=options)
 
 
 def _multiply_fwd(rows, matrices, biases, groups, options):
@@ -185,30 +128,21 @@ def _finished(
     groups: Groups,
     options: _Options,
 ) -> tuple[jax.Array, ...]:
-    """Returns the results, given the products: adds biases, and applies the gating function."""
     gating: Any = (lambda number: number) if options.gating is None else options.gating
     result = gated(gating, *products, biases=biases, groups=groups)
     return (result, *(products if options.keep else ()))
 
 
-@functools.partial(jax.jit, static_argnames=("height", "options", "platform"))
+@functools.partial(jax.jit, static_argnames=("options", "platform"))
 def _compute(
     rows: jax.Array,
-    *others: jax.Array,
-    height: int | None,
+    matrices: Sequence[QuantizedArray],
+    biases: Sequence[jax.Array | None],
+    groups: Groups,
+    *,
     options: _Options,
     platform: str,
 ) -> tuple[jax.Array, ...]:
-    # `others` are values and scales of each array of matrices, the biases, and the groups.
-    num_parts = 2 * len(options.formats)
-    *given, array = others[num_parts:]
-    left = iter(given)
-    biases = [next(left) if has_bias else None for has_bias in options.has_bias]
-    matrices = [
-        QuantizedArray(others[2 * i], others[2 * i + 1], format, rows.dtype)
-        for i, format in enumerate(options.formats)
-    ]
-    groups = joined_groups(array, height)
     shape = matrices[0].shape[1:]
     backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
     if backend.name == "pallas" and options.num_rows is not None:
@@ -267,7 +201,6 @@ def _gated(
 def _product(
     backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
-    """Computes rows @ matrices of one quantized array, without biases and gating function."""
     if backend.name == "pallas" and _fits_mxfp4_kernel(rows, [matrices]):
         pairs = [(rows, Scaled(matrices.values, matrices.scales))]
         return pallas.sum_of_products(
@@ -314,7 +247,6 @@ def _few_rows_by_kernel(
 
 
 def _fits_mxfp4_kernel(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:
-    """Returns whether the MXFP4 kernels for any number of rows support these operands."""
     is_mxfp4 = (_kernel_format(each) == MXFP4 for each in matrices)
     return rows.dtype == jnp.bfloat16 and all(is_mxfp4)
 
@@ -331,10 +263,7 @@ def _kernel_format(matrices: QuantizedArray) -> Format | None:
 def _gathered(
     matrices: QuantizedArray, groups: Groups, dtype: Any
 ) -> tuple[jax.Array, bool, Groups]:
-    """Dequantizes matrices: of chosen groups only theirs, if they are fewer than all.
-
-    Returns the matrices, whether they are transposes, and the groups for these matrices.
-    """
+    """Returns dequantized matrices, whether they are transposes, and their groups."""
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
@@ -359,11 +288,9 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     return dequantized(matrices, dtype), is_transposed
 
 
-def _result_types(rows, values, *others, height, options):
-    num_rows = output_rows(joined_groups(others[-1], height), rows.shape[0])
-    width = options.formats[0].numbers_shape(tuple(values.shape))[2]
-    result = jax.ShapeDtypeStruct((num_rows, width), rows.dtype)
-    return [result] * (1 + len(options.formats) * options.keep)
+def _result_types(rows, matrices, biases, groups, *, options):
+    shape = output_rows(groups, rows.shape[0]), matrices[0].shape[2]
+    return (jax.ShapeDtypeStruct(shape, rows.dtype),) * (1 + len(matrices) * options.keep)
 
 
 def _without_unused_products(used, params):
@@ -374,6 +301,4 @@ def _without_unused_products(used, params):
     return params, range(len(used)), None
 
 
-weight_only_p = make_primitive(
-    "weight_only_matmul", _result_types, _compute, unused=_without_unused_products
-)
+_WEIGHT_ONLY = define("weight_only_matmul", _result_types, _compute, _without_unused_products)

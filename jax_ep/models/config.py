@@ -84,6 +84,15 @@ class DecoderConfig:
     tied: bool = False
     stop_tokens: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, but is {self.head_dim}.")
+        if self.num_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_key_value_heads={self.num_key_value_heads}, "
+                f"but is {self.num_heads}."
+            )
+
     @property
     def num_experts(self) -> int:
         return self.moe.num_experts

@@ -263,22 +263,30 @@ def masked_attention(
     return out.reshape(q.shape)
 
 
-def _causal(window: int) -> Attend:
-    """Returns attention of whole sequences: each token to the last `window` ones, with itself."""
+def _causal(window: int, documents: jax.Array | None = None) -> Attend:
+    """Returns attention of whole sequences: each token to the last `window` ones, with itself.
+
+    Given the number of each token's document, [B, S], it attends only to tokens of its document.
+    """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
-        length = q.shape[1]
+        length, same = q.shape[1], None
+        if documents is not None:
+            same = documents[:, :, None] == documents[:, None]
         # JAX's attention has no sinks.
         if sinks is not None:
             distance = jnp.arange(length)[:, None] - jnp.arange(length)
             seen = (distance >= 0) & (distance < window)
             seen = jnp.broadcast_to(seen, (q.shape[0], length, length))
+            seen = seen if same is None else seen & same
             return masked_attention(q, k, v, seen, sinks), None
-        on_gpu = jax.default_backend() == "gpu"
+        # cuDNN takes masks of even lengths only.
+        on_gpu = jax.default_backend() == "gpu" and (same is None or length % 2 == 0)
         out = jax.nn.dot_product_attention(
             q,
             k,
             v,
+            mask=None if same is None else same[:, None],
             is_causal=True,
             implementation="cudnn" if on_gpu and q.dtype.itemsize == 2 else "xla",
             local_window_size=None if window >= length else (window - 1, 0),
@@ -328,6 +336,7 @@ class Decoder:
         targets: jax.Array,
         biases: jax.Array | None = None,
         quantized_experts: Sequence[QuantizedExperts] | None = None,
+        documents: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Computes the mean loss of tokens [B, S] with targets [B, S], in nats per token.
 
@@ -337,11 +346,13 @@ class Decoder:
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
             biases: [layers, E] float32, the routers' selection biases, or None.
             quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.
+            documents: [B, S] int32, the number of each token's document: tokens attend only to
+                tokens of their document. None: to all earlier tokens of their sequence.
 
         Returns:
             The loss, [] float32, and the metrics of the MoE blocks, with an axis of layers first.
         """
-        x, metrics = self._hidden_states(params, tokens, biases, quantized_experts)
+        x, metrics = self._hidden_states(params, tokens, biases, quantized_experts, documents)
         with jax.named_scope("loss"):
             head = params.weights[EMBED if self.config.tied else HEAD]
             return cross_entropy(x, head, targets, chunk=self.loss_chunk), metrics
@@ -350,7 +361,7 @@ class Decoder:
         self, params: Params, tokens: jax.Array, biases: jax.Array | None = None
     ) -> tuple[jax.Array, MoEMetrics]:
         """Computes the logits [B, S, V] float32 of all successors of tokens [B, S]."""
-        x, metrics = self._hidden_states(params, tokens, biases, None)
+        x, metrics = self._hidden_states(params, tokens, biases)
         head = params.weights[EMBED if self.config.tied else HEAD].astype(x.dtype)
         return jnp.einsum("bsh,vh->bsv", x, head, preferred_element_type=jnp.float32), metrics
 
@@ -374,7 +385,8 @@ class Decoder:
         params: Params,
         tokens: jax.Array,
         biases: jax.Array | None,
-        quantized: Sequence[QuantizedExperts] | None,
+        quantized: Sequence[QuantizedExperts] | None = None,
+        documents: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Returns the normalized output [B, S, H] of the last layer, and the layers' metrics."""
         config, metrics = self._on_mesh(), []
@@ -382,7 +394,7 @@ class Decoder:
             x = _look_up(params.weights[EMBED].astype(config.moe.dtype), tokens)
         angles = cos_and_sin(config, jnp.arange(tokens.shape[1]), x.dtype)
         for i, moe in enumerate(params.moe):
-            attend = _causal(config.window(i))
+            attend = _causal(config.window(i), documents)
 
             def layer(
                 weights: Weights, moe: MoEParams, x: jax.Array, given: Any, attend: Any

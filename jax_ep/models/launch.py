@@ -1,16 +1,65 @@
-"""Runs a program in one process or in several that share a mesh, on one host or on several.
+"""Parses a program's flags, and runs it in one process or in several that share a mesh.
 
 If one process fails, the others end too, instead of waiting for its data.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a program. A wrong one ends the program with one line that names it."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description.partition("\n")[0], allow_abbrev=False)
+        self.names: list[str] = []
+
+    def add(self, name: str, kind: Any, default: Any, help: str, **how: Any) -> None:
+        """Adds the flag --`name`. `kind` is a list of its values, or makes a value of a string."""
+        self.names.append(name)
+        help += "" if default is None else " Default: %(default)s."
+        how |= {"choices": kind} if isinstance(kind, list) else {"type": kind}
+        self.add_argument(f"--{name}", default=default, help=help, **how)
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(message.removeprefix("argument "))
+
+
+def at_least(least: float, kind: Any = int) -> Callable[[str], Any]:
+    """Returns the `kind` of a flag whose values are numbers from `least` to 2**31."""
+
+    def number(text: str) -> Any:
+        if not least <= kind(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, but is {text}")
+        return kind(text)
+
+    return number
+
+
+def folder(text: str) -> str:
+    """Returns `text`, a folder that can be written or made."""
+    path = Path(text).absolute()
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"must be a folder to write to, but {there} is none")
+    return text
+
+
+def file(text: str) -> str:
+    """Returns `text`, a file that can be written, in a folder that can be made."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, but is the folder {text}")
+    folder(str(Path(text).parent))
+    return text
 
 
 def run(
@@ -38,7 +87,8 @@ def run(
             unless XLA_FLAGS or JAX's configuration says it. None: one for each process.
 
     Raises:
-        SystemExit: `coordinator`, `num_processes` and `process_id` do not fit each other.
+        SystemExit: `coordinator`, `num_processes` and `process_id` do not fit each other, or
+            `coordinator` has no port. The message names the flag.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -47,6 +97,8 @@ def run(
         raise SystemExit(f"--{missing[0]} must be given together with --{' and --'.join(others)}")
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise SystemExit(f"--process_id must be below --num_processes={num_processes}")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+        raise SystemExit(f"--coordinator must be HOST:PORT, but is {coordinator}")
     is_set = jax.config.values["jax_num_cpu_devices"] >= 0
     if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // (num_processes or 1)))

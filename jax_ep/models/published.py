@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,8 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """
     if isinstance(model, Path):
         published = read_config(model)
-        most = published["num_hidden_layers"]
+        # Another model, which `DecoderConfig.of` refuses, may have other keys.
+        most = published.get("num_hidden_layers", math.inf)
         for name, key in SIZES.items():
             # Of a stored model, only the number of layers may change, to fewer.
             if key in sizes and (name != "num_layers" or sizes[key] > most):

@@ -58,7 +58,8 @@ class Objective:
         bias_rate: how much a selection bias of a router changes in each step; see
             `jax_ep.update_expert_bias`.
         document_end: the id of the token that ends a document, or None. The first token after it
-            does not count in the loss, since nothing before it foretells it.
+            does not count in the loss, since nothing before it foretells it, and tokens do not
+            attend to other documents.
     """
 
     balance: float = 1e-3
@@ -186,8 +187,8 @@ def make_train_step(
     """
 
     def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:
-        inputs, targets = _inputs_and_targets(tokens, objective)
-        loss, moe = model.loss(params, inputs, targets, biases, quantized)
+        inputs, targets, documents = _inputs_and_targets(tokens, objective)
+        loss, moe = model.loss(params, inputs, targets, biases, quantized, documents)
         metrics = {
             "loss": loss,
             "load_balance_loss": moe.load_balance_loss.mean(),
@@ -262,8 +263,8 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
 
     def eval_step(state: TrainState, tokens: jax.Array) -> dict[str, Any]:
         params = lax.with_sharding_constraint(state.params, layout.params)
-        inputs, targets = _inputs_and_targets(tokens, objective)
-        loss, moe = model.loss(params, inputs, targets, state.biases)
+        inputs, targets, documents = _inputs_and_targets(tokens, objective)
+        loss, moe = model.loss(params, inputs, targets, state.biases, documents=documents)
         number = jnp.sum(targets >= 0)
         found = {"loss": loss * number, "tokens": number, "expert_counts": moe.expert_counts}
         return found | ({} if moe.topk_idx is None else {"topk_idx": moe.topk_idx})
@@ -273,9 +274,17 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
     return jax.jit(eval_step, in_shardings=shardings, out_shardings=layout.everywhere)
 
 
-def _inputs_and_targets(tokens: jax.Array, objective: Objective) -> tuple[jax.Array, jax.Array]:
-    """Returns inputs and targets [B, S] of tokens [B, S + 1]; a target of -1 does not count."""
+def _inputs_and_targets(
+    tokens: jax.Array, objective: Objective
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns inputs, targets and numbers of documents, [B, S] each, of tokens [B, S + 1].
+
+    A target of -1 does not count. The numbers are None without `document_end`.
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if objective.document_end is not None:
-        targets = jnp.where(inputs == objective.document_end, -1, targets)
-    return inputs, targets
+    if objective.document_end is None:
+        return inputs, targets, None
+    ends = inputs == objective.document_end
+    # The token that ends a document belongs to it.
+    documents = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends
+    return inputs, jnp.where(ends, -1, targets), documents

@@ -82,7 +82,6 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoE
 
 
 def _check_router(params: MoEParams, call: Call, config: MoEConfig) -> None:
-    """Raises TypeError or ValueError unless the router's inputs, or its results, fit together."""
     x, k = call.x, config.num_experts_per_token
     for name, kind, last in (
         ("router_x", jnp.floating, "H'"),
@@ -132,7 +131,6 @@ def _check_own_router(params: MoEParams, call: Call) -> None:
 
 
 def _check_without_gate(params: MoEParams, call: Call, config: MoEConfig) -> None:
-    """Raises ValueError unless a call without a gate is given its routing, and no gate's bias."""
     if call.topk_weights is None and (config.router is None or call.topk_idx is not None):
         raise ValueError(
             "gate must be an array [H, R], but is None: without it, each call must be given "
@@ -169,7 +167,6 @@ def _check_lora(params: MoEParams, config: MoEConfig) -> None:
 def check_placement(
     placement: Placement | None, num_experts: int, num_slots: int | None, num_ranks: int = 1
 ) -> None:
-    """Raises ValueError or TypeError unless the placement fits a layer with `num_slots` slots."""
     if num_slots is None:
         if placement is not None:
             raise ValueError(
@@ -198,7 +195,6 @@ def check_placement(
 
 
 def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
-    """Raises ValueError unless the ranks divide experts and columns, and exchange rows if asked."""
     num_ranks = where.num_ranks()
     if config.num_held % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"
@@ -228,7 +224,6 @@ def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> Non
 
 
 def _check_columns(params: MoEParams, where: LayerMesh) -> None:
-    """Raises ValueError unless the ranks along the tensor axes divide the experts' columns."""
     num_ranks = where.num_tensor_ranks()
     widths = {"wi_0": params.wi_0.shape[2]}
     if params.shared_wo is not None:
@@ -259,7 +254,6 @@ def _check_shared_experts(params: MoEParams, config: MoEConfig, where: LayerMesh
 
 
 def _check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
-    """Raises TypeError or ValueError unless `quantized`, if given, has these experts' matrices."""
     if quantized is None:
         return
     if not isinstance(quantized, QuantizedExperts):

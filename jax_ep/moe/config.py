@@ -1,9 +1,4 @@
-"""Defines `MoEConfig`, the options of an MoE layer, and checks their values.
-
-To add an option, add a field here and to the two Flax layers' signatures, and use it where it
-belongs. An option that only decides whether a layer has some parameter is a field of
-`jax_ep.moe.params.ParameterOptions` instead.
-"""
+"""Defines `MoEConfig`, the options of an MoE layer, and checks their values."""
 
 from __future__ import annotations
 
@@ -29,22 +24,20 @@ WeightsOn = Literal["output", "input"]
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
 
-def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
-    """Raises TypeError if `dtype` is wider than the float32 in which `computed` are computed."""
-    if jnp.dtype(dtype).itemsize > 4:
-        raise TypeError(
-            f"{name} must be jnp.float32 or narrower, since {computed} are computed in float32, "
-            f"but is {dtype!r}."
-        )
-
-
-def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless `dtype` is a floating dtype of 16 bits or more, as matmuls need."""
+def check_compute_dtype(
+    dtype: Any, hint: str = "", *, name: str = "dtype", in_float32: str = ""
+) -> None:
+    """`in_float32` names what is computed in float32; `dtype` must then not be wider."""
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
         raise TypeError(
             f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
             f"{dtype!r}{hint}."
+        )
+    if in_float32 and known.itemsize > 4:
+        raise TypeError(
+            f"{name} must be jnp.float32 or narrower, since {in_float32} are computed in float32, "
+            f"but is {dtype!r}."
         )
 
 
@@ -62,6 +55,11 @@ def _check_fsdp_axes(value: Any) -> None:
         if logical not in ("exp", "embed", "mlp"):
             raise ValueError(f'fsdp_axes must map "exp", "embed" or "mlp", but maps {logical!r}.')
         checks.as_axes(named, f"fsdp_axes[{logical!r}]")
+
+
+def _fields_of(kind: Any, source: Any) -> dict[str, Any]:
+    """Reads the fields of the dataclass `kind` from attributes of `source`."""
+    return {field.name: getattr(source, field.name) for field in dataclasses.fields(kind)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,8 +209,7 @@ class MoEConfig:
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
-        """Makes the configuration from a layer whose attributes are named like the fields."""
-        return cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(cls)})
+        return cls(**_fields_of(cls, layer))
 
     @property
     def num_free(self) -> int:
@@ -224,16 +221,7 @@ class MoEConfig:
         return self.num_experts + self.num_free
 
     def routing_options(self) -> RoutingOptions:
-        return RoutingOptions(
-            score=self.score,
-            choose_by=self.choose_by,
-            num_groups=self.num_groups,
-            groups_kept=self.groups_kept,
-            group_score=self.group_score,
-            normalize=self.normalize,
-            normalize_epsilon=self.normalize_epsilon,
-            scale=self.scale,
-        )
+        return RoutingOptions(**_fields_of(RoutingOptions, self))
 
     def unit(self) -> HiddenUnit:
         return HiddenUnit(activation=self.activation, gating=self.gating, clamp=self.clamp)
@@ -256,7 +244,6 @@ class MoEConfig:
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
     def further_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns `fsdp_axes` as a dict from logical axes to tuples of mesh axes; {} if None."""
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def further_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
@@ -272,21 +259,11 @@ class MoEConfig:
             used |= set(found[-1])
         return found
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """Maps the names of fields that hold a function, and not None, to the function."""
-        fields = {
-            "router": self.router,
-            "activation": self.activation,
-            "gating": self.gating,
-            "shared_gating": self.shared_gating,
-        }
-        return {name: function for name, function in fields.items() if function is not None}
-
     def __getstate__(self) -> dict[str, Any]:
         # pickle stores functions by name, and refuses a jitted one such as jax.nn.silu, because it
         # finds another object under that name. So a `_Reference` is stored instead.
-        references = {name: _Reference.of(value) for name, value in self.functions().items()}
-        return self.__dict__ | references
+        names = ("router", "activation", "gating", "shared_gating")
+        return self.__dict__ | {name: _Reference.of(getattr(self, name)) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({
@@ -296,7 +273,6 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, if a field's value is wrong on any mesh."""
     _check_fields(config)
     split = config.split_axes()
     further = [set(axes) for axes in config.further_axes().values()]
@@ -331,7 +307,6 @@ def check_config(config: MoEConfig) -> None:
 
 
 def _check_fields(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError, naming the field, unless each value is allowed by itself."""
     for name, least in {
         "num_experts": 1,
         "num_experts_per_token": 1,
@@ -346,8 +321,7 @@ def _check_fields(config: MoEConfig) -> None:
         wanted = "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing"
         checks.check_function("router", config.router, f"{wanted}, or None")
     if config.router_dtype is not None:
-        check_compute_dtype(config.router_dtype, name="router_dtype")
-        _check_no_wider("router_dtype", config.router_dtype, "logits")
+        check_compute_dtype(config.router_dtype, name="router_dtype", in_float32="logits")
     if config.logit_softcap is not None:
         checks.check_number("logit_softcap", config.logit_softcap, otherwise=", or None")
     checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))
@@ -371,8 +345,8 @@ def _check_fields(config: MoEConfig) -> None:
     checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))
     checks.check_number("lora_scale", config.lora_scale)
     if config.dtype is not None:
-        check_compute_dtype(config.dtype, "; for float8 rows on the wire, set wire_dtype")
-        _check_no_wider("dtype", config.dtype, "sums over a token's experts")
+        hint = "; for float8 rows on the wire, set wire_dtype"
+        check_compute_dtype(config.dtype, hint, in_float32="sums over a token's experts")
     checks.as_axes(config.expert_axis, "expert_axis")
     for name in ("sequence_axes", "tensor_axis"):
         if (axes := getattr(config, name)) is not None:
@@ -401,7 +375,6 @@ class _Reference:
         return function
 
     def resolve(self) -> Any:
-        """Returns what the name stands for, or None if the module or the name is missing."""
         try:
             return getattr(importlib.import_module(self.module), self.name, None)
         except (ImportError, ValueError):

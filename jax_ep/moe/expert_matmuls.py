@@ -1,9 +1,4 @@
-"""Defines the matmuls of experts and of their gradients, with or without quantization to float8.
-
-Each class is one kind of matmul: `Matmuls` multiplies arrays, `Float8Matmuls` quantizes its
-operands, and `WeightOnlyMatmuls` takes matrices that are stored quantized. `jax_ep.moe.expert_mlp`
-calls their methods.
-"""
+"""Defines the experts' matmuls and their gradients: of arrays, in float8, of stored matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +34,6 @@ _MOSTLY_UNUSED = 2
 
 
 def check_matmul_dtype(dtype: Any) -> None:
-    """Raises ValueError unless matmuls can quantize to `dtype`."""
     known = checks.floating(dtype)
     if known not in [jnp.dtype(each) for each in MATMUL_DTYPES]:
         names = ", ".join(jnp.dtype(each).name for each in MATMUL_DTYPES)
@@ -61,12 +55,9 @@ class QuantizedExperts(NamedTuple):
 class Experts(NamedTuple):
     """The weights of experts, with the shapes of `expert_mlp`; wi_1 and the biases may be None.
 
-    `quantized` has the float8 operands made from wi_0, wi_1 and wo, where matmuls multiply float8.
-
-    `sums` is None except in the backward pass of token chunks. There it has the sums of the
-    gradients of earlier chunks, for wi_0, wi_1 (unless it is None) and wo. The gradient that the
-    matmuls return for such an array is the array plus the gradient of the matrix. For the matrix
-    itself they return no gradient. Hence the matmuls must use `sums` exactly once.
+    `quantized` has the float8 operands. `sums`, in the backward pass of token chunks, has the sums
+    of the gradients of earlier chunks, for wi_0, any wi_1 and wo. Their gradients are the new sums;
+    the matrices then get none. So matmuls must use `sums` exactly once.
     """
 
     wi_0: Any
@@ -95,7 +86,6 @@ class Experts(NamedTuple):
 
     @property
     def adapters(self) -> dict[str, jax.Array]:
-        """The low-rank adapters (`jax_ep.moe.lora`), by name; {} if there are none."""
         named = {name: getattr(self, name) for name in ADAPTERS}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -106,10 +96,7 @@ class Experts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Computes the experts' grouped matmuls on arrays, without quantization.
-
-    R is the number of rows, H the hidden size of a token, F that of an expert, and C is H or F.
-    """
+    """Computes the experts' grouped matmuls on arrays; C is H or F."""
 
     implementation: Implementation
     # Whether the matrices are stored quantized, and get no gradient.
@@ -188,12 +175,9 @@ class Matmuls:
         group_sizes: jax.Array,
         mean_rows: int | None,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Backpropagates through weights[:, None] * unit(*pre), the weighted hidden values.
+        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights.
 
-        Returns the weighted hidden values and the gradients of `pre`, as `gradients` takes both,
-        and the gradient of the weights or None. Returns None instead if there is only one product,
-        or if a pass of XLA over all rows is as fast, because most of them are used. Arguments are
-        those of `expert_mlp.backward`; `pre` are the products with wi_0 and wi_1, as residuals.
+        Returns None if there is only one product, or if XLA is as fast because most rows are used.
         """
         num_rows = dhidden.shape[0]
         if len(pre) != 2 or weights is None or mean_rows is None:
@@ -225,10 +209,7 @@ class Matmuls:
 
         def gradients_of_matrices(lhs: Any, grads: tuple[Any, ...], sums: Any) -> Any:
             # The gradients of the matrices that multiply `lhs`, plus `sums`, if they are given.
-            operands = lhs, grads, group_sizes, self.implementation
-            if sums is None:
-                return unquantized.drhs_of_each(*operands)
-            return unquantized.add_drhs_of_each(sums, *operands)
+            return unquantized.drhs_of_each(lhs, grads, group_sizes, self.implementation, sums)
 
         sums_of_wi, sums_of_wo = experts.sums_of_wi_and_wo
         (dwo,) = gradients_of_matrices(hidden, (grad_rows,), sums_of_wo)
@@ -391,10 +372,7 @@ class WeightOnlyMatmuls(Matmuls):
 
 
 def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
-    """Returns the experts, with `quantized` set if `matmul_dtype` is given.
-
-    Differentiating with respect to stored quantized matrices raises TypeError.
-    """
+    """Sets `quantized` for a `matmul_dtype`; refuses gradients of stored quantized matrices."""
     names = QuantizedExperts._fields
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
     experts = experts._replace(**constant)
@@ -407,7 +385,6 @@ def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implemen
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
-    """Selects the class of matmuls, and returns an object of it and the experts it multiplies."""
     is_stored = isinstance(experts.wi_0, QuantizedArray)
     of_arrays = WeightOnlyMatmuls if is_stored else Matmuls
     kind = of_arrays if matmul_dtype is None else Float8Matmuls
@@ -417,8 +394,6 @@ def matmuls_of(
 def specs_of_quantized(
     quantized: QuantizedExperts, specs: Mapping[str, PartitionSpec]
 ) -> QuantizedExperts:
-    """Returns the `PartitionSpec` of each array in `quantized`, given those of the matrices."""
-
     def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
         if matrices is None:
             return None
@@ -433,7 +408,6 @@ def specs_of_quantized(
 
 
 def check_are_arrays(must: str, experts: Any) -> None:
-    """Raises ValueError, which begins with `must`, if wi_0, wi_1 or wo is a `QuantizedArray`."""
     for name in QuantizedExperts._fields:
         if isinstance(matrices := getattr(experts, name), QuantizedArray):
             raise ValueError(
@@ -443,7 +417,6 @@ def check_are_arrays(must: str, experts: Any) -> None:
 
 
 def check_same_kind(experts: Any, names: Sequence[str]) -> None:
-    """Raises TypeError unless the matrices `names` are all arrays or all `QuantizedArray`s."""
     given = {name: m for name in names if (m := getattr(experts, name)) is not None}
     if len({isinstance(matrices, QuantizedArray) for matrices in given.values()}) > 1:
         kinds = ", ".join(f"{name} is {checks.described(m)}" for name, m in given.items())
@@ -470,5 +443,6 @@ def quantize_experts_of_rank(
             matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
-    matrices = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
-    return QuantizedExperts(**{n: quantize(n, each) for n, each in matrices.items()})  # type: ignore
+    given = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
+    found: dict[str, Any] = {name: quantize(name, matrices) for name, matrices in given.items()}
+    return QuantizedExperts(**found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +51,6 @@ class HiddenUnit:
     clamp: float | None = None
 
     def check(self) -> None:
-        """Raises TypeError or ValueError, naming the option, for a value that is not allowed."""
         checks.check_function(
             "activation", self.activation, "a function of one array, such as jax.nn.silu"
         )
@@ -91,16 +90,13 @@ def expert_mlp(
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
-    computed in float32. "pallas" computes both products, x @ wi_0 and x @ wi_1, adds their biases,
-    and applies the function between the matmuls in one kernel. The function must be made of sums,
-    products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
-    Otherwise XLA computes it. XLA also computes it where there are biases and `matmul_dtype` is
-    set. Both ways give the same bits.
+    computed in float32. "pallas" computes both products, their biases and the function between the
+    matmuls in one kernel, if the function is made of sums, products, minima, maxima, comparisons,
+    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise, and with biases and
+    `matmul_dtype`, XLA computes the function, with the same bits.
 
-    **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
-    x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
-    carry the names "dispatched_tokens" and "expert_pre_activations"
-    (`jax.ad_checkpoint.checkpoint_name`), so that a `jax.checkpoint` policy can choose: for example
+    **What is kept for the backward pass**: `tokens` and the products x @ wi_0 and x @ wi_1
+    (R·(H + 2F) values), under the names "dispatched_tokens" and "expert_pre_activations". So
     `jax.checkpoint_policies.save_only_these_names("dispatched_tokens")` keeps R·H values and
     computes the two products again.
 
@@ -202,11 +198,10 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output of the experts, and the residuals for `backward`.
+    """Returns the output, [R, H] or for S chosen groups [S * height, H], and residuals.
 
-    `groups` are the numbers of rows of the experts, [L] int32, for an output [R, H]; or, without
-    `keep`, S chosen groups, for [S * height, H]. Without `keep`, the residuals are incomplete. Rows
-    of the output past the last group are zero with `zero_unused`, and undefined without.
+    Residuals are complete with `keep`. Without `zero_unused`, rows past the last group are
+    undefined.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
@@ -243,11 +238,9 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
-    `saved` are the residuals of `forward`, and `grad` [R, H] is the cotangent of the output; or of
-    weights[:, None] * output, with `weights` [R] float32. These are applied to the hidden values,
-    since the output without its bias is linear in them. Gradients of tokens and weights in rows
-    past the last group are zero with `zero_unused`, and undefined without. `mean_rows` is the mean
-    number of rows in groups on a rank, if known.
+    `grad` is the cotangent of the output, or of weights[:, None] * output; weights multiply the
+    hidden values here. `mean_rows` is the mean number of rows in groups on a rank, if known.
+    Without `zero_unused`, rows past the last group are undefined.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
@@ -317,6 +310,19 @@ def _biases_of_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Ar
     return biases_of_rows(biases, groups, rows.shape[0], wide_dtype(rows.dtype))
 
 
+# The dimensions of each operand of `expert_mlp`.
+_DIMS = {
+    "wi_0": "LHF",
+    "wi_1": "LHF",
+    "wo": "LFH",
+    "wi_0_bias": "LF",
+    "wi_1_bias": "LF",
+    "wo_bias": "LH",
+    "tokens": "RH",
+    "group_sizes": "L",
+}
+
+
 def check_operands(
     tokens: jax.Array | QuantizedArray,
     experts: Experts,
@@ -326,23 +332,33 @@ def check_operands(
     implementation: Implementation,
     name_of_implementation: str = "implementation",
 ) -> None:
-    """Raises ValueError or TypeError, which names an argument, unless all arguments fit.
-
-    `name_of_implementation` is the caller's name of `implementation`, for errors.
-    """
+    """`name_of_implementation` is the caller's name of `implementation`, for errors."""
     matrices = QuantizedExperts._fields
-    weights = experts._replace(quantized=None, sums=None)._asdict()
+    arrays = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
     # wi_0 and wo are required, so they are checked even if they are None.
-    given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
-    _check_weights(given)
-    may_be_quantized = matmul_dtype is not None
-    checks.check_array(
-        "tokens", tokens, 2, jnp.floating, "[R, H]", may_be_quantized=may_be_quantized
-    )
-    checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
+    given = {n: w for n, w in arrays.items() if w is not None or n in ("wi_0", "wo")}
+    arrays = given | {"tokens": tokens, "group_sizes": group_sizes}
+    for name, array in arrays.items():
+        kind = jnp.integer if name == "group_sizes" else jnp.floating
+        may_be_quantized = name in matrices or (name == "tokens" and matmul_dtype is not None)
+        checks.check_array(
+            name,
+            array,
+            len(_DIMS[name]),
+            kind,
+            f"[{', '.join(_DIMS[name])}]",
+            may_be_empty=name not in given,
+            may_be_quantized=may_be_quantized,
+        )
     check_same_kind(experts, matrices)
-    arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
-    _check_shapes(arrays)
+    sizes = dict(zip("LHF", experts.wi_0.shape, strict=True)) | {"R": tokens.shape[0]}
+    for name, array in arrays.items():
+        wanted = tuple(sizes[dim] for dim in _DIMS[name])
+        if array.shape != wanted:
+            raise ValueError(
+                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
+                f"{experts.wi_0.shape}, but has shape {array.shape}."
+            )
     for name in matrices:
         if name in given and given[name].dtype != tokens.dtype:
             raise TypeError(
@@ -357,6 +373,18 @@ def check_operands(
         check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
+    check_computation(tokens, experts, unit, matmul_dtype, implementation, name_of_implementation)
+
+
+def check_computation(
+    tokens: jax.Array | QuantizedArray,
+    experts: Experts,
+    unit: HiddenUnit,
+    matmul_dtype: Any,
+    implementation: Implementation,
+    name_of_implementation: str,
+) -> None:
+    """Raises TypeError or ValueError unless experts of the right shapes can be computed."""
     dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
     num_rows = 1 if tokens.shape[0] == 0 else tokens.shape[0]
     rows = jax.ShapeDtypeStruct((num_rows, experts.wi_0.shape[2]), wide_dtype(dtype))
@@ -371,44 +399,7 @@ def check_operands(
     check_implementation(implementation, experts.wi_0, name_of_implementation, matmul_dtype)
 
 
-def _check_weights(weights: Mapping[str, Any]) -> None:
-    """Raises ValueError or TypeError unless each weight is a float array of the right ndim."""
-    shapes = dict(
-        wi_0="[L, H, F]",
-        wi_1="[L, H, F]",
-        wo="[L, F, H]",
-        wi_0_bias="[L, F]",
-        wi_1_bias="[L, F]",
-        wo_bias="[L, H]",
-    )
-    for name, array in weights.items():
-        options = dict(may_be_empty=False, may_be_quantized=name in QuantizedExperts._fields)
-        ndim = shapes[name].count(",") + 1
-        checks.check_array(name, array, ndim, jnp.floating, shapes[name], **options)
-
-
-def _check_shapes(arrays: Mapping[str, Any]) -> None:
-    """Raises ValueError for an operand whose shape does not fit that of wi_0."""
-    num_experts, hidden, mlp = arrays["wi_0"].shape
-    expected = {
-        "tokens": (arrays["tokens"].shape[0], hidden),
-        "wi_1": (num_experts, hidden, mlp),
-        "wo": (num_experts, mlp, hidden),
-        "group_sizes": (num_experts,),
-        "wi_0_bias": (num_experts, mlp),
-        "wi_1_bias": (num_experts, mlp),
-        "wo_bias": (num_experts, hidden),
-    }
-    for name, wanted in expected.items():
-        if name in arrays and arrays[name].shape != wanted:
-            raise ValueError(
-                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
-                f"{arrays['wi_0'].shape}, but has shape {arrays[name].shape}."
-            )
-
-
 def _check_functions(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises TypeError or ValueError unless the unit maps arrays like `rows` to floats."""
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
     try:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 
@@ -19,9 +16,9 @@ MOST_TOKENS = 16
 
 
 def few_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Returns x @ gate, [T, E] float32, for x [T, H] bfloat16 and gate [H, E] float32 or bfloat16.
+    """Returns x @ gate, [T, E] float32, without a gradient.
 
-    T is at most 16. Both arrays have the same varying mesh axes (vma). There is no gradient.
+    x is [T, H] bfloat16 with T <= 16, gate [H, E] float32 or bfloat16; both of one vma.
     """
     (logits,) = _few_logits_p.bind(x, gate)
     return logits
@@ -40,7 +37,6 @@ def _by_kernel(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
 
 
 def _kernel_reason(program: Program) -> str | None:
-    """Returns why the GPU kernel cannot run in a program, or None if it can."""
     if reason := availability.one_device_unavailable_reason(program):
         return reason
     from pallas_kernels.routing import logits
@@ -49,22 +45,8 @@ def _kernel_reason(program: Program) -> str | None:
     return logits.unavailable_reason(x.shape[0], x.shape[1], gate.shape[1])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Logits(Implementation):
-    compute: Callable[..., Any]
-
-
-# The implementations, in the order in which they are tried. Callers cannot choose one.
-IMPLEMENTATIONS = Implementations(
-    (
-        _Logits(name="pallas", unavailable_reason=_kernel_reason, compute=_by_kernel),
-        _Logits(name="xla", compute=_by_xla),
-    )
-)
-
-
 def _lower(program: Program, *operands: Any) -> Any:
-    return program.lower(IMPLEMENTATIONS.select(None, program).compute, *operands)
+    return program.lower(_by_xla if _kernel_reason(program) else _by_kernel, *operands)
 
 
 def _batch(operands: Any, axes: Any) -> Any:

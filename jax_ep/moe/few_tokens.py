@@ -1,13 +1,9 @@
 """Runs experts on a few tokens without a dispatch, as in decoding on one rank.
 
-On one rank, a dispatch only sorts the tokens' rows by expert, but that takes seven launches. Here,
-each chosen expert computes all tokens instead, and each token then uses only the outputs of the
-experts that it chose (`pallas_kernels.matmul.chosen_groups`). The output of experts that are not
-quantized has the same bits as with a dispatch. Shared experts with quantized matrices are a case
-with one expert, which all tokens choose.
-
-Only the kernels for Hopper GPUs can do this. Programs for other platforms, and the backward pass,
-use a dispatch and a combine.
+There, a dispatch only sorts the tokens' rows by expert, but takes seven launches. Here, each chosen
+expert computes all tokens, and each token then uses only the outputs of its experts
+(`pallas_kernels.matmul.chosen_groups`), with the same bits if the experts are not quantized. Only
+the kernels for Hopper GPUs can do this: other platforms and the backward pass use a dispatch.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, matmuls_of
 from jax_ep.moe.expert_mlp import forward
 from jax_ep.moe.mesh import LayerMesh
-from jax_ep.moe.routed_experts import by_dispatch
+from jax_ep.moe.routed_experts import RoutedTokens, by_dispatch
 from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups
 
@@ -47,7 +43,6 @@ Run = Callable[..., tuple[jax.Array, Any]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
-    """Returns whether a GPU may compute these tokens [T, H] without a dispatch."""
     # These options ask for a dispatch, or for a change of the rows that it sends.
     of_dispatch = config.implementation, config.capacity_factor, config.wire_dtype
     if any(option is not None for option in of_dispatch) or config.weights_on != "output":
@@ -72,35 +67,22 @@ def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -
 
 
 def run(
-    experts: Experts,
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    distinct: bool,
-    config: MoEConfig,
-    where: LayerMesh,
+    experts: Experts, routed: RoutedTokens, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `by_dispatch` does, computed without a dispatch where `supports` allows it."""
+    elsewhere = functools.partial(by_dispatch, config=config, where=where)
+    if not supports(routed.tokens, experts, config, where.num_ranks()):
+        return elsewhere(experts, routed)
 
-    def elsewhere(
-        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return by_dispatch(experts, tokens, topk_idx, topk_weights, distinct, config, where)
-
-    if not supports(tokens, experts, config, where.num_ranks()):
-        return elsewhere(experts, tokens, topk_idx, topk_weights)
-
-    def by_chosen_experts(
-        experts: Experts, tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        out = output(experts, tokens, topk_idx, topk_weights, config, implementation="pallas")
+    def by_chosen_experts(experts: Experts, routed: RoutedTokens) -> tuple[jax.Array, jax.Array]:
+        operands = routed.tokens, routed.topk_idx, routed.topk_weights
+        out = output(experts, *operands, config, implementation="pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
         # Both results vary (vma) over the axes over which those of `elsewhere` do.
-        out, dropped, _ = match_varying((out, dropped, topk_idx), where.expert_axes)
+        out, dropped, _ = match_varying((out, dropped, routed.topk_idx), where.expert_axes)
         return out, dropped
 
-    operands = tokens, topk_idx, topk_weights
-    return _by_platform(by_chosen_experts, elsewhere, experts, operands, where.expert_axes)
+    return _by_platform(by_chosen_experts, elsewhere, experts, routed, where.expert_axes)
 
 
 def run_one(
@@ -113,27 +95,25 @@ def run_one(
     if not _each_computes_all(tokens, experts, config):
         return of_many(experts, tokens)
 
-    def of_few(experts: Experts, tokens: jax.Array) -> jax.Array:
+    def of_few(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, None]:
         count = len(tokens)
         groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
-        return _outputs(experts, tokens, groups, config, implementation="pallas")[:count]
+        return _outputs(experts, tokens, groups, config, implementation="pallas")[:count], None
 
-    # `_by_platform` takes functions with a second result.
-    def with_nothing(function: Callable[..., jax.Array]) -> Run:
-        return lambda *operands: (function(*operands), ())
+    def elsewhere(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, None]:
+        return of_many(experts, tokens), None
 
-    of_few_or_many = with_nothing(of_few), with_nothing(of_many)
-    return _by_platform(*of_few_or_many, experts, operands=(tokens,), axes=())[0]
+    return _by_platform(of_few, elsewhere, experts, tokens, axes=())[0]
 
 
 def _by_platform(
     on_gpu: Run,
     elsewhere: Run,
     experts: Experts,
-    operands: tuple[jax.Array, ...],
+    operand: Any,
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu(experts, *operands)` on a GPU, and `elsewhere` of the same anywhere else.
+    """Returns `on_gpu(experts, operand)` on a GPU, and `elsewhere` of the same anywhere else.
 
     Both return the output, and a pytree without gradient. The gradient is that of `elsewhere`.
     """
@@ -146,20 +126,20 @@ def _by_platform(
     }
 
     @jax.custom_vjp
-    def compute(quantized: dict[str, Any], experts: Experts, *others: jax.Array) -> Any:
+    def compute(quantized: dict[str, Any], experts: Experts, operand: Any) -> Any:
         whole = experts._replace(**quantized)
-        return lax.platform_dependent(whole, *others, cuda=on_gpu, default=elsewhere)
+        return lax.platform_dependent(whole, operand, cuda=on_gpu, default=elsewhere)
 
     def compute_and_keep(quantized: dict[str, Any], *operands: Any) -> tuple[Any, Any]:
-        def of_arrays(experts: Experts, *others: jax.Array) -> tuple[jax.Array, Any]:
-            return elsewhere(experts._replace(**quantized), *others)
+        def of_arrays(experts: Experts, operand: Any) -> tuple[jax.Array, Any]:
+            return elsewhere(experts._replace(**quantized), operand)
 
         out, vjp, aux = jax.vjp(of_arrays, *operands, has_aux=True)
         return (out, aux), vjp
 
     compute.defvjp(compute_and_keep, lambda vjp, cotangents: (None, *vjp(cotangents[0])))
     arrays = experts._replace(**dict.fromkeys(quantized))
-    leaves, tree = jax.tree.flatten((quantized, arrays, *operands))
+    leaves, tree = jax.tree.flatten((quantized, arrays, operand))
     return compute(*jax.tree.unflatten(tree, match_varying(leaves, axes)))
 
 

@@ -20,9 +20,8 @@ from jax_ep.moe.routing import Routing
 def output(x: jax.Array, routed: Routing, params: MoEParams, config: MoEConfig) -> jax.Array:
     """Returns for each token the weighted sum of the outputs of its free experts, [T, H] float32.
 
-    A zero expert gives 0, an identity expert x, and a constant expert a * x + b * v, where v is its
-    `constant_value` and (a, b) = softmax(x @ constant_gate) (MoE++, section 3.1). The weight always
-    multiplies the expert's output; `MoEConfig.weights_on` does not apply.
+    A constant expert gives a * x + b * v, with (a, b) = softmax(x @ constant_gate) and v its
+    `constant_value` (MoE++, section 3.1). `MoEConfig.weights_on` does not apply.
     """
     x = x.astype(jnp.float32)
     topk_idx, topk_weights, _ = routed

@@ -1,11 +1,9 @@
 """Gathers parameters that fully sharded data parallelism (FSDP) splits over further mesh axes.
 
-Further axes, or FSDP axes, are neither the expert axes, which split the experts, nor the tensor
-axes, which split the experts' hidden size. A parameter that is split over further axes enters the
-layer's `jax.shard_map` as shards, and is gathered there right before it is used. Matrices are
-gathered in the compute dtype, or in float8 if the experts multiply float8. The transpose of the
-gather is a reduce-scatter: it sums the ranks' gradients in the parameter's dtype, and leaves each
-rank its own shard.
+Further axes are neither the expert axes nor the tensor axes. A parameter that they split enters the
+layer's `jax.shard_map` as shards, and is gathered right before it is used, in the compute dtype, or
+in float8 if the experts multiply float8. The transpose is a reduce-scatter in the parameter's
+dtype, which leaves each rank its own shard.
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ _Dims = tuple[tuple[int, Axes], ...]  # pairs of a dimension and the mesh axes t
 def with_further_axes(
     where: LayerMesh, params: MoEParams, config: MoEConfig, axis_rules: AxisRules
 ) -> LayerMesh:
-    """Returns `where` with `further_axes`: the FSDP axes that each parameter is split over.
+    """Returns `where` with the FSDP axes of each parameter: those of `config.fsdp_axes`.
 
-    The axes are those of `config.fsdp_axes`, which the caller's axis rules must not contradict. If
-    that is None, Explicit axes are read from the types of the parameters, and Auto axes are guessed
-    from the caller's axis rules. XLA gathers a parameter that is split over any other axes.
+    If that is None, Explicit axes are those of the types, and Auto axes those of the axis rules.
     """
     _check_axes(config.further_axes(), where)
     if where.mesh is None:
@@ -72,7 +68,6 @@ def _check_not_split(name: str, config: MoEConfig) -> None:
 
 
 def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
-    """Raises ValueError unless the axes of each logical axis fit the mesh and split the tokens."""
     bound = set(jax.sharding.get_abstract_mesh().manual_axes)
     if named := [axis for axes in given.values() for axis in axes if axis in bound]:
         raise ValueError(
@@ -176,10 +171,7 @@ def _check_rule_of_base_axes(
 
 
 def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
-    """Returns the mesh axes that the axis rules give each logical axis, as Flax applies the rules.
-
-    The first rule applies whose mesh axes are not yet assigned to another logical axis.
-    """
+    """Returns each logical axis's mesh axes: those of the first rule whose axes are not in use."""
     assigned: dict[str, Axes] = {}
     for name, mesh_axes in axis_rules:
         axes = _as_tuple(mesh_axes)
@@ -212,13 +204,11 @@ def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
-    """Returns whether the last two sizes of every shape are multiples of 128, a block's size."""
     block = FLOAT8_MATRICES.block
     return not any(n % b for shape in shapes for n, b in zip(shape[1:], block, strict=True))
 
 
 def gather_params(params: MoEParams, names: tuple[str, ...], where: LayerMesh) -> MoEParams:
-    """Returns the parameters, with those called `names` gathered where they are present."""
     given = {name: array for name in names if (array := getattr(params, name)) is not None}
     return params._replace(**{name: gather(name, a, where) for name, a in given.items()})
 
@@ -259,7 +249,6 @@ def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> Quantized
 
 
 def _dims(name: str, where: LayerMesh) -> _Dims:
-    """Returns the dimensions of the parameter `name` that FSDP axes split, with these axes."""
     return tuple((i, axes) for i, axes in enumerate(where.further(name)) if axes)
 
 
@@ -281,7 +270,6 @@ def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Arr
 
 
 def _scatter(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, _: None, grad: jax.Array):
-    """Reduce-scatters the gradient of `_gather`, in `grad_dtype`."""
     grad = grad.astype(grad_dtype)
     for dim, axes in reversed(dims):
         grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)

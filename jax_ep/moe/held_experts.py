@@ -103,7 +103,6 @@ def _own_experts(
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
-    """Returns this rank's `num` experts from `weights` of these or of all experts."""
     if weights.shape[0] == num:
         return weights
     return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)
@@ -116,13 +115,6 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     Gradients go to `params` (straight-through). The result has each matrix twice, as it is and
     transposed, with 2 bytes per number in total. It is sharded as the parameters are, but over
     `fsdp_axes` only if each rank's shard has whole blocks of 128 x 128 numbers.
-
-    Args:
-        params: the parameters of a layer.
-        config: the configuration of the layer, with a `matmul_dtype`.
-
-    Returns:
-        The quantized matrices, which `moe_layer` takes as `quantized_experts`.
 
     Raises:
         ValueError: `config.matmul_dtype` is None, or H or F is not a multiple of 128.

@@ -50,11 +50,10 @@ def moe_layer(
       raises an error.
     - Without a mesh, it runs unsharded.
 
-    If every rank would have to gather all experts on each call, the layer raises ValueError or
-    warns. It raises if the experts are sharded over `expert_axis`, but no mesh is set. It warns if
-    the experts are sharded over other axes, or if their sharding is not known, as under `jax.jit`.
-    It also warns if it sees that every rank holds all experts of a mesh with `expert_axis`, and if
-    an option that needs a mesh is given without one.
+    If every rank would have to gather all experts on each call, the layer raises ValueError, as
+    where experts are sharded over `expert_axis` but no mesh is set, or warns, as where their
+    sharding is not known. It also warns if it sees that every rank holds all experts of a mesh with
+    `expert_axis`, and if an option that needs a mesh is given without one.
 
     With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
     computes them for the tokens of all n ranks. In the caller's `jax.shard_map`, pass each rank its
@@ -107,14 +106,10 @@ def run_layer(
     axis_rules: AxisRules = (),
     in_init: bool | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs one MoE layer; see `moe_layer`.
+    """Runs `moe_layer`; `axis_rules` say how parameters are split where types do not show it.
 
-    `axis_rules` are pairs of a logical axis and mesh axes, as in Flax. They say how parameters are
-    probably sharded where their types do not show it. They are used for warnings. Where
-    `config.fsdp_axes` is None, they also give the FSDP axes; else they must agree with it.
-
-    `in_init` is for a Linen layer whose parameters are sharded by rules alone: whether Linen's
-    `init` makes them in this call. Other layers give None.
+    They are used for warnings and, where `config.fsdp_axes` is None, for the FSDP axes. `in_init`
+    is whether Linen's `init` makes the parameters in this call; other layers give None.
     """
     check_call(params, call, config)
     where = find_mesh(config, call.x)
@@ -133,7 +128,6 @@ def run_layer(
 def _without_tokens(
     x: jax.Array, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Returns the output and the metrics for x without tokens, computed by no rank."""
     out = x.astype(config.dtype)
     if where.mesh is None:
         (out,) = match_varying((out,), where.expert_axes)
@@ -157,7 +151,6 @@ def _without_tokens(
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
-    """Returns the configuration with the dtypes and the implementation filled in."""
     dtype = config.dtype
     if dtype is None:
         for name, array in (("x", x), ("wi_0", params.wi_0)):
@@ -182,7 +175,6 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 
 
 def _layer(operands: Operands, config: MoEConfig, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer in its own `jax.shard_map`, or without one if `where` has no mesh."""
     run = run_where_called if where.mesh is None else run_over_mesh
     return run(operands, config, where)
 

@@ -30,8 +30,7 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
     """Adds adapters to the experts' matrices, with which the layer's output is the same at first.
 
     Args:
-        params: the parameters of a layer, such as those of a loaded model. The experts' matrices
-            may be quantized.
+        params: the parameters of a layer; the experts' matrices may be quantized.
         rank: r, the inner size of the adapters.
         key: a random key, of which the A of each adapter is drawn; each B is 0.
 
@@ -75,14 +74,9 @@ def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> NamedSharding
 def merge_lora(params: MoEParams, lora_scale: float) -> MoEParams:
     """Adds each adapter to its matrix, W + lora_scale * A @ B, and removes the adapters.
 
-    Args:
-        params: the parameters of a layer.
-        lora_scale: that of the layer's `MoEConfig`.
-
-    Returns:
-        Parameters without adapters, with which the layer computes the same up to rounding. The sums
-        are computed in float32 and rounded to the dtype of the matrix; quantized matrices that have
-        adapters are dequantized.
+    `lora_scale` is that of the layer's `MoEConfig`. The sums are computed in float32 and rounded to
+    the dtype of the matrix; quantized matrices that have adapters are dequantized. With the result,
+    the layer computes the same up to rounding.
     """
     merged: dict[str, Any] = dict.fromkeys(ADAPTERS)
     for name in ("wi_0", "wi_1", "wo"):

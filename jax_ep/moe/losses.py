@@ -1,8 +1,6 @@
 """Computes the load-balance loss and the router z-loss, as published models define them.
 
-Each loss is computed from sums over tokens. To compute one loss for several ranks, layers or
-microbatches, add their sums first and compute the loss from the total. `BalanceSums` holds the
-sums of the load-balance loss.
+To compute one loss for several ranks, layers or microbatches, add their sums over tokens first.
 """
 
 from __future__ import annotations
@@ -68,11 +66,9 @@ def load_balance_loss(
       sequences. This is DeepSeek-V3's complementary sequence-wise loss (arXiv:2412.19437, eq. 17
       to 20), but c counts the choices that the router made, as in DeepSeek-V2.
 
-    A token's probabilities are its row of `probs` divided by the row's sum (DeepSeek-V3's eq. 19
-    for sigmoid scores); a row of zeros stays zero. c and P are summed over the tokens of all ranks,
-    or of a sequence, before they are multiplied. (The mean of the ranks' own losses would penalize
-    a rank for the skew of its own tokens.) A token that chooses no expert is left out, even if it
-    holds NaN.
+    A token's probabilities are its row of `probs` divided by the row's sum (DeepSeek-V3's eq. 19);
+    a row of zeros stays zero. c and P are summed over all ranks, or over a sequence, before they
+    are multiplied. A token that chooses no expert is left out, even if it holds NaN.
 
     Args:
         probs: [T, E] floating, not negative: `Routing.probs`, in which sigmoid scores do not
@@ -81,9 +77,8 @@ def load_balance_loss(
         convention: "switch", "transformers" or "deepseek_v3".
         num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a
             rank's T tokens are B sequences of equal length, one after the other.
-        sequence_ids: [T] integer, or None: the sequence of each token, in [0, B). Give it where
-            lengths differ or a sequence is on several ranks. B then is the number of sequences on
-            all ranks, and ids are the same on all ranks.
+        sequence_ids: [T] integer, or None: the sequence of each token, in [0, B), where lengths
+            differ or a sequence is on several ranks. B and the ids are those of all ranks.
         expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
             MoE++'s tau (arXiv:2410.07348) for free experts, and 1 for all others.
         axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
@@ -91,9 +86,8 @@ def load_balance_loss(
 
     Returns:
         [] float32, the same on every rank along `axis_name`. The derivative follows the rule of
-        `lax.psum`: it is exact for `jax.grad` around the `shard_map`, and inside a `shard_map` with
-        `check_vma=True`. Inside one with `check_vma=False`, `jax.grad` gives the derivative of the
-        sum of all ranks' losses, which is right if gradients are averaged over ranks afterwards.
+        `lax.psum`: with `check_vma=False`, `jax.grad` inside the `shard_map` gives that of the sum
+        of all ranks' losses, which is right if gradients are averaged over ranks afterwards.
 
     Raises:
         ValueError: a shape does not fit or an axis is not bound; the message names the argument.
@@ -134,8 +128,8 @@ def pooled_load_balance_loss(
     transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
 
     Args:
-        sums: the `MoEMetrics.balance` of one layer; an iterable of `BalanceSums`, one per layer; or
-            one `BalanceSums` whose arrays have leading axes, as `lax.scan` over layers stacks them.
+        sums: one or several `BalanceSums`, such as `MoEMetrics.balance` of each layer; or one whose
+            arrays have leading axes, as `lax.scan` over layers stacks them.
         convention, expert_factors: see `load_balance_loss`; not "deepseek_v3", whose loss of
             several layers or equal microbatches is the mean of theirs.
 
@@ -178,7 +172,7 @@ def balance_sums(
     """Sums the choices and probabilities of this rank's tokens, for the load-balance loss.
 
     With `num_sequences` B, returns one sum for each sequence, along a leading axis of size B. The
-    counts are int32, which `in_float32` converts. Raises as `load_balance_loss` does.
+    counts are int32, which `in_float32` converts.
     """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
@@ -313,7 +307,6 @@ def router_z_loss(
 
 
 def check_mask(mask: jax.Array, shape: str) -> None:
-    """Raises TypeError unless `mask` is a bool or integer array; `shape` is for the message."""
     wanted = f"mask must be a bool or integer array {shape}"
     if not hasattr(mask, "dtype"):
         raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
@@ -322,7 +315,6 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Sums each array of the pytree `sums` over the ranks along `axis_name`, if it is not None."""
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

@@ -58,11 +58,9 @@ class LayerMesh(NamedTuple):
         return tuple(axes.get(axis or "", ()) for axis in LOGICAL_AXES[name])
 
     def further(self, name: str) -> tuple[Axes, ...]:
-        """Returns, for each dimension of the parameter `name`, its FSDP axes."""
         return dict(self.further_axes).get(name, ((),) * len(LOGICAL_AXES[name]))
 
     def all_axes_of(self, name: str) -> tuple[Axes, ...]:
-        """Returns, for each dimension of the parameter `name`, all axes that split it."""
         dims = zip(self.axes_of(name), self.further(name), strict=True)
         return tuple(base + further for base, further in dims)
 
@@ -78,7 +76,6 @@ class LayerMesh(NamedTuple):
         return others, *[()] * (ndim - 3), self.sequence_axes
 
     def types_show_more_axes(self, params: MoEParams) -> bool:
-        """Returns whether a parameter's type shows another axis than its expert or tensor axes."""
         if self.mesh is None:
             return False
         for name, array in params._asdict().items():
@@ -94,7 +91,6 @@ class LayerMesh(NamedTuple):
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def size(self, axes: Axes) -> int:
-        """Returns the number of ranks along `axes`, of the mesh or of the caller's `shard_map`."""
         if self.mesh is not None:
             return math.prod(self.mesh.shape[axis] for axis in axes)
         return lax.axis_size(axes)
@@ -135,7 +131,6 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
-    """Raises TypeError if `mesh`, that of a config where no mesh is set, is abstract."""
     check_mesh("mesh", mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
 
 
@@ -173,12 +168,10 @@ def check_mesh_of_experts(
     axis_rules: AxisRules,
     in_init: bool | None = None,
 ) -> None:
-    """Warns or raises an error if the sharding of the experts [E, H, F] is not what `config` says.
+    """Warns or raises if every rank would gather or hold all experts [E, H, F], unlike `config`.
 
-    The results would be right, but every rank would gather all experts on each call, or hold them
-    all. Warns also of options that need a mesh if there is none. `experts` is wi_0, an array or a
-    `QuantizedArray`. The type of a traced array on Auto axes shows its mesh, but not its sharding,
-    which is then guessed from the caller's axis rules, or the axes' names.
+    Warns also of options that need a mesh if there is none. The type of a traced array on Auto axes
+    does not show its sharding, which is then guessed from the axis rules, or the axes' names.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.
@@ -239,7 +232,6 @@ def _warn_of_replicated(
     replicated: dict[str, Axes],
     logical_axes: Sequence[str],
 ) -> None:
-    """Warns that the axes of the options in `replicated` do not split wi_0."""
     named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
     quoted = " and ".join(f'"{axis}"' for axis in logical_axes)
     warnings.warn(
@@ -252,7 +244,6 @@ def _warn_of_replicated(
 
 
 def _ruled_axes(logical: str, axis_rules: AxisRules, mesh: Mesh | AbstractMesh) -> Axes:
-    """Returns the mesh axes with several ranks that the rules give the axis `logical`."""
     parts = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
     return tuple(dict.fromkeys(axis for axes in parts for axis in axes))
 
@@ -297,7 +288,6 @@ def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _axes_in(part: Any) -> Axes:
-    """Returns the mesh axes in `part`, an entry of a `PartitionSpec`; () if it names none."""
     if isinstance(part, str):
         return (part,)
     return tuple(part) if isinstance(part, (tuple, list)) else ()
@@ -338,7 +328,6 @@ def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> j
 
 
 def _only(part: Any, axes: frozenset[str]) -> Any:
-    """Returns the mesh axes of `part`, an entry of a `PartitionSpec`, that are also in `axes`."""
     if part is None or isinstance(part, str):
         return part if part in axes else None
     return tuple(axis for axis in part if axis in axes) or None
@@ -351,7 +340,6 @@ def _callers_batch_axes(
     ambient: AbstractMesh,
     x: jax.Array,
 ) -> tuple[str, ...]:
-    """Returns the axes of the caller's shard_map that the tokens x [..., H] are spread over."""
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
     # Under check_vma=False, types show no varying axes, not even for an axis index, which varies.
@@ -386,7 +374,6 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns `config.batch_axes` as a tuple; if that is None, all `axes` but the tensor axes."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")
@@ -404,7 +391,6 @@ def _batch_axes(
 
 
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
-    """Returns the mesh axes that split the sequence dimension of x [..., sequence, H]."""
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")
         if not set(axes) <= set(batch_axes):

@@ -1,9 +1,4 @@
-"""Defines the parameters of an MoE layer: names, shapes, logical axes, initializers and checks.
-
-To add a parameter, add a field of `MoEParams` and a row of `PARAMETERS`; the Flax layers then
-create, load and save it. Add the option that enables it to `ParameterOptions` and to the Flax
-layers' signatures.
-"""
+"""Defines the parameters of an MoE layer: names, shapes, logical axes, initializers and checks."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.moe.config import MoEConfig
-from jax_ep.placement.weights import ROUTED_WEIGHTS
+from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
@@ -30,27 +25,22 @@ class ParameterOptions:
     Attributes:
         num_shared_experts: the number of shared experts, MLPs of hidden size F that process every
             token.
-        shared_dim: S, the hidden size of all shared experts together. None means
-            num_shared_experts * F.
+        shared_dim: S, the hidden size of all shared experts together; None: num_shared_experts * F.
         use_shared_gate: whether to multiply the shared experts' output by sigmoid(x @ shared_gate)
             (Qwen2-MoE).
-        gated: whether routed and shared experts multiply the activation by x @ wi_1. If False, as
-            in Nemotron-H, the layer has no wi_1 and no shared_wi_1.
+        gated: whether experts multiply the activation by x @ wi_1. If False, as in Nemotron-H, the
+            layer has no wi_1 and no shared_wi_1.
         use_mlp_bias: whether the routed experts' matmuls have biases (GPT-OSS).
-        selection_bias: whether there is a DeepSeek-V3 selection bias, which changes only the choice
-            of experts.
-        use_gate_bias: whether to add a trained bias to the router's logits, which changes both the
-            choice of experts and their weights (GPT-OSS).
+        selection_bias: whether there is a DeepSeek-V3 selection bias.
+        use_gate_bias: whether to add a trained bias to the router's logits (GPT-OSS).
         use_expert_scale: whether to multiply the weight of each choice by a trained factor of the
-            chosen expert (Gemma 4).
-        lora_rank: r, the inner size of the low-rank adapters of the experts' matrices; 0 means no
-            adapters. With adapters, the matrices get no gradient. See the page "Training".
+            expert (Gemma 4).
+        lora_rank: r, the inner size of low-rank adapters of the experts' matrices, which then get
+            no gradient; 0: no adapters. See the page "Training".
         param_dtype: the dtype of the parameters.
-        kernel_init: the initializer of one expert's matrix, called for each expert with the shape
-            [H, F] or [F, H].
-        gate_init: the initializer of the router's kernel, gate.kernel. None means that there is no
-            gate. Each call must then be given `topk_idx` and `topk_weights`, unless the option
-            `router` is a function that needs no logits.
+        kernel_init: the initializer of one expert's matrix, of the shape [H, F] or [F, H].
+        gate_init: the initializer of the router's kernel, gate.kernel. None means no gate: each
+            call must be given `topk_idx` and `topk_weights`, or `router` must need no logits.
     """
 
     num_shared_experts: int = 0
@@ -68,7 +58,6 @@ class ParameterOptions:
 
     @classmethod
     def of_layer(cls, layer: Any) -> ParameterOptions:
-        """Makes the options from a layer whose attributes are named like the fields."""
         return cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(cls)})
 
     @classmethod
@@ -87,7 +76,6 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """Raises TypeError or ValueError, naming the option, for values that no layer supports."""
     shared_dim, number = options.shared_dim, options.num_shared_experts
     checks.check_integer("num_shared_experts", number, least=0)
     checks.check_integer("lora_rank", options.lora_rank, least=0)
@@ -138,18 +126,11 @@ _LOGICAL_AXIS = {"E": "exp", "H": "embed", "F": "mlp", "S": "mlp"}
 
 
 class Parameter(NamedTuple):
-    """The shape and initializer of one parameter of the layer.
+    """The shape, initializer and options of one parameter of the layer."""
 
-    Attributes:
-        dims: the shape, with one character per dimension, as in `MoEParams`. A digit stands for
-            itself.
-        init: "kernel" and "gate" are the options `kernel_init` and `gate_init` of the layer.
-        needs: the options that must be True for a Flax layer to have the parameter. A parameter
-            with a dimension of size 0 is absent, too.
-    """
-
-    dims: str
+    dims: str  # one character per dimension, as in `MoEParams`; a digit stands for itself
     init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
+    # The options that must be True for a Flax layer to have it. It has no parameter of size 0.
     needs: tuple[str, ...] = ()
 
     @property
@@ -228,13 +209,10 @@ class MoEParams(NamedTuple):
         wo_bias: [E, H] bias of an expert's output, or None.
         shared_gate: [H, 1], or None (`use_shared_gate`): the shared experts' output is multiplied
             by sigmoid(x @ shared_gate) (Qwen2-MoE, Qwen3-Next).
-        constant_value: [C, H], the vector of each constant expert, or None; see
-            `MoEConfig.constant_experts`.
-        constant_gate: [C, H, 2], or None: softmax(x @ constant_gate) gives the two factors with
-            which a constant expert mixes the token x and its vector.
-        wi_0_lora_a, wi_0_lora_b, wi_1_lora_a, wi_1_lora_b: [E, H, r] and [E, r, F], or None
-            (`lora_rank`): the low-rank adapters of wi_0 and wi_1, which are frozen then.
-        wo_lora_a, wo_lora_b: [E, F, r] and [E, r, H], or None: those of wo.
+        constant_value: [C, H], the vector of each constant expert, or None.
+        constant_gate: [C, H, 2], or None: gives a constant expert's factors of token and vector.
+        wi_0_lora_a, ..., wo_lora_b: the low-rank adapters, or None (`lora_rank`); of a matrix
+            [E, M, N] they are [E, M, r] and [E, r, N].
     """
 
     gate: jax.Array | None
@@ -262,7 +240,6 @@ class MoEParams(NamedTuple):
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
-        """Makes the parameters from the given arrays; parameters that are not given are None."""
         absent: dict[str, Any] = dict.fromkeys(cls._fields)
         return cls(**(absent | given))
 
@@ -273,10 +250,7 @@ register_for_export(MoEParams)
 def weight_shapes(
     config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
-    """Maps the names of a layer's parameters, except `gate` and `bias`, to their global shapes.
-
-    `hidden` is H, and `mlp_dim` is F. Parameters that the layer does not have are left out.
-    """
+    """Maps a layer's parameters, except `gate` and `bias`, to their global shapes."""
     checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
     sizes = {
         "E": config.num_held,
@@ -302,7 +276,6 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
-    """Returns the initializer of the whole parameter `name`, which is not `gate`."""
     kind = PARAMETERS[name].init
     if kind == "kernel":
         init = per_expert(options.kernel_init)
@@ -354,27 +327,17 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 f"gate must have shape [H, {num_experts}], one column for each expert that the "
                 f"router chooses among, free experts included, but has shape {params.gate.shape}."
             )
-    for name, parameter in PARAMETERS.items():
-        if parameter.dims == "R" and (array := getattr(params, name)) is not None:
-            checks.check_array(name, array, None, jnp.floating, "[R]")
-            if array.shape != (num_experts,):
-                raise ValueError(
-                    f"{name} must have one value for each expert that the router chooses among, "
-                    f"free experts included, shape ({num_experts},), but has shape {array.shape}."
-                )
-    for name in ROUTED_WEIGHTS:
-        if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
+    for name in ("wi_0", "wo", *ADAPTERS):
+        if (array := getattr(params, name)) is not None or name not in ADAPTERS:
             _check_array(name, array)
-    hidden = params.wi_0.shape[1]
-    shapes = {"constant_value": (num_constant, hidden), "constant_gate": (num_constant, hidden, 2)}
-    for name, shape in shapes.items():
-        array = getattr(params, name)
-        found = None if array is None else array.shape
-        wanted = None if num_constant == 0 else shape
-        if found != wanted:
+    for name in ("constant_value", "constant_gate"):
+        if (getattr(params, name) is None) != (num_constant == 0):
+            hidden = params.wi_0.shape[1]
+            shape = _shape(PARAMETERS[name], {"C": num_constant, "H": hidden})
+            given = "None" if num_constant else "given"
             raise ValueError(
                 f"{name} must have shape {shape} for constant_experts={num_constant}, and be None "
-                f"for 0, but is {'None' if array is None else f'of shape {array.shape}'}."
+                f"for 0, but is {given}."
             )
     for name, other in _NEEDS.items():
         if getattr(params, name) is not None and getattr(params, other) is None:
@@ -384,7 +347,6 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
 
 
 def _check_shared(params: MoEParams) -> None:
-    """Raises ValueError unless all matrices of the shared experts are given, or none."""
     given = [name for name in SHARED_WEIGHTS if getattr(params, name) is not None]
     if not given:
         return
@@ -400,12 +362,11 @@ def _check_shared(params: MoEParams) -> None:
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    """Raises ValueError for a parameter whose shape differs from its entry in `PARAMETERS`."""
-    # The gate's rows depend on the call's `router_x`, the number of held experts on the mesh.
+    # The gate's rows depend on the call's `router_x`; `call_checks` checks adapters.
     arrays = {
         name: array
         for name in PARAMETERS
-        if name != "gate" and name not in ROUTED_WEIGHTS
+        if name != "gate" and name not in ADAPTERS
         if (array := getattr(params, name)) is not None
     }
     for name, array in arrays.items():
@@ -416,12 +377,12 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
         sizes["S"] = params.shared_wi_0.shape[1]
     for name, array in arrays.items():
         parameter = PARAMETERS[name]
-        wanted = _shape(parameter, sizes)
+        # The number of experts that wi_0, wi_1 and wo must hold depends on the mesh.
+        wanted = _shape(parameter, sizes | {"E": array.shape[0]})
         if array.shape != wanted:
-            shared = f" and S={sizes['S']}" if "S" in parameter.dims else ""
+            named = ", ".join(f"{dim}={sizes[dim]}" for dim in parameter.dims if dim in sizes)
             raise ValueError(
-                f"{name} must have shape {wanted} for H={hidden}{shared}, but has shape "
-                f"{array.shape}."
+                f"{name} must have shape {wanted} for {named}, but has shape {array.shape}."
             )
 
 
@@ -433,5 +394,6 @@ def _check_array(name: str, array: Any) -> None:
         len(dims),
         jnp.floating,
         f"[{', '.join(dims)}]",
+        may_be_empty=name not in ROUTED_WEIGHTS,
         may_be_quantized=name in MATRICES,
     )

@@ -5,6 +5,7 @@ The ranks run in a `jax.shard_map`: one of the layer's own over the mesh, or the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from jax_ep.moe.held_experts import experts_of_rank
 from jax_ep.moe.mesh import LayerMesh, explicit_axes, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import MoEParams
-from jax_ep.moe.routed_experts import by_dispatch
+from jax_ep.moe.routed_experts import RoutedTokens, by_dispatch
 from jax_ep.moe.routing import Routing
 from jax_ep.moe.slots import counts_by_expert, slots_of_choices
 from jax_ep.placement.table import Placement
@@ -117,7 +118,6 @@ def run_over_mesh(
 
 
 def _with_sequence_ids(call: Call, num_sequences: int) -> Call:
-    """Returns the call with the id of each token's sequence, the same on all ranks."""
     shape = call.x.shape[:-1]
     # One id for all tokens along the sequence dimension, which an x [H] lacks.
     sequence = (1,) if shape else ()
@@ -177,10 +177,7 @@ def _specs_of(operands: Operands, tokens_spec: PartitionSpec, where: LayerMesh) 
 def _run_on_rank(
     operands: Operands, config: MoEConfig, where: LayerMesh, num_sequences: int | None = None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer on one rank's tokens and experts.
-
-    `num_sequences`, of all ranks, belongs to `call.sequence_ids`; None: each rank has whole ones.
-    """
+    """`num_sequences` are those of `call.sequence_ids`; None: each rank has whole sequences."""
     params, call, placement, quantized = operands
     shape = call.x.shape
     with jax.named_scope("router"):
@@ -205,9 +202,8 @@ def _run_on_rank(
             )
     # The library's router never chooses an expert twice for a token.
     distinct = call.topk_idx is None and config.router is None
-    out, dropped = _run_routed_experts(
-        operands, tokens, topk_idx, topk_weights, distinct, config, where
-    )
+    chosen = RoutedTokens(tokens, topk_idx, topk_weights, distinct)
+    out, dropped = _run_routed_experts(operands, chosen, config, where)
     if params.shared_wo is not None:
         with jax.named_scope("shared_experts"):
             out += shared_experts.output(params, shared_x, config, where)
@@ -292,7 +288,6 @@ def _route(
 
 
 def _checked_routing(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
-    """Casts the result of the caller's router to `Routing`'s dtypes, or raises an error."""
     if not isinstance(routed, Routing):
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."
@@ -321,33 +316,27 @@ def _checked_routing(routed: Any, num_tokens: int, config: MoEConfig) -> Routing
 
 
 def _run_routed_experts(
-    operands: Operands,
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    distinct: bool,
-    config: MoEConfig,
-    where: LayerMesh,
+    operands: Operands, routed: RoutedTokens, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routed experts' output [T, H], and the rows dropped here by expert, [E] int32."""
     params, _, placement, quantized = operands
     with jax.named_scope("dispatch"):
         if placement is not None:
-            topk_idx = slots_of_choices(topk_idx, placement, where.expert_axes)
-        tokens = tokens.astype(config.dtype)
+            slots = slots_of_choices(routed.topk_idx, placement, where.expert_axes)
+            routed = dataclasses.replace(routed, topk_idx=slots)
+        routed = dataclasses.replace(routed, tokens=routed.tokens.astype(config.dtype))
     with jax.named_scope("experts"):
         experts = experts_of_rank(params, quantized, placement, config, where)
-    num_tokens = tokens.shape[0]
-    arrays = tokens, topk_idx, topk_weights
+    num_tokens = routed.tokens.shape[0]
     # `dropped` has one count for each expert or slot of this rank.
     if config.token_chunks > 1:
         matrices = (params.wi_0, params.wi_1, params.wo)
         dtypes = {each.dtype for each in matrices if each is not None}
-        out, dropped = token_chunks.run(experts, arrays, distinct, config, where, dtypes)
+        out, dropped = token_chunks.run(experts, routed, config, where, dtypes)
     elif not checks.is_symbolic(num_tokens) and num_tokens <= few_tokens.MOST_TOKENS:
-        out, dropped = few_tokens.run(experts, *arrays, distinct, config, where)
+        out, dropped = few_tokens.run(experts, routed, config, where)
     else:
-        out, dropped = by_dispatch(experts, *arrays, distinct, config, where)
+        out, dropped = by_dispatch(experts, routed, config, where)
     with jax.named_scope("metrics"):
         if placement is not None:
             return out, counts_by_expert(dropped, placement, where.expert_axes)

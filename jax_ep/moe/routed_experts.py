@@ -37,7 +37,14 @@ from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe.config import MoEConfig, WeightsOn
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
-from jax_ep.moe.expert_mlp import Activation, HiddenUnit, backward, check_operands, forward
+from jax_ep.moe.expert_mlp import (
+    Activation,
+    HiddenUnit,
+    backward,
+    check_computation,
+    check_operands,
+    forward,
+)
 from jax_ep.moe.lora import adapted_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import match_varying
@@ -45,7 +52,7 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
-class _Config:
+class _Static:
     unit: HiddenUnit
     implementation: Implementation
     matmuls: Matmuls
@@ -78,14 +85,12 @@ def routed_experts(
     bit. With weights_on="input" each received row is multiplied by its weight before its expert
     runs (Llama 4), and the outputs are summed without weights.
 
-    The gradients differ from the gradients of this composition of `expert_mlp` and `combine` only
-    by rounding. The backward pass does not compute the experts' output and its weighted cotangent,
-    so these are not rounded to the tokens' dtype. It rounds the hidden values after the weights
-    have multiplied them.
+    The gradients differ from those of this composition by rounding alone: the backward pass
+    computes neither the experts' output nor its weighted cotangent, and rounds the hidden values
+    after the weights have multiplied them.
 
-    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps, by the same
-    names. Even under a `jax.checkpoint` that keeps none of these values, the backward pass does not
-    compute the product with wo again.
+    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps. Even under a
+    `jax.checkpoint` that keeps nothing, the product with wo is not computed again.
 
     Args:
       received: the result of this rank's `dispatch`. With `matmul_dtype`, its tokens may be a
@@ -104,30 +109,43 @@ def routed_experts(
     Raises:
       TypeError, ValueError: as `expert_mlp` and `combine` do.
     """
-    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
-    return _run_experts(
-        received,
-        experts,
-        topk_weights,
-        HiddenUnit(activation=activation, gating=gating, clamp=clamp),
+    _check_received(received, matmul_dtype)
+    config = MoEConfig(
+        num_experts=received.handle.num_experts,
+        num_experts_per_token=received.handle.shape[2],
+        activation=activation,
+        gating=gating,
+        clamp=clamp,
         matmul_dtype=matmul_dtype,
         weights_on=weights_on,
         implementation=implementation,
         matmul_implementation=matmul_implementation,
     )
+    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
+    options = config.unit(), matmul_dtype, matmul_implementation, "matmul_implementation"
+    check_operands(received.tokens, experts, received.group_sizes, *options)
+    check_weights(topk_weights, received.handle.shape[1:])
+    return _run_experts(received, experts, topk_weights, config)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutedTokens:
+    """A rank's tokens and their choices of experts, or of slots; a pytree."""
+
+    tokens: jax.Array  # [T, H]
+    topk_idx: jax.Array  # [T, K] int32
+    topk_weights: jax.Array  # [T, K] float32
+    # whether no token chooses an expert twice
+    distinct: bool = dataclasses.field(metadata={"static": True})
 
 
 def by_dispatch(
-    experts: Experts,
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    distinct: bool,
-    config: MoEConfig,
-    where: LayerMesh,
+    experts: Experts, routed: RoutedTokens, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the combined output [T, H], and the rows dropped by local expert or slot, [L]."""
+    tokens = routed.tokens
     # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
     # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None. With
     # weights_on="input", however, rows are multiplied by their weights on arrival, and must be
@@ -139,14 +157,14 @@ def by_dispatch(
     # gradient, so dispatch sends none back to `tokens`. Instead, `_run_experts` gets `tokens`, and
     # sends the gradient of the received rows back to them.
     stays_quantized = config.matmul_dtype is not None and wire_dtype is not None
-    capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct)
+    capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
     if config.host_capacity_factor is not None and where.expert_axes:
         host_capacity = math.ceil(config.host_capacity_factor * tokens.shape[0])
     with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
-            topk_idx,
+            routed.topk_idx,
             num_experts=config.num_held,
             axis_name=where.expert_axes,
             capacity=capacity,
@@ -159,31 +177,20 @@ def by_dispatch(
             implementation=config.implementation,
         )
     if experts.adapters:
-        out = _run_adapted_experts(received, experts, topk_weights, config)
-        return out, received.dropped_counts
-    out = _run_experts(
-        received,
-        experts,
-        topk_weights,
-        config.unit(),
-        matmul_dtype=config.matmul_dtype,
-        weights_on=config.weights_on,
-        implementation=config.implementation,
-        matmul_implementation=config.matmul_implementation,
-        own_tokens=tokens if stays_quantized else None,
-    )
+        out = _run_adapted_experts(received, experts, routed.topk_weights, config)
+    else:
+        own_tokens = tokens if stays_quantized else None
+        out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
     return out, received.dropped_counts
 
 
 def receive_capacity(
-    config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
+    config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool
 ) -> int | None:
-    """Returns the capacity R, the number of rows in a rank's receive buffer, for `dispatch`.
+    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic.
 
-    Without a `config.capacity_factor`, R is large enough for any routing. If the K choices of a
-    token are `distinct`, a rank receives at most one row per token for each of its experts. With a
-    capacity factor f, R is at most f·T·K. For a symbolic `num_tokens`, returns None, or raises
-    ValueError if there is a capacity factor.
+    Without a capacity factor, R fits any routing; if a token's choices are `distinct`, it has at
+    most one row for each expert.
     """
     if checks.is_symbolic(num_tokens):
         for name in ("capacity_factor", "host_capacity_factor"):
@@ -207,7 +214,6 @@ def receive_capacity(
 def _run_adapted_experts(
     received: Dispatched, experts: Experts, topk_weights: jax.Array, config: MoEConfig
 ) -> jax.Array:
-    """Runs experts that have adapters on received tokens, and combines their outputs [T, H]."""
     tokens = received.tokens
     weights: jax.Array | None = topk_weights
     if config.weights_on == "input":
@@ -224,21 +230,17 @@ def _run_experts(
     received: Dispatched,
     experts: Experts,
     topk_weights: jax.Array,
-    unit: HiddenUnit,
-    *,
-    matmul_dtype: Any,
-    weights_on: WeightsOn,
-    implementation: Implementation,
-    matmul_implementation: MatmulImplementation,
+    config: MoEConfig,
     own_tokens: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `routed_experts`, with the weights as `Experts`.
+    """Computes `routed_experts` by the options of `config`.
 
-    If `matmul_dtype` is set, the received tokens may be a `QuantizedArray`. Their gradient
-    then goes to `own_tokens` [T, H], the tokens of this rank before dispatch. If `own_tokens` is
-    None, the tokens get no gradient.
+    The gradient of received tokens that are a `QuantizedArray` goes to `own_tokens` [T, H], the
+    tokens of this rank before dispatch, or nowhere.
     """
-    _check_received(received, matmul_dtype)
+    unit, implementation = config.unit(), config.implementation
+    options = config.matmul_dtype, config.matmul_implementation, "matmul_implementation"
+    check_computation(received.tokens, experts, unit, *options)
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     quantized: QuantizedArray | None = None
     grad_wire_dtype = None
@@ -255,23 +257,13 @@ def _run_experts(
             # The backward pass sends the gradient of these zeros back to `own_tokens`.
             with jax.named_scope("dispatch"):
                 tokens = stand_in_rows(own_tokens.astype(quantized.dtype), handle, implementation)
-        if weights_on == "input":
+        if config.weights_on == "input":
             with jax.named_scope("dispatch"):
                 tokens = tokens + quantized.dequantize()
                 quantized = None
-    check_operands(
-        tokens,
-        experts,
-        group_sizes,
-        unit,
-        matmul_dtype,
-        matmul_implementation,
-        "matmul_implementation",
-    )
-    check_weights(topk_weights, handle.rows.shape[1:])
     with jax.named_scope("dispatch"):
         weights: jax.Array | None = topk_weights.astype(jnp.float32)
-        if weights_on == "input":
+        if config.weights_on == "input":
             tokens = _weighted_rows(tokens, topk_weights, handle, implementation)
             weights = None
     with jax.named_scope("experts"):
@@ -282,13 +274,12 @@ def _run_experts(
         if handle.rows.shape[1] == 0:
             # Without tokens. The type of the result varies over the axes that the operands' do.
             return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *leaves), ())[0]
-        matmuls, experts = matmuls_of(matmul_dtype, experts, matmul_implementation)
-    config = _Config(unit, implementation, matmuls, grad_wire_dtype)
-    return _routed_experts(config, tokens, experts, quantized, weights, group_sizes, handle)
+        matmuls, experts = matmuls_of(config.matmul_dtype, experts, config.matmul_implementation)
+    static = _Static(unit, implementation, matmuls, grad_wire_dtype)
+    return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)
 
 
 def _check_received(received: Any, matmul_dtype: Any) -> None:
-    """Raises TypeError unless it is a `Dispatched`, of arrays where matmuls do not quantize."""
     if not isinstance(received, Dispatched):
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
@@ -307,14 +298,13 @@ def _weighted_rows(
     tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
 ) -> jax.Array:
     """Multiplies each received row of `tokens` by the weight [T, K] of its (token, choice) pair."""
-    weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
-    rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
+    rows = choices_to_rows(weights.astype(jnp.float32), handle, implementation)[:, None]
     wide = wide_dtype(tokens.dtype)
     return (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Config, tokens, experts, quantized, weights, group_sizes, handle):
+def _routed_experts(config: _Static, tokens, experts, quantized, weights, group_sizes, handle):
     """Runs the experts on `quantized`, or on `tokens` if that is None; combines by `weights`."""
     return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
@@ -374,18 +364,3 @@ def _backward(config, residuals, grad):
 
 
 _routed_experts.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Returns the weight of each received row, [R], with a gradient for `weights` [T, K]."""
-    return choices_to_rows(weights, handle, implementation)
-
-
-_weight_of_row.defvjp(
-    lambda weights, handle, implementation: (
-        choices_to_rows(weights, handle, implementation),
-        handle,
-    ),
-    lambda implementation, handle, grad: (rows_to_choices(grad, handle, implementation), None),
-)

@@ -41,10 +41,8 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios. If all logits of a token are so
-            low that its scores could underflow ("sigmoid", "sqrt_softplus"), a constant is first
-            added to these logits, so that the largest is -64. Your own router may return None; the
-            load-balance loss is then 0.
+            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. Scores that
+            could all underflow are those of logits that are raised so that the largest is -64.
     """
 
     topk_idx: jax.Array
@@ -58,20 +56,15 @@ register_for_export(Routing)
 def router_logits(
     x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns the router's logits, x @ gate + bias, in float32.
+    """Returns the router's logits x @ gate + bias, [T, E] float32.
 
-    A bfloat16 x of up to 16 tokens is multiplied as float32. For more tokens, the float32 gate is
-    split into three bfloat16 parts, which add up to it exactly, and the three products are summed
-    in float32. (One float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.)
-    The backward pass splits its float32 operands into only two bfloat16 parts, which keep 16 bits
-    (Henry, Tang and Heinecke, arXiv:1904.06376). If x has another dtype, x and gate are multiplied
-    as float32, in the precision of `jax.default_matmul_precision`.
-
-    Args:
-        x: [T, H] floating: the tokens.
-        gate: [H, E] floating: the router's kernel.
-        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS).
-        dtype: float32, or a narrower floating dtype, to which operands are cast and logits rounded.
+    For a bfloat16 x [T, H] of more than 16 tokens, the float32 gate [H, E] is split into three
+    bfloat16 parts, which add up to it exactly, and the three products are summed in float32. (One
+    float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass
+    splits its float32 operands into only two parts, which keep 16 bits (Henry, Tang and Heinecke,
+    arXiv:1904.06376). Other operands are multiplied as float32, in the precision of
+    `jax.default_matmul_precision`. If `dtype` is narrower than float32, operands are cast to it,
+    and logits rounded. `bias` [E] is trained (GPT-OSS).
     """
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
@@ -89,7 +82,6 @@ def router_logits(
 
 
 def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Returns x @ gate, [T, E] float32, without rounding the operands."""
     if x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32) @ gate.astype(jnp.float32)
     if gate.dtype != jnp.bfloat16:
@@ -150,7 +142,6 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _dot(a: jax.Array, b: jax.Array, *, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """Contracts axis `a_axis` of matrix a with axis `b_axis` of matrix b; returns `dtype`."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
@@ -169,7 +160,6 @@ class RoutingOptions:
     scale: float = 1.0
 
     def check(self) -> None:
-        """Raises TypeError or ValueError, naming the option, for a value that is not allowed."""
         checks.check_name("score", self.score, get_args(Score))
         checks.check_name("choose_by", self.choose_by, get_args(ChooseBy))
         checks.check_integer("num_groups", self.num_groups)
@@ -217,19 +207,16 @@ def top_k_routing(
         k: the number of choices per token, at most the number of experts in `groups_kept` groups.
         score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
             "sqrt_softplus".
-        choose_by: "score" or "logit": whether the selection bias is added to an expert's score or
-            to its logit. Groups are compared by these sums, too.
+        choose_by: "score" or "logit", to which the selection bias is added.
         num_groups: the number of groups of experts, a divisor of E; 1 means no groups.
         groups_kept: the number of groups that a token may choose experts from.
         group_score: how groups are compared: "top2", by the sum of a group's two largest
             `score + bias` (DeepSeek-V3), or "max", by its largest one (DeepSeek-V2); a number n, at
             least 1, by the sum of its n largest ones.
-        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
-            logarithms of the scores are used, so weights are exact even if scores underflow in
-            float32. If all k logits are -inf, the weights are 0.
+        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`.
+            Weights are exact even if scores underflow. If all k logits are -inf, they are 0.
         normalize_epsilon: the number that `normalize` adds to the sum of the weights, 0 or more
-            (DeepSeek-V3 has 1e-20, LFM2 1e-6). If scores are far below it, the weights' sum and
-            gradients are small.
+            (DeepSeek-V3 has 1e-20, LFM2 1e-6).
         scale: the factor, 0 or more, by which the weights are multiplied after normalization.
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
             not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. Add a trained
@@ -307,10 +294,7 @@ def routing_of_choices(
     topk_idx: jax.Array,
     options: RoutingOptions,
 ) -> Routing:
-    """Weighs the caller's choices [T, K] by logits [T, E], as `top_k_routing` does.
-
-    An id outside [0, E) chooses no expert and has weight 0.
-    """
+    """Weighs choices [T, K] by logits [T, E]; an id outside [0, E) has weight 0."""
     score, normalize = options.score, options.normalize
     num_experts = logits.shape[1]
     logits = logits.astype(jnp.float32)
@@ -381,7 +365,6 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def check_choosing(num_experts: int, k: Any, options: RoutingOptions, k_name: str = "k") -> None:
-    """Raises TypeError or ValueError unless a token can choose k of the experts."""
     checks.check_integer(k_name, k)
     num_groups, groups_kept = options.num_groups, options.groups_kept
     if num_experts % num_groups:

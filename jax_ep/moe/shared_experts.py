@@ -1,9 +1,7 @@
-"""Computes the shared experts, which process every token.
+"""Computes the shared experts, which process every token, as one MLP on the token's own rank.
 
-The shared experts of a layer are stored together, as one MLP. No token is sent for them: every rank
-has all of them, or its columns of them along the tensor axes. XLA multiplies them, unless matmuls
-are float8 or few tokens meet matrices that are stored quantized: then the kernels of the routed
-experts run them as a single expert.
+XLA multiplies them, unless matmuls are float8 or few tokens meet matrices that are stored
+quantized: then the kernels of the routed experts run them as a single expert.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Supports layers whose N ranks hold P slots for E experts, so experts may have several copies.
 
-A slot holds the weights of one expert; rank r holds slots [r * P / N, (r + 1) * P / N). The
-placement, which says which expert each slot holds, is passed as arrays, so a new placement does not
-recompile the program. Before dispatch, every choice of an expert becomes a choice of a slot that
-holds this expert. In the backward pass, the gradients of an expert's copies are added, and each
-copy gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
+Rank r holds slots [r * P / N, (r + 1) * P / N). The placement, which says which expert each slot
+holds, is arrays, so a new one does not recompile the program. Gradients of an expert's copies are
+added, and each copy gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]
 
 
 def _equal_copies_bwd(axes, placement, grad):
-    """Gives each slot whose expert has several copies the sum of their gradients."""
     num_experts = placement.num_copies.shape[0]
     # The static size of `sums`, as P slots hold second copies of at most P - E experts.
     most_copied = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)

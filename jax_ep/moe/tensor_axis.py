@@ -1,9 +1,4 @@
-"""Sums and gathers over the tensor axis, whose ranks hold different columns of the same experts.
-
-If the `implementation` of dispatch and combine is None or "pallas", the collectives are those of
-`jax_ep.collectives`, which selects the fastest algorithm from a table of measurements. Otherwise
-they are those of `jax.lax`.
-"""
+"""Sums and gathers over the tensor axis, whose ranks hold different columns of the same experts."""
 
 from __future__ import annotations
 
@@ -23,10 +18,8 @@ def for_all_ranks(
 ) -> tuple[jax.Array, ...]:
     """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
 
-    If the ranks hold different tokens, gathers the arrays [T, ...], in which integers are below
-    2**24. Otherwise only casts their types to vary over the tensor axes. The backward pass sums the
-    gradients of the tokens here, where there is one row per token, and not after dispatch, where
-    there is one per choice.
+    Integers must be below 2**24. The backward pass sums the gradients of tokens here, where there
+    is one row per token, and not after dispatch, where there is one per choice.
     """
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
     spread = _gathered if where.splits_tokens_over_tensor_axes() else _replicated

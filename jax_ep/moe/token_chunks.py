@@ -1,17 +1,13 @@
 """Runs a rank's experts on chunks of its tokens, one after the other, to save memory.
 
-A receive buffer that fits any routing of T tokens per rank has N * T * min(K, E / N) rows on each
-of N ranks. With c chunks, it has 1 / c of these rows. The backward pass dispatches each chunk and
-computes its rows again, so that no received rows are kept until then.
-
-A `lax.scan` runs the chunks. In the backward pass, a scan sums the experts' gradients over the
-chunks. The matmuls add the gradients of matrices to the sums of those before: kernels do so in
-place if the sums have the dtype of the operands, or if they multiply float8. After the scan, the
-gradients are summed once over the ranks that hold the same experts.
+A `lax.scan` runs the chunks, and its backward pass computes each chunk again, so no received rows
+are kept. The matmuls add the gradients of matrices to the sums of the chunks before: kernels do so
+in place if the sums have the dtype of the operands, or if they multiply float8.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any
@@ -26,6 +22,7 @@ from jax_ep.moe import few_tokens
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_quantized
 from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.routed_experts import RoutedTokens
 from jax_ep.runtime.jax_compat import match_varying
 
 # Gradients of bfloat16 matrices are summed in bfloat16 over at most this number of chunks, to save
@@ -37,19 +34,17 @@ _MOST_ROUNDED_SUMS = 8
 
 def run(
     experts: Experts,
-    arrays: tuple[jax.Array, jax.Array, jax.Array],
-    distinct: bool,
+    routed: RoutedTokens,
     config: MoEConfig,
     where: LayerMesh,
     param_dtypes: Collection[Any],
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the experts on each of `config.token_chunks` chunks of this rank's tokens.
 
-    `arrays` are the tokens [T, H], expert ids [T, K] and weights [T, K]. Returns what `by_dispatch`
-    does. Gradients of matrices may be summed in bfloat16 if they and `param_dtypes`, those of wi_0,
-    wi_1 and wo, are bfloat16.
+    Returns what `by_dispatch` does. Gradients of matrices may be summed in bfloat16 if they and
+    `param_dtypes`, those of wi_0, wi_1 and wo, are bfloat16.
     """
-    num_chunks, num_tokens = config.token_chunks, arrays[0].shape[0]
+    num_chunks, num_tokens = config.token_chunks, routed.tokens.shape[0]
     if checks.is_symbolic(num_tokens):
         raise ValueError(
             "token_chunks must be 1 where the number of tokens is symbolic, as it may be for "
@@ -58,19 +53,20 @@ def run(
     size = -(-num_tokens // num_chunks)
     num_chunks = -(-num_tokens // size)
     if num_chunks == 1:
-        return few_tokens.run(experts, *arrays, distinct, config, where)
+        return few_tokens.run(experts, routed, config, where)
 
     # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
         experts = with_quantized(config.matmul_dtype, experts, config.matmul_implementation)
-        leaves, tree = jax.tree.flatten((experts, arrays))
-        experts, arrays = jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes))
-    tokens, topk_idx, topk_weights = arrays
+        leaves, tree = jax.tree.flatten((experts, routed))
+        experts, routed = jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes))
     with jax.named_scope("dispatch"):
-        chunks = [
-            _split(array, num_chunks, size, padding)
-            for array, padding in ((tokens, 0), (topk_idx, -1), (topk_weights, 0))
-        ]
+        chunks = RoutedTokens(
+            _split(routed.tokens, num_chunks, size, padding=0),
+            _split(routed.topk_idx, num_chunks, size, padding=-1),
+            _split(routed.topk_weights, num_chunks, size, padding=0),
+            routed.distinct,
+        )
     # Matrices that are stored quantized are left out, since they have no gradient.
     floats = {
         name: array for name, array in experts._asdict().items() if isinstance(array, jax.Array)
@@ -83,21 +79,20 @@ def run(
             name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
             for name, array in floats.items()
         }
-    out, counts = _all_chunks(distinct, config, where, summed, experts, tuple(chunks))
+    out, counts = _all_chunks(config, where, summed, experts, chunks)
     with jax.named_scope("combine"):
         out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
     with jax.named_scope("metrics"):
         return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _all_chunks(
-    distinct: bool,
     config: MoEConfig,
     where: LayerMesh,
     summed: dict[str, jax.Array],
     experts: Experts,
-    chunks: tuple[jax.Array, jax.Array, jax.Array],
+    chunks: RoutedTokens,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `experts` on each chunk, and stacks the results.
 
@@ -105,25 +100,22 @@ def _all_chunks(
     gradients are summed. Their values are not read.
     """
 
-    def of_chunk(
-        _: None, chunk: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        return None, few_tokens.run(experts, *chunk, distinct, config, where)
+    def of_chunk(_: None, chunk: RoutedTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        return None, few_tokens.run(experts, chunk, config, where)
 
     with jax.named_scope("token_chunks"):
         return lax.scan(of_chunk, None, chunks)[1]
 
 
-def _all_chunks_fwd(distinct, config, where, summed, experts, chunks):
+def _all_chunks_fwd(config, where, summed, experts, chunks):
     # Of the arrays `summed`, the backward pass reads only the dtypes, so empty arrays replace them.
     dtypes = {name: jnp.zeros(0, array.dtype) for name, array in summed.items()}
-    out = _all_chunks(distinct, config, where, summed, experts, chunks)
+    out = _all_chunks(config, where, summed, experts, chunks)
     return out, (dtypes, experts, chunks)
 
 
-def _all_chunks_bwd(distinct, config, where, saved, cotangents):
-    """Runs each chunk again, and adds its gradients to those of the chunks before."""
-    dtypes, experts, (tokens, topk_idx, topk_weights) = saved
+def _all_chunks_bwd(config, where, saved, cotangents):
+    dtypes, experts, chunks = saved
     zeros = {
         name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
     }
@@ -131,18 +123,18 @@ def _all_chunks_bwd(distinct, config, where, saved, cotangents):
 
     def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
         # Returns the sums with this chunk's gradients, and those of its tokens and weights.
-        tokens, topk_idx, topk_weights, dout = chunk
+        routed, dout = chunk
         others = {name: getattr(experts, name) for name in sums if name not in matrices}
 
-        def output(
-            sums_of_matrices: Any, others: Any, tokens: jax.Array, topk_weights: jax.Array
-        ) -> jax.Array:
+        def output(sums_of_matrices: Any, others: Any, *of_tokens: jax.Array) -> jax.Array:
             with_sums = experts._replace(**others, sums=sums_of_matrices or None)
-            operands = tokens, topk_idx, topk_weights
-            return few_tokens.run(with_sums, *operands, distinct, config, where)[0]
+            tokens, weights = of_tokens
+            chunk = dataclasses.replace(routed, tokens=tokens, topk_weights=weights)
+            return few_tokens.run(with_sums, chunk, config, where)[0]
 
         sums_of_matrices = tuple(sums[name] for name in matrices)
-        _, vjp = jax.vjp(output, sums_of_matrices, others, tokens, topk_weights)
+        of_tokens = routed.tokens, routed.topk_weights
+        _, vjp = jax.vjp(output, sums_of_matrices, others, *of_tokens)
         # The gradients of the matrices' sums are the new sums; see `Experts`.
         new_sums, dothers, dtokens, dweights = vjp(dout)
         with jax.named_scope("experts"):
@@ -154,10 +146,13 @@ def _all_chunks_bwd(distinct, config, where, saved, cotangents):
 
     douts, _ = cotangents
     with jax.named_scope("token_chunks"):
-        chunks = tokens, topk_idx, topk_weights, douts
-        sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, chunks)
+        sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, (chunks, douts))
     # `summed` gets the sums, and `experts` and the expert ids no gradient.
-    return sums, None, (dtokens, None, dweights)
+    return (
+        sums,
+        None,
+        dataclasses.replace(chunks, tokens=dtokens, topk_idx=None, topk_weights=dweights),
+    )
 
 
 _all_chunks.defvjp(_all_chunks_fwd, _all_chunks_bwd)

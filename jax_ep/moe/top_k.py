@@ -1,15 +1,14 @@
 """Chooses the k best experts of each token, and computes the weights of these choices.
 
-A GPU kernel, `pallas_kernels.routing.top_k`, does this where it can run, and XLA everywhere else.
-Both choose the experts that `lax.top_k` does. The weights may differ in their last bits, since the
-kernel and XLA sum scores in different orders.
+A GPU kernel does this where it can run, else XLA. Both choose the experts that `lax.top_k` does;
+the weights may differ in their last bits, as scores are summed in different orders.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
 from jax_ep import checks
-from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, match_varying, result_type
 from pallas_kernels.routing import plan
@@ -36,8 +34,6 @@ class _Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The arguments of `choose` with these names."""
-
     k: int
     weighing: Weighing
     sigmoid: bool
@@ -57,22 +53,12 @@ def choose(
     gathered: jax.Array | None = None,
     softmax: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the ids of each token's k best experts, their weights [T, k], and a softmax or None.
+    """Returns the ids of each token's k best experts, their weights [T, k], and any softmax.
 
-    The choice is that of `lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN, and of equal numbers the
-    one with the lower id wins. Gradients flow through the weights to the numbers from which they
-    are computed, and through the softmax to the logits.
-
-    Args:
-        logits: [T, E] float32.
-        k, weighing: the number of choices, and how weights are computed.
-        compared: [T, E] float32: the numbers by which experts are compared. None means the logits.
-        sigmoid: whether the sigmoids of these numbers are compared instead.
-        bias: [E] float32, which is added to the compared numbers; or None.
-        groups: from which groups a token may choose; None: from all.
-        gathered: [T, E] float32: the numbers from which the weights are computed. None means the
-            logits, or the softmax if it is returned and `weighing` does not normalize.
-        softmax: whether to return the softmax [T, E] of the logits, too.
+    The choice is that of `lax.top_k` of `compared` [T, E], or of its sigmoid, plus `bias` [E]. The
+    weights are computed from `gathered` [T, E]. Both default to the logits; `gathered` to the
+    softmax if that is returned and `weighing` does not normalize. All are float32. Gradients flow
+    through the weights and the softmax.
     """
     operands = _Operands(logits, compared, None if bias is None else bias[None], gathered)
     arrays, structure = jax.tree.flatten(operands)
@@ -112,10 +98,7 @@ def _weighed(operands: _Operands, probs: Sequence[jax.Array], weighing: Weighing
 
 
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
-    """Computes the weights [T, k] float32 of the chosen experts from their numbers `chosen` [T, k].
-
-    These are scores, logarithms of scores, or logits, as `weighing` says.
-    """
+    """Computes the weights [T, k] from the chosen experts' scores, logarithms or logits."""
     if weighing.normalize:
         # The scores and epsilon are first divided by about the largest of them, so that their sum
         # is at least 1/2 and cannot underflow. If all scores are 0, the weights are 0.
@@ -205,14 +188,7 @@ def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: _Options) ->
     return list(results if options.softmax else results[:-1])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TopK(Implementation):
-    compute: Callable[..., Any]
-
-
-def _kernel_reason(problem: tuple[Program, int]) -> str | None:
-    """Returns why the GPU kernel cannot choose k experts in a program, or None if it can."""
-    program, k = problem
+def _kernel_reason(program: Program, k: int) -> str | None:
     num_tokens, num_experts = program.operand_types[0].shape
     if not isinstance(num_tokens, int):
         return f"the number of tokens is symbolic, {num_tokens}"
@@ -223,19 +199,9 @@ def _kernel_reason(problem: tuple[Program, int]) -> str | None:
     )
 
 
-# The implementations, in the order in which they are tried. Callers cannot choose one, because all
-# choose the same experts.
-IMPLEMENTATIONS = Implementations(
-    (
-        _TopK(name="pallas", unavailable_reason=_kernel_reason, compute=_by_kernel),
-        _TopK(name="xla", compute=_by_xla),
-    )
-)
-
-
 def _lower(program: Program, *arrays: Any, options: _Options, **params: Any) -> Any:
-    implementation = IMPLEMENTATIONS.select(None, (program, options.k))
-    return program.lower(implementation.compute, *arrays, options=options, **params)
+    compute = _by_xla if _kernel_reason(program, options.k) else _by_kernel
+    return program.lower(compute, *arrays, options=options, **params)
 
 
 def _types(logits: Any, *_: Any, options: _Options, **__: Any) -> Any:
@@ -246,7 +212,6 @@ def _types(logits: Any, *_: Any, options: _Options, **__: Any) -> Any:
 
 
 def _batch(arrays: Any, axes: Any, *, names: tuple[str, ...], options: _Options) -> Any:
-    """Runs one call for the tokens of all elements of a batch of `jax.vmap`."""
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     shape = None
     tokens = []

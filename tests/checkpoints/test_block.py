@@ -35,6 +35,10 @@ LAYOUTS = {
             "mlp.experts.down_proj": DOWN.transpose(SWAP),
         },
     ),
+    "stacked, as transformers saves what is published transposed": (
+        "qwen3_vl_moe_text",
+        {"mlp.experts.gate_up_proj": np.concatenate([GATE, UP], 1), "mlp.experts.down_proj": DOWN},
+    ),
 }
 WANT = {"wi_0": GATE.transpose(SWAP), "wi_1": UP.transpose(SWAP), "wo": DOWN.transpose(SWAP)}
 

@@ -205,6 +205,11 @@ VARIANTS = {
     "Qwen2-MoE": Variant("Qwen2Moe", WITH_SHARED),
     "Qwen3-Next": Variant("Qwen3Next", WITH_SHARED | LINEAR),
     "Qwen3.5-MoE": Variant("Qwen3_5Moe", WITH_SHARED | LINEAR),
+    "Qwen3-VL-MoE": Variant(
+        "Qwen3VLMoe",
+        OWN_WIDTH | dict(head_dim=8, rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1])),
+        **PART,
+    ),
     "OLMoE": Variant("Olmoe", EXPERTS),
     "FlexOlmo": Variant("FlexOlmo", EXPERTS | dict(norm_topk_prob=True)),
     "DeepSeek-V2, greedy": Variant("DeepseekV2", ROUTED | LATENT | dict(routed_scaling_factor=2.0)),
@@ -560,11 +565,12 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
 
 # transformers gives the identity experts of LongCat-Flash matrices, which are not published. A new
 # directory does not tell that a layer of DeepSeek-V4 chooses experts by the token's id, nor that
-# transformers saves Hunyuan 4's shared experts under other names than it loads, and the experts of
-# Qwen3-Omni's talker in one tensor, where published ones have one for each.
+# transformers saves Hunyuan 4's shared experts under other names than it loads, the experts of
+# Qwen3-Omni's talker in one tensor, where published ones have one for each, and those of
+# Qwen3-VL-MoE transposed.
 NOT_NEW = (
     *("LongCat-Flash", "DeepSeek-V4, chosen by token"),
-    *("Hunyuan 4, multimodal", "Qwen3-Omni, talker"),
+    *("Hunyuan 4, multimodal", "Qwen3-Omni, talker", "Qwen3-VL-MoE"),
 )
 
 

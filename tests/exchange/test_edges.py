@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -56,17 +55,9 @@ def gradients(function: Any, mesh: Any = None, **options: Any) -> Any:
 # ------------------------------------------------------------------------------ arguments
 
 
-@pytest.mark.parametrize("capacity", [None, 64])
-@pytest.mark.parametrize("alignment", [2**30, 2**31 - 1, 2**31])
-def test_an_alignment_whose_rows_cannot_be_counted_is_named(alignment, capacity):
-    call = functools.partial(expert_major, expert_alignment=alignment, capacity=capacity)
-    with pytest.raises(ValueError, match=rf"expert_alignment must be at most \d+.*{alignment}"):
-        jax.eval_shape(mapped(call), X, TOPK_IDX, WEIGHTS)
-
-
-@pytest.mark.parametrize("implementation", ["xla", None])
-@pytest.mark.parametrize("wire", [None, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize(
+    ("capacity", "wire", "implementation"), [(None, None, "xla"), (8, jnp.float8_e4m3fn, None)]
+)
 def test_without_tokens_all_rows_and_gradients_are_zero(capacity, wire, implementation):
     options: Any = dict(implementation=implementation)
 
@@ -90,10 +81,9 @@ def test_without_tokens_all_rows_and_gradients_are_zero(capacity, wire, implemen
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((tokens, rest)))
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("output", ["dequantized", "quantized"])
-def test_without_tokens_the_rank_major_layout_is_empty(output, implementation):
-    wire: Any = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+def test_without_tokens_the_rank_major_layout_is_empty(output):
+    wire: Any = dict(wire_dtype=jnp.float8_e4m3fn)
 
     def on_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
         got: Any = jax_ep.dispatch(
@@ -101,9 +91,9 @@ def test_without_tokens_the_rank_major_layout_is_empty(output, implementation):
             output=output, **wire,
         )  # fmt: skip
         like = jax_ep.dispatch_like(x, got.handle, **wire)
-        grouped = jax_ep.group_by_expert(got, expert_alignment=4, implementation=implementation)
+        grouped = jax_ep.group_by_expert(got, expert_alignment=4)
         y = grouped.tokens if output == "dequantized" else grouped.tokens.dequantize()
-        sums = jax_ep.sum_by_token(y, grouped, got, implementation=implementation)
+        sums = jax_ep.sum_by_token(y, grouped, got)
         return jax_ep.combine(sums + like, got.handle), grouped.group_sizes
 
     def loss(x: Any, weights: Any) -> Any:
@@ -132,18 +122,6 @@ def test_the_largest_alignment_counts_its_rows():
     assert found.tolist() == [num_local * most] * num_ranks
 
 
-@pytest.mark.parametrize("name", ["x", "y"])
-def test_rows_of_less_than_a_byte_are_refused(name):
-    def call(x: Any, topk_idx: Any) -> Any:
-        narrow = x.astype(jnp.float4_e2m1fn)
-        got = jax_ep.dispatch(narrow if name == "x" else x, topk_idx, num_experts=4, axis_name=AXIS)
-        return jax_ep.combine(got.tokens.astype(jnp.float4_e2m1fn), got.handle)
-
-    message = rf"{name} must be a floating array \[., H\] of 8 bits or more, .* float4_e2m1fn"
-    with pytest.raises(TypeError, match=message):
-        jax.eval_shape(mapped(call), X, TOPK_IDX)
-
-
 @pytest.mark.parametrize("function", [expert_major, rank_major])
 def test_an_axis_of_vmap_is_no_axis_of_ranks(function):
     stacked = (array.reshape(2, 4, -1) for array in (X, TOPK_IDX, WEIGHTS))
@@ -152,8 +130,6 @@ def test_an_axis_of_vmap_is_no_axis_of_ranks(function):
 
 
 def test_forward_mode_is_refused():
-    """Forward-mode differentiation must be refused, as the docstring of `dispatch` says."""
-    assert "reverse mode" in (jax_ep.dispatch.__doc__ or "")
     call = jax.jit(mapped(lambda x: expert_major(x, TOPK_IDX[: x.shape[0]], None)))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(call, (X,), (X,))
@@ -162,14 +138,13 @@ def test_forward_mode_is_refused():
 # -------------------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("function", [expert_major, rank_major, float8])
-def test_nothing_is_promoted_implicitly(function, dtype):
+def test_nothing_is_promoted_implicitly(function):
     def both(x: Any, topk_idx: Any, weights: Any) -> Any:
         out, pull = jax.vjp(lambda x, w: function(x, topk_idx, w), x, weights)
         return pull(out)
 
-    arrays = (jnp.asarray(X, dtype), jnp.asarray(TOPK_IDX), jnp.asarray(WEIGHTS, dtype))
+    arrays = jnp.asarray(X, "bfloat16"), jnp.asarray(TOPK_IDX), jnp.asarray(WEIGHTS, "bfloat16")
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.jit(mapped(both)).lower(*arrays)
 
@@ -177,9 +152,7 @@ def test_nothing_is_promoted_implicitly(function, dtype):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX lacks Explicit axes in shard_map")
 @pytest.mark.parametrize("check_vma", quick([False, True], True))
 @pytest.mark.parametrize(
-    "spec",
-    quick([P(AXIS), P((AXIS, "data")), P(AXIS, "data")], P(AXIS, "data"), unpack=False),
-    ids=str,
+    "spec", quick([P((AXIS, "data")), P(AXIS, "data")], P(AXIS, "data"), unpack=False), ids=str
 )
 @pytest.mark.parametrize("function", [expert_major, rank_major])
 def test_the_axes_that_shard_map_leaves_out_may_be_explicit(function, spec, check_vma):
@@ -204,11 +177,10 @@ def on_ranks(array: np.ndarray) -> jax.Array:
     return jax.device_put(array, NamedSharding(expert_mesh(most_ranks(2)), P(AXIS)))
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_a_program_for_several_platforms_runs_here(implementation):
+def test_a_program_for_several_platforms_runs_here():
     if jax.default_backend() != "cpu":
         pytest.skip("CPUs are one of the platforms")
-    call = jax.jit(mapped(functools.partial(expert_major, implementation=implementation)))
+    call = jax.jit(mapped(expert_major))
     exported = export.export(call, platforms=("cpu", "cuda"))(X, TOPK_IDX, WEIGHTS)
     got = jax.jit(exported.call)(*map(on_ranks, (X, TOPK_IDX, WEIGHTS)))
     np.testing.assert_array_equal(got, call(X, TOPK_IDX, WEIGHTS))
@@ -231,13 +203,7 @@ def test_what_a_dispatch_returns_can_be_exported(layout):
 
 
 @pytest.mark.parametrize(
-    "options",
-    quick(
-        [{}, {"capacity": 64}, {"expert_alignment": 4}, {"layout": "rank"}],
-        {"capacity": 64},
-        {"layout": "rank"},
-    ),
-    ids=str,
+    "options", [{"capacity": 64}, {"expert_alignment": 4}, {"layout": "rank"}], ids=str
 )
 def test_the_number_of_tokens_may_be_symbolic(options):
     """The number of tokens may be symbolic, in a program of one device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 from typing import Any
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from support.kernels import needs_kernels
+from support.contract import AXIS, Case
+from support.kernels import lowered as lowered_for_cuda
+from support.kernels import needs_kernels, on_ranks
 from support.meshes import cuda_mesh, mesh
 from support.selection import quick
 
@@ -33,47 +36,20 @@ DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE = "ep_combine"
 
 
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    num_tokens: int
-    hidden: int
-    top_k: int
-    num_experts: int
-    dtype: Any = "bfloat16"
-    mesh: tuple[tuple[str, int], ...] = (("expert", 8),)
-    axis_name: str | tuple[str, ...] = "expert"
-    capacity: int | None = None
-    alignment: int = 1
-    overflow: Any = "tail"
-
-    def __str__(self) -> str:
-        mesh = "x".join(str(size) for _, size in self.mesh)
-        return (
-            f"{mesh}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}-E{self.num_experts}"
-            f"-{jnp.dtype(self.dtype)}"
-        )
-
-
-def ranks(num_ranks: int) -> dict[str, Any]:
-    return dict(mesh=(("expert", num_ranks),))
-
-
-def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any = None) -> str:
-    """Returns the text of `function(shapes, implementation, x, topk_idx, weights)` for CUDA."""
-    names, sizes = zip(*shapes.mesh, strict=True)
-    mesh = cuda_mesh(sizes, names) if mesh is None else mesh
-
-    def on_one_rank(*arrays: jax.Array) -> Any:
-        return function(shapes, implementation, *arrays)
-
-    sharded = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P(names), out_specs=P(names))
-    rows = shapes.num_tokens * mesh.size
+def lowered(
+    case: Case, implementation: str | None, function: Any, mesh: Any = None, axis_name: Any = AXIS
+) -> str:
+    """Returns the text of `function(send, implementation, x, topk_idx, weights)` for CUDA."""
+    mesh = cuda_mesh((case.num_ranks,), (AXIS,)) if mesh is None else mesh
+    rows = case.num_tokens * mesh.size
     arrays = (
-        jax.ShapeDtypeStruct((rows, shapes.hidden), shapes.dtype),
-        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.int32),
-        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.float32),
+        jax.ShapeDtypeStruct((rows, case.hidden), case.dtype),
+        jax.ShapeDtypeStruct((rows, case.top_k), jnp.int32),
+        jax.ShapeDtypeStruct((rows, case.top_k), jnp.float32),
     )
-    return jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    send = functools.partial(case.dispatch, implementation=implementation, axis_name=axis_name)
+    on_one_rank = functools.partial(function, send, implementation)
+    return lowered_for_cuda(on_ranks(on_one_rank, mesh, check_vma=True), *arrays)
 
 
 def kernels(text: str) -> list[str]:
@@ -84,21 +60,8 @@ def kernels(text: str) -> list[str]:
     return sorted(name.group() for name in names if name)
 
 
-def send(shapes: Shapes, implementation: Any, x: jax.Array, topk_idx: jax.Array) -> Any:
-    return jax_ep.dispatch(
-        x,
-        topk_idx,
-        num_experts=shapes.num_experts,
-        axis_name=shapes.axis_name,
-        capacity=shapes.capacity,
-        expert_alignment=shapes.alignment,
-        overflow=shapes.overflow,
-        implementation=implementation,
-    )
-
-
-def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
-    sent = send(shapes, implementation, x, topk_idx)
+def forward(send: Any, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+    sent = send(x, topk_idx)
     again = jax_ep.dispatch_like(x, sent.handle, implementation=implementation)
     y = sent.tokens + again
     return (
@@ -107,59 +70,65 @@ def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights:
     )
 
 
-def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+def backward(send: Any, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
     """Computes the gradients of `forward`: of a dispatch, a dispatch_like and two combines."""
 
     def outputs(x: jax.Array, weights: jax.Array) -> Any:
-        return forward(shapes, implementation, x, topk_idx, weights)
+        return forward(send, implementation, x, topk_idx, weights)
 
     out, pull = jax.vjp(outputs, x, weights)
     return pull(out)
 
 
-SHAPES = [
-    Shapes(128, 7168, 8, 256),
-    Shapes(4096, 7168, 8, 256, capacity=40000, alignment=128),
-    Shapes(1, 7168, 16, 512),
-    Shapes(16, 512, 8, 384),
-    Shapes(4096, 2880, 4, 128, **ranks(4)),
-    Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
-    Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
-    Shapes(63, 131, 5, 12, "float16", **ranks(4), alignment=3),
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+CASES = [
+    # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype,
+    # capacity, expert_alignment.
+    Case(8, 128, 7168, 8, 256, BF16),
+    Case(8, 4096, 7168, 8, 256, BF16, 40000, 128),
+    Case(8, 16, 512, 8, 384, BF16),
+    Case(2, 17, 40, 3, 4, F32, 1),
+    Case(4, 63, 131, 5, 12, F16, None, 3),
     # A rank alone combines up to 128 tokens by XLA.
-    Shapes(129, 1, 1, 1, "float32", **ranks(1)),
-    Shapes(200, 64, 2, 6, **ranks(1)),
-    Shapes(2, 8192, 13, 16, "float32", mesh=(("data", 2), ("expert", 4))),
-    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
-    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("b", "a")),
-    Shapes(5, 256, 7, 8, mesh=(("expert", 2), ("data", 4)), axis_name="expert"),
-    Shapes(128, 7168, 8, 256, capacity=1000, alignment=8, overflow="fair"),
-    Shapes(300, 64, 6, 2, "float16", **ranks(2), capacity=30, overflow="fair"),
-    Shapes(33, 64, 2, 8, mesh=(("a", 2), ("b", 2)), axis_name=("b", "a")),
+    Case(1, 129, 1, 1, 1, F32),
+    Case(2, 300, 64, 6, 2, F16, 30, 1, "fair"),
+    # These rows and choices are as many as fit in shared memory.
+    Case(8, 4096, 7360, 16, 512, BF16),
+    Case(8, 4096, 10368, 8, 512, BF16),
+    Case(8, 4096, 2880, 16, 512, F32),
+    Case(8, 128, 7168, 8, 1024, BF16),
 ]
-
-
+# Maps a name to a case, the names and sizes of its mesh's axes, and the axes of its ranks.
+MESHES = {str(case): (case, {AXIS: case.num_ranks}, AXIS) for case in CASES} | {
+    "expert axis last": (Case(4, 2, 8192, 13, 16, F32), dict(data=2, expert=4), AXIS),
+    "expert axis first": (Case(2, 5, 256, 7, 8, BF16), dict(expert=2, data=4), AXIS),
+    "two axes": (Case(4, 33, 64, 2, 8, BF16), dict(a=2, b=2), ("b", "a")),
+}
 BACKWARD = [COMBINE] * 4 + [DISPATCH, LIKE, LIKE, LIKE]
 
 
-@pytest.mark.parametrize("shapes", quick(SHAPES, SHAPES[-1]), ids=str)
-def test_lowers_to_the_kernels(shapes):
-    best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
+@pytest.mark.parametrize("case, axes, axis_name", quick(MESHES, "two axes"))
+def test_lowers_to_the_kernels(case, axes, axis_name):
+    mesh = cuda_mesh(tuple(axes.values()), tuple(axes))
+
+    def text(implementation: Any, function: Any) -> str:
+        return lowered(case, implementation, function, mesh, axis_name)
+
+    best, named = text(None, forward), text("pallas", backward)
     assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
-    assert kernels(lowered(shapes, None, backward)) == BACKWARD
+    assert kernels(text(None, backward)) == BACKWARD
     # The backward pass has two more plain combines, and dispatches the cotangents of both combines.
     assert kernels(named) == BACKWARD
     for symbol in ("multimem", "nvshmem", "multicast"):
         assert symbol not in best and symbol not in named
 
 
-@pytest.mark.parametrize("shapes", [SHAPES[0], SHAPES[7]], ids=str)
-def test_xla_lowers_without_a_kernel(shapes):
+@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+def test_xla_lowers_without_a_kernel(case):
     for function in (forward, backward):
-        text = lowered(shapes, "xla", function)
+        text = lowered(case, "xla", function)
         assert "mosaic" not in text
-    if shapes.num_experts > 1:
-        assert "all_gather" in text and "all_to_all" in text
+    assert "all_gather" in text and "all_to_all" in text
 
 
 @pytest.mark.parametrize("function", [forward, backward])
@@ -167,53 +136,45 @@ def test_xla_lowers_without_a_kernel(shapes):
 def test_no_small_collectives_beside_the_kernels(function):
     """Only the gradient of a weighted combine sends the weights and their cotangents by others."""
 
-    def unweighted(shapes, implementation, x, topk_idx, weights):
+    def unweighted(send, implementation, x, topk_idx, weights):
         del weights
-        return function(shapes, implementation, x, topk_idx, None)
+        return function(send, implementation, x, topk_idx, None)
 
-    text = lowered(SHAPES[0], "pallas", unweighted)
+    text = lowered(CASES[0], "pallas", unweighted)
     for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
         assert f"stablehlo.{collective}" not in text
 
 
 @pytest.mark.parametrize(
-    ("shapes", "reason"),
+    ("case", "reason"),
     [
-        (Shapes(4, 128, 2, 8, "float8_e4m3fn"), "dtype of the rows is float8_e4m3fn"),
-        (Shapes(4, 65536, 2, 8), "too long for shared memory"),
-        (Shapes(4, 32768, 2, 8, "float32"), "too long for shared memory"),
+        (Case(8, 4, 128, 2, 8, "float8_e4m3fn"), "dtype of the rows is float8_e4m3fn"),
+        (Case(8, 4, 32768, 2, 8, F32), "too long for shared memory"),
+        (Case(8, 128, 7168, 8, 4096, BF16), "a row of 7168.*4096 experts"),
     ],
     ids=str,
 )
-def test_a_payload_that_cannot_be_served(shapes, reason):
-    def tokens(shapes, implementation, x, topk_idx, weights):
-        del weights
-        return send(shapes, implementation, x, topk_idx).tokens
+def test_a_payload_that_cannot_be_served(case, reason):
+    def tokens(send, implementation, x, topk_idx, weights):
+        return send(x, topk_idx).tokens
 
-    assert "mosaic" not in lowered(shapes, None, tokens)
+    assert "mosaic" not in lowered(case, None, tokens)
     with pytest.raises(ValueError, match=f'implementation="pallas" cannot run here.*{reason}'):
-        lowered(shapes, "pallas", tokens)
+        lowered(case, "pallas", tokens)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
+def test_a_mesh_axis_may_be_left_out_of_shard_map():
     """implementation=None must choose "xla" if the shard_map leaves out a mesh axis."""
 
     def on_one_rank(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
-        options = dict(num_experts=8, axis_name="expert", implementation=implementation)
-        sent = jax_ep.dispatch(x, topk_idx, **options)
-        return jax_ep.combine(sent.tokens, sent.handle, implementation=implementation)
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=8, axis_name="expert")
+        return jax_ep.combine(sent.tokens, sent.handle)
 
-    sharded = jax.shard_map(
-        on_one_rank,
-        mesh=cuda_mesh((2, 4), ("data", "expert")),
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-        axis_names={"expert"},
-    )
+    mesh, expert = cuda_mesh((2, 4), ("data", "expert")), P("expert")
+    options = dict(in_specs=expert, out_specs=expert, axis_names={"expert"}, check_vma=True)
+    run = on_ranks(on_one_rank, mesh, **options)
     arrays = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32)
-    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic" not in text
+    assert "mosaic" not in lowered_for_cuda(run, *arrays)
 
 
 @pytest.mark.parametrize("top_k", [3, 4])
@@ -269,67 +230,38 @@ def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "supported"),
+    "case",
     quick(
         [
-            (Shapes(4096, 7360, 16, 512), True),
-            (Shapes(4096, 10368, 8, 512), True),
-            (Shapes(4096, 2880, 16, 512, "float32"), True),
-            (Shapes(128, 7168, 8, 1024), True),
-            (Shapes(128, 7168, 8, 4096), False),
+            Case(2, 17, 128, 3, 8, F16),
+            Case(8, 4096, 14336, 8, 256, BF16),
+            Case(8, 128, 16384, 8, 256, BF16),
+            Case(8, 128, 12288, 8, 256, F32),
         ],
-        (Shapes(128, 7168, 8, 4096), False),
+        Case(2, 17, 128, 3, 8, F16),
+        Case(8, 128, 12288, 8, 256, F32),
     ),
     ids=str,
 )
-def test_none_always_lowers(shapes, supported):
-    """implementation=None must choose the kernels if they fit in shared memory, and else "xla"."""
-    by_default = lowered(shapes, None, backward)
-    assert bool(kernels(by_default)) == supported
-    if supported:
-        assert kernels(lowered(shapes, "pallas", backward)) == kernels(by_default)
-    else:
-        with pytest.raises(ValueError, match="cannot run here: a row of 7168.*4096 experts"):
-            lowered(shapes, "pallas", backward)
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    quick(
-        [
-            Shapes(128, 7168, 8, 256),
-            Shapes(4096, 7168, 8, 256, "float32"),
-            Shapes(17, 128, 3, 8, "float16", **ranks(2)),
-            Shapes(4096, 10368, 8, 512),
-            Shapes(4096, 14336, 8, 256),
-            Shapes(128, 16384, 8, 256),
-            Shapes(128, 10240, 16, 512, "float32"),
-            Shapes(128, 12288, 8, 256, "float32"),
-        ],
-        Shapes(17, 128, 3, 8, "float16", **ranks(2)),
-        Shapes(128, 12288, 8, 256, "float32"),
-    ),
-    ids=str,
-)
-def test_quantized_sums_lower_where_they_are_supported(shapes):
-    def there_and_back(shapes, implementation, x, topk_idx, weights):
-        sent = send(shapes, implementation, x, topk_idx)
+def test_quantized_sums_lower_where_they_are_supported(case):
+    def there_and_back(send, implementation, x, topk_idx, weights):
+        sent = send(x, topk_idx)
         options = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
         return jax_ep.combine(sent.tokens, sent.handle, weights, **options)
 
-    supported = kernels(lowered(shapes, None, there_and_back))
-    if shapes.hidden * jnp.dtype(shapes.dtype).itemsize <= 2**15:
+    supported = kernels(lowered(case, None, there_and_back))
+    if case.hidden * jnp.dtype(case.dtype).itemsize <= 2**15:
         assert supported == [COMBINE, DISPATCH]
     if COMBINE in supported:
-        assert kernels(lowered(shapes, "pallas", there_and_back)) == supported
+        assert kernels(lowered(case, "pallas", there_and_back)) == supported
     else:
         with pytest.raises(ValueError, match="too long for shared memory"):
-            lowered(shapes, "pallas", there_and_back)
+            lowered(case, "pallas", there_and_back)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 24])
 @pytest.mark.slow
-def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
+def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch, calls):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
     # A block's receive buffer holds the sums of up to 64 tokens at a time.
@@ -339,53 +271,36 @@ def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
         # Each token has a sum from each of 8 ranks: 512 columns of 2 bytes.
         of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2
         assert held["receive buffer"] == blocks * of_block
-    kernel, asked = fb.kernel, []
-
-    def note(*args: Any, num_blocks: int, **options: Any) -> Any:
-        asked.append(num_blocks)
-        return kernel(*args, num_blocks=num_blocks, **options)
-
-    monkeypatch.setattr(fb, "kernel", note)
-    found = kernels(lowered(Shapes(40, 512, 8, 256), "pallas", backward))
-    assert set(found) == {DISPATCH, LIKE, COMBINE} and set(asked) == {num_blocks}
-
-
-NO_NUMBERS = ["0", "-3", "many", "nan", "", "1e30"]
+    found = kernels(lowered(Case(8, 40, 512, 8, 256, BF16), "pallas", backward))
+    assert set(found) == {DISPATCH, LIKE, COMBINE}
+    assert {options["num_blocks"] for _, options in calls} == {num_blocks}
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        *(("JAX_EP_NUM_BLOCKS", value, "") for value in NO_NUMBERS),
-        *(("JAX_EP_TIMEOUT_SECONDS", value, "") for value in NO_NUMBERS),
+        ("JAX_EP_NUM_BLOCKS", "many", ""),
+        ("JAX_EP_TIMEOUT_SECONDS", "-3", ""),
         ("JAX_EP_NUM_BLOCKS", "2049", " must be .* at most 2048, .* '2049'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(variable, value, message, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=variable + message):
-        lowered(Shapes(16, 64, 2, 8), "pallas", forward)
+        lowered(Case(8, 16, 64, 2, 8, BF16), "pallas", forward)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
-@pytest.mark.parametrize(
-    "order",
-    quick(
-        [slice(None), slice(None, None, -1), [2, 0, 3, 1], slice(2, 4), [3, 1]],
-        [2, 0, 3, 1],
-        slice(2, 4),
-    ),
-    ids=str,
-)
-def test_any_devices_are_served_in_any_order(order):
-    devices = np.asarray(jax.devices()[:4])[order]
-    mesh = jax.sharding.Mesh(devices, ("expert",))
-    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh))
+def test_any_devices_are_served_in_any_order():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4])[[2, 0, 3, 1]], ("expert",))
+    assert kernels(lowered(Case(8, 8, 64, 2, 8, F32), None, forward, mesh))
 
 
 @pytest.fixture
 def gpus(monkeypatch):
     """Returns a function that makes JAX's first devices pass for GPUs that share memory."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("CPUs are taken for GPUs here")
 
     def pretend(num_gpus: int) -> list[jax.Device]:
         devices = jax.devices()[:num_gpus]
@@ -404,46 +319,41 @@ def gpus(monkeypatch):
 
 
 @pytest.fixture
-def fabrics(monkeypatch):
-    """Collects the fabrics of the kernels that are traced during a test."""
+def calls(monkeypatch):
+    """Collects the fabric and the options of each kernel that is traced during a test."""
     noted, kernel = [], fb.kernel
 
     def note(fabric: Any, *args: Any, **options: Any) -> Any:
-        noted.append(fabric)
+        noted.append((fabric, options))
         return kernel(fabric, *args, **options)
 
     monkeypatch.setattr(fb, "kernel", note)
     return noted
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-@pytest.mark.parametrize(
-    "order", quick([[0, 1, 2, 3], [2, 0, 3, 1], [3, 1]], [2, 0, 3, 1], [3, 1]), ids=str
-)
-def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, fabrics):
+@pytest.mark.parametrize("order", [[2, 0, 3, 1], [3, 1]], ids=str)
+def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, calls):
     mesh = jax.sharding.Mesh(np.asarray(gpus(4))[order], ("expert",))
-    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh))
-    assert {fabric.gpus for fabric in fabrics} == {tuple(3 - i for i in order)}
+    assert kernels(lowered(Case(8, 8, 64, 2, 8, F32), None, forward, mesh))
+    assert {fabric.gpus for fabric, _ in calls} == {tuple(3 - i for i in order)}
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, fabrics):
+def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, calls):
     """A program on one GPU, outside of shard_map, must use the memory of that GPU."""
-    for i, device in enumerate(gpus(4)):
-        x, topk_idx = (
-            jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
-            for shape, dtype in (((300, 512), jnp.bfloat16), ((300, 4), jnp.int32))
-        )
-        function = jax.jit(
-            lambda x, topk_idx: (
-                jax_ep.dispatch(
-                    x, topk_idx, num_experts=8, axis_name=(), implementation="pallas"
-                ).tokens
-            )
-        )
-        assert kernels(function.trace(x, topk_idx).lower(lowering_platforms=("cuda",)).as_text())
-        fabric = fabrics.pop()
-        assert fabric.gpus == (3 - i,) and fabric.num_ranks == 1 and not fabrics
+
+    @jax.jit
+    def send(x, topk_idx):
+        options = dict(num_experts=8, axis_name=(), implementation="pallas")
+        return jax_ep.dispatch(x, topk_idx, **options).tokens
+
+    for i, device in enumerate(gpus(2)):
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        shapes = ((300, 512), jnp.bfloat16), ((300, 4), jnp.int32)
+        arrays = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+        assert kernels(send.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
+        ((fabric, _),) = calls
+        assert fabric.gpus == (1 - i,) and fabric.num_ranks == 1
+        calls.clear()
 
 
 DISPATCHES, COMBINES = ["ep_dispatch", "ep_dispatch_like"], ["ep_combine"] * 2
@@ -453,7 +363,6 @@ DISPATCHES, COMBINES = ["ep_dispatch", "ep_dispatch_like"], ["ep_combine"] * 2
     ("num_tokens", "num_ranks", "by_kernels"),
     [
         (16, 1, []),
-        (17, 1, DISPATCHES),
         (128, 1, DISPATCHES),
         (129, 1, COMBINES + DISPATCHES),
         (16, 2, COMBINES + DISPATCHES),
@@ -461,43 +370,40 @@ DISPATCHES, COMBINES = ["ep_dispatch", "ep_dispatch_like"], ["ep_combine"] * 2
 )
 def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, num_ranks, by_kernels):
     """A rank alone must move few tokens by XLA, more of them in a combine, if none is named."""
-    shapes = Shapes(num_tokens, 512, 2, 8, **ranks(num_ranks))
-    assert kernels(lowered(shapes, None, forward)) == by_kernels
-    assert kernels(lowered(shapes, "pallas", forward))
+    case = Case(num_ranks, num_tokens, 512, 2, 8, BF16)
+    assert kernels(lowered(case, None, forward)) == by_kernels
+    assert kernels(lowered(case, "pallas", forward))
     # With many rows for few tokens, XLA would take longer.
-    assert kernels(lowered(dataclasses.replace(shapes, alignment=128), None, forward))
+    assert kernels(lowered(dataclasses.replace(case, expert_alignment=128), None, forward))
 
 
-SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
+CASE_OF_TWO = Case(2, 8, 64, 2, 8, F32)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-@pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False), (8, False)])
+@pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False)])
 def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
     """On an abstract mesh, kernels must be refused if this machine has 2 or more GPUs."""
     if num_gpus:
         gpus(num_gpus)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
-    assert bool(kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))) == supported
+    assert bool(kernels(lowered(CASE_OF_TWO, None, forward, mesh))) == supported
     if not supported:
         with pytest.raises(ValueError, match="was given an abstract mesh; use jax.set_mesh"):
-            lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
+            lowered(CASE_OF_TWO, "pallas", forward, mesh)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, fabrics):
+def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, calls):
     devices = np.asarray(gpus(4))[[3, 0]]
     mesh = jax.sharding.Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert kernels(lowered(SHAPES_OF_TWO, None, forward, mesh.abstract_mesh))
-    assert {fabric.gpus for fabric in fabrics} == {(0, 3)}
+        assert kernels(lowered(CASE_OF_TWO, None, forward, mesh.abstract_mesh))
+    assert {fabric.gpus for fabric, _ in calls} == {(0, 3)}
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
 def test_gpus_that_do_not_share_memory_run_no_kernels(gpus, monkeypatch):
     mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
     monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
-    assert not kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))
+    assert not kernels(lowered(CASE_OF_TWO, None, forward, mesh))
     with pytest.raises(ValueError, match="it needs GPUs that share memory, and the pool is gone"):
-        lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
+        lowered(CASE_OF_TWO, "pallas", forward, mesh)

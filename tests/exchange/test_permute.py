@@ -9,30 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.contract import (
-    AXIS,
-    Case,
-    assert_bitwise_equal,
-    implementations,
-    per_rank,
-    routing,
-)
+from support.contract import AXIS, Case, assert_bitwise_equal, per_rank, routing
+from support.selection import quick
 
 import jax_ep
 
 CASES = [
     # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype.
     Case(1, 1, 33, 3, 2, "bfloat16"),
-    Case(2, 5, 16, 2, 8, "bfloat16"),
     Case(4, 11, 8, 3, 12, "bfloat16"),
-    Case(8, 7, 24, 3, 8, "bfloat16"),
     Case(2, 6, 8, 3, 8, "bfloat16", 9, 1, "fair"),
 ]
-
-
-@pytest.fixture(params=implementations())
-def implementation(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @functools.cache
@@ -80,11 +67,9 @@ def layouts(case: Case, implementation: str, alignment: int) -> Any:
     return jax.jit(per_rank(both, case.num_ranks))
 
 
-@pytest.mark.parametrize("kind", ["uniform", "masked", "repeated", "one_rank"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["masked", "repeated", "one_rank"])
+@pytest.mark.parametrize("case", quick(CASES, CASES[2]), ids=str)
 def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
-    assert case.dtype == "bfloat16"
     rng = np.random.default_rng(1)
     by_token = case.num_ranks, case.num_tokens
     x, g = (rng.normal(size=(*by_token, case.hidden)).astype(case.dtype) for _ in range(2))

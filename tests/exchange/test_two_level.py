@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,8 @@ from support.contract import (
     some_inputs,
 )
 from support.hlo import received_from_other_hosts
-from support.kernels import needs_kernels
-from support.processes import environment_of_program, free_address
+from support.kernels import lowered, needs_kernels
+from support.processes import outputs_of_processes
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem
@@ -68,113 +66,60 @@ def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> M
 # ----------------------------------------------------------------- results against the reference
 
 SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
-# A case is (case, hosts, mesh axes, check_vma, host_capacity, routings).
-SOME = ("uniform", "skewed", "masked", "one_rank")
+# A case is (case, hosts, mesh axes, host_capacity, routings, few_tokens). With `few_tokens`, hosts
+# are taken in the order of the kernels, all at once if they have so few tokens.
+SOME, TWO = ("uniform", "skewed", "masked", "one_rank"), ("uniform", "masked")
 CASES = {
-    "one axis": (SMALL, 4, 1, False, None, ROUTINGS),
-    "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True, None, ROUTINGS),
-    "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False, None, ROUTINGS),
-    "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, True, None, ROUTINGS),
-    "two hosts' capacity": (SMALL, 2, 2, True, 3, SOME),
-    "four hosts' capacity": (SMALL, 4, 1, False, 2, SOME),
-    "large capacity": (SMALL, 2, 2, True, 7, SOME),
+    "one axis": (SMALL, 4, 1, None, ROUTINGS, None),
+    "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, None, ROUTINGS, None),
+    "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, None, ROUTINGS, None),
+    "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, None, ROUTINGS, None),
+    "two hosts' capacity": (SMALL, 2, 2, 3, SOME, None),
+    "four hosts' capacity": (SMALL, 4, 1, 2, SOME, None),
+    "large capacity": (SMALL, 2, 2, 7, SOME, None),
+    "kernels, two hosts": (SMALL, 2, 1, None, TWO, 0),
+    "kernels, four hosts' capacity": (SMALL, 4, 1, 2, TWO, 0),
+    "kernels, two hosts at once": (SMALL, 2, 1, None, TWO, 9),
+    "kernels, four hosts' capacity at once": (SMALL, 4, 1, 2, TWO, 9),
 }
+
+
+def take_hosts_as_kernels_do(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_call(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
+        return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
+
+    monkeypatch.setattr(TwoLevel, "_of_call", of_call)
+    monkeypatch.setattr(rail, "FEW_TOKENS", few_tokens)
 
 
 @pytest.mark.parametrize(
-    "case, num_hosts, num_axes, check_vma, host_capacity, routings",
-    quick(CASES, "four hosts' capacity"),
+    "case, num_hosts, num_axes, host_capacity, routings, few_tokens",
+    quick(CASES, "four hosts' capacity", "kernels, two hosts", "kernels, four hosts' capacity"),
 )
 def test_everything_equals_the_reference(
-    case, num_hosts, num_axes, check_vma, host_capacity, routings, monkeypatch
+    case, num_hosts, num_axes, host_capacity, routings, few_tokens, monkeypatch
 ):
     """Choices past the host capacity must be dropped and counted, as in the reference."""
+    if few_tokens is not None:
+        take_hosts_as_kernels_do(few_tokens, monkeypatch)
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(0)
-    run = program(case, "two_level", check_vma, mesh, host_capacity=host_capacity)
+    # Bypass the cache of `program`, whose key does not include the patched functions.
+    options = dict(check_vma=num_axes == 2, mesh=mesh, host_capacity=host_capacity)
+    run = program.__wrapped__(case, "two_level", **options)
     limit = {} if host_capacity is None else dict(num_hosts=num_hosts, host_capacity=host_capacity)
-    capacity = case.capacity or reference.dropless_capacity(
-        8, case.num_tokens, case.top_k, case.num_experts // 8, case.expert_alignment
-    )
     for kind in routings:
-        inputs = some_inputs(case, kind, rng, capacity)
+        inputs = some_inputs(case, kind, rng)
         expected = run_reference(case, inputs, **limit)
         fewer = np.any(expected.rows_needed < run_reference(case, inputs).rows_needed)
         assert fewer == (host_capacity is not None and host_capacity < case.num_tokens)
-        assert_outputs(run(inputs), expected, f"routing {kind!r}")
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            assert_outputs(run(inputs), expected, f"routing {kind!r}")
 
 
-SOURCES = {
-    "two": (2, None, 0),
-    "two with a limit": (2, 3, 0),
-    "four": (4, None, 0),
-    "four with a limit": (4, 2, 0),
-    "two at once": (2, None, 9),
-    "four at once, with a limit": (4, 2, 9),
-}
-
-
-@pytest.mark.parametrize("num_hosts, host_capacity, few", quick(SOURCES, "two", "four"))
-def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
-    """An exchange that takes hosts in the order of the kernels must equal the reference."""
-
-    def as_kernels(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
-        return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
-
-    monkeypatch.setattr(TwoLevel, "_of_call", as_kernels)
-    monkeypatch.setattr(rail, "FEW_TOKENS", few)
-    mesh, rng = mesh_of(num_hosts, 1, monkeypatch), np.random.default_rng(6)
-    # Bypass the cache of `program`, whose key does not include the patched functions.
-    run = program.__wrapped__(SMALL, "two_level", False, mesh, host_capacity=host_capacity)
-    limit = {} if host_capacity is None else dict(num_hosts=num_hosts, host_capacity=host_capacity)
-    for kind in ("uniform", "masked"):
-        inputs = some_inputs(SMALL, kind, rng, SMALL.capacity)
-        assert_outputs(run(inputs), run_reference(SMALL, inputs, **limit), f"routing {kind!r}")
-    if host_capacity is None:
-        check_rank_major(num_hosts, 1, monkeypatch)
-
-
-def test_a_host_capacity_under_strict_promotion(monkeypatch):
-    mesh = mesh_of(4, 1, monkeypatch)
-    run = program(SMALL, "two_level", False, mesh, host_capacity=2)
-    inputs = some_inputs(SMALL, "uniform", np.random.default_rng(5), SMALL.capacity)
-    expected = run_reference(SMALL, inputs, num_hosts=4, host_capacity=2)
-    with (
-        jax.enable_x64(True),
-        jax.numpy_dtype_promotion("strict"),
-        jax.numpy_rank_promotion("raise"),
-    ):
-        assert_outputs(run(inputs), expected, "strict")
-
-
-def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
-    mesh = mesh_of(2, 2, monkeypatch)
-
-    def traced(**options: Any) -> Any:
-        def tokens(x: Any, topk_idx: Any) -> Any:
-            return jax_ep.dispatch(
-                x, topk_idx, num_experts=16, axis_name=mesh.axis_names, **options
-            ).tokens
-
-        shapes = (
-            jax.ShapeDtypeStruct((8, 4, 8), "float32"),
-            jax.ShapeDtypeStruct((8, 4, 2), "int32"),
-        )
-        return jax.eval_shape(per_rank(tokens, 8, mesh=mesh), *shapes)
-
-    with pytest.raises(ValueError, match="host_capacity .* but is 2 with implementation='xla'"):
-        traced(host_capacity=2, implementation="xla")
-    with pytest.raises(ValueError, match="implementation must be one of .* 'nccl'"):
-        traced(host_capacity=2, implementation="nccl")
-    with pytest.raises(ValueError, match="host_capacity must be at least 1, but is 0"):
-        traced(host_capacity=0)
-    with pytest.raises(ValueError, match="takes no host_capacity, but it is 2"):
-        traced(host_capacity=2, layout="rank")
-
-
-@pytest.mark.parametrize("num_hosts", quick([2, 8], 2))
-def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
+def test_a_combine_rounds_once_for_each_token_and_host(monkeypatch):
     """A combine must round the sum of a token's rows on one host once, from float32 to bfloat16."""
+    num_hosts = 2
     mesh = mesh_of(num_hosts, 2, monkeypatch)
     case, rng = Case(8, 16, 32, 6, 16, "bfloat16", 400), np.random.default_rng(1)
     topk_idx = routing("uniform", case, rng)
@@ -188,7 +133,7 @@ def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
 
     actual = jax.jit(per_rank(combined, 8, mesh=mesh))(topk_idx, y, weights)
     x = np.zeros((8, 16, 32), y.dtype)
-    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx, 400)]
+    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx)]
     expected = reference.combine(list(y), routes, list(weights), num_hosts=num_hosts)
     assert_equal(actual, np.stack(expected))
     one_level = np.stack(reference.combine(list(y), routes, list(weights)))
@@ -219,7 +164,7 @@ def test_float8_on_the_wire(monkeypatch):
     for actual, expected, name in zip(two, one, ("tokens", "rows", "scales"), strict=True):
         assert_bitwise_equal(actual, expected, name)
 
-    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx, 40)]
+    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx)]
     total = np.zeros((8, 6, 256), np.float32)
     for host in range(2):
         here = [
@@ -234,14 +179,13 @@ def test_float8_on_the_wire(monkeypatch):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_hosts, num_axes", [(2, 2), (4, 1)])
-def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
-    check_rank_major(num_hosts, num_axes, monkeypatch)
-
-
-def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asserts that the rank-major layout of "two_level" equals that of "xla"."""
+@pytest.mark.parametrize(
+    "num_hosts, num_axes, few_tokens",
+    quick([(2, 2, None), (4, 1, None), (2, 1, 0), (2, 1, 9)], (2, 1, 0)),
+)
+def test_rank_major_is_that_of_one_level(num_hosts, num_axes, few_tokens, monkeypatch):
+    if few_tokens is not None:
+        take_hosts_as_kernels_do(few_tokens, monkeypatch)
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
     topk_idx = routing("masked", case, rng)
@@ -321,10 +265,9 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
         assert len(turns) == num_hosts - 1
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
-def test_axes_in_another_order_than_the_mesh_has_them(num_hosts, monkeypatch):
+def test_axes_in_another_order_than_the_mesh_has_them(monkeypatch):
     """Ranks must be numbered along `axis_name`, even if the mesh has its axes in another order."""
-    in_order = mesh_of(num_hosts, 2, monkeypatch)
+    in_order = mesh_of(4, 2, monkeypatch)
     mesh = Mesh(in_order.devices.T, ("expert", "host"))
     rng = np.random.default_rng(7)
     x = rng.normal(size=(8, 5, 8)).astype(np.float32)
@@ -346,36 +289,33 @@ def test_one_host_is_one_level(monkeypatch):
     mesh = meshes.mesh((8,), ("expert",))
     case = Case(8, 4, 8, 2, 16)
 
-    def lowered(implementation: Any) -> str:
+    def text(implementation: Any) -> str:
         def tokens(x: Any, topk_idx: Any) -> Any:
             return case.dispatch(x, topk_idx, implementation).tokens
 
-        shapes = (
-            jax.ShapeDtypeStruct((8, 4, 8), "float32"),
-            jax.ShapeDtypeStruct((8, 4, 2), "int32"),
-        )
-        return jax.jit(per_rank(tokens, 8, mesh=mesh)).lower(*shapes).as_text()
+        arrays = np.zeros((8, 4, 8), np.float32), np.zeros((8, 4, 2), np.int32)
+        return jax.jit(per_rank(tokens, 8, mesh=mesh)).lower(*arrays).as_text()
 
     monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST", raising=False)
-    assert lowered(None) == lowered("xla")
+    assert text(None) == text("xla")
     with pytest.raises(ValueError, match='"two_level" cannot run here: all ranks .* on one host'):
-        lowered("two_level")
+        text("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "3")
-    assert lowered(None) == lowered("xla")
+    assert text(None) == text("xla")
     with pytest.raises(
         ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* equally many ranks\."
     ):
-        lowered("two_level")
+        text("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "none")
     with pytest.raises(ValueError, match="JAX_EP_DEVICES_PER_HOST must be a positive int"):
-        lowered("two_level")
+        text("two_level")
 
 
 def test_no_mesh_is_one_rank():
     x, topk_idx = np.zeros((4, 8), np.float32), np.zeros((4, 2), np.int32)
     options = dict(num_experts=8, axis_name=(), implementation="two_level")
     with pytest.raises(ValueError, match='"two_level" cannot run here: there is no mesh'):
-        jax.jit(lambda *args: jax_ep.dispatch(*args, **options).tokens)(x, topk_idx)
+        jax.jit(lambda *args: jax_ep.dispatch(*args, **options).tokens).lower(x, topk_idx)
 
 
 @needs_kernels
@@ -412,8 +352,7 @@ def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity
         jax.ShapeDtypeStruct((8, num_tokens, 4), "int32"),
         jax.ShapeDtypeStruct((8, num_tokens, 4), "float32"),
     )
-    program = jax.jit(per_rank(everything, 8, mesh=mesh)).trace(*shapes)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(jax.jit(per_rank(everything, 8, mesh=mesh)), *shapes)
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     turns = 1 if num_tokens == 64 else num_hosts
     expected = {
@@ -478,26 +417,10 @@ LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": 
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processes would share the GPUs")
-@pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
-def test_between_processes(processes, devices, flags):
+@pytest.mark.parametrize("num_processes, devices, flags", quick(LAYOUTS, "small"))
+def test_between_processes(num_processes, devices, flags):
     """With one process per host, each process must pass two_level_check.py."""
-    address = free_address()
-    environment = environment_of_program(
-        fast=bool(flags),
-        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
-        PYTHONPATH=":".join([str(CHECK.parents[2]), str(CHECK.parents[1])]),
-        JAX_PLATFORMS="cpu",
-    )
-    command = [
-        sys.executable, str(CHECK), f"--coordinator={address}", f"--num_processes={processes}",
-    ]  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [*command, f"--process_id={process}", *flags],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for process in range(processes)
-    ]  # fmt: skip
-    for process in started:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0 and "checked" in output, output
+    for output in outputs_of_processes(
+        CHECK.read_text(), str(num_processes), *flags, count=num_processes, devices=devices
+    ):
+        assert "checked" in output, output

@@ -13,6 +13,7 @@ collect this file.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -25,15 +26,12 @@ from typing import Any
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS.parent)]
 AXIS = "expert"
+# The sizes of what is timed: tokens of a rank, and the calls in a loop.
+NUM_TOKENS, HIDDEN, NUM_EXPERTS, TOP_K, NUM_CALLS = 4096, 7168, 256, 8, 40
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--num_experts", type=int, default=256)
-    parser.add_argument("--top_k", type=int, default=8)
-    parser.add_argument("--calls", type=int, default=40, help="of a loop that is timed")
     parser.add_argument("--cpu", action="store_true", help="two CPU devices, for the check alone")
     parser.add_argument("--process", type=int, help="the number of one that this program starts")
     parser.add_argument("--coordinator")
@@ -76,13 +74,13 @@ def run(arguments: Any) -> None:
     # XLA for CPUs removes results that a loop does not read, so there is nothing to time.
     if arguments.cpu:
         return
-    for name, microseconds in times(mesh, arguments):
+    for name, microseconds in times(mesh):
         if arguments.process == 0:
             low, median, high = microseconds
             print(f"{name:<28}{median:9.1f}  ({low:.1f} - {high:.1f})", flush=True)
 
 
-def times(mesh: Any, arguments: Any) -> Any:
+def times(mesh: Any) -> Any:
     """Yields (name, least, median and most microseconds of a call) of each operation."""
     import jax
     import jax.numpy as jnp
@@ -90,16 +88,14 @@ def times(mesh: Any, arguments: Any) -> Any:
     from jax import lax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
+    from support import kernels
     from support.contract import shared
 
     import jax_ep
 
-    num_rows, top_k = 2 * arguments.tokens, arguments.top_k
+    num_rows = 2 * NUM_TOKENS
     rng, sharding = np.random.default_rng(0), NamedSharding(mesh, P(AXIS))
-
-    def on_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
-        specs = dict(in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-        return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
+    on_ranks = functools.partial(kernels.on_ranks, mesh=mesh)
 
     def timed(step: Callable[..., Any], *operands: Any) -> tuple[float, float, float]:
         def loop(*operands: Any) -> Any:
@@ -110,31 +106,31 @@ def times(mesh: Any, arguments: Any) -> Any:
                 first = jax.tree.leaves(lax.optimization_barrier(step(*now)))[0]
                 return first.reshape(-1)[:1].astype(jnp.float32)
 
-            return lax.fori_loop(0, arguments.calls, call, jnp.zeros(1))
+            return lax.fori_loop(0, NUM_CALLS, call, jnp.zeros(1))
 
         program, found = on_ranks(loop), []
         for _ in range(8):
             begin = time.perf_counter()
             jax.block_until_ready(program(*operands))
-            found.append((time.perf_counter() - begin) / arguments.calls * 1e6)
+            found.append((time.perf_counter() - begin) / NUM_CALLS * 1e6)
         return min(found[1:]), statistics.median(found[1:]), max(found[1:])
 
     def dispatch(x: Any, topk_idx: Any) -> Any:
         sent = jax_ep.dispatch(
             x,
             topk_idx,
-            num_experts=arguments.num_experts,
+            num_experts=NUM_EXPERTS,
             axis_name=AXIS,
-            capacity=arguments.tokens * top_k * 9 // 8,
+            capacity=NUM_TOKENS * TOP_K * 9 // 8,
         )
         return sent.tokens, sent.handle
 
     def combine_grad(g: Any, y: Any, handle: Any, weights: Any) -> Any:
         return jax.vjp(lambda *both: jax_ep.combine(both[0], handle, both[1]), y, weights)[1](g)
 
-    tokens = rng.standard_normal((num_rows, arguments.hidden)).astype(jnp.bfloat16)
-    choices = np.argsort(rng.random((num_rows, arguments.num_experts)), axis=1)[:, :top_k]
-    weights = rng.random((num_rows, top_k)).astype(np.float32)
+    tokens = rng.standard_normal((num_rows, HIDDEN)).astype(jnp.bfloat16)
+    choices = np.argsort(rng.random((num_rows, NUM_EXPERTS)), axis=1)[:, :TOP_K]
+    weights = rng.random((num_rows, TOP_K)).astype(np.float32)
     arrays = (tokens, choices.astype(np.int32), weights)
     x, topk_idx, weights = (shared(array, sharding) for array in arrays)
     y, handle = on_ranks(dispatch)(x, topk_idx)

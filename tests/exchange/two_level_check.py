@@ -27,12 +27,12 @@ from jax_ep.moe.layer import moe_layer
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator")
-    parser.add_argument("--num_processes", type=int)
-    parser.add_argument("--process_id", type=int)
+    parser.add_argument("coordinator")
+    parser.add_argument("process", type=int)
+    parser.add_argument("num_processes", type=int)
     parser.add_argument("--small", action="store_true", help="one mesh, one routing, no layer")
     args = parser.parse_args()
-    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    jax.distributed.initialize(args.coordinator, args.num_processes, args.process)
     num_hosts, devices = args.num_processes, np.array(jax.devices())
     meshes = (
         Mesh(devices.reshape(num_hosts, -1), ("host", "expert")),

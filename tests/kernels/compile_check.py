@@ -186,7 +186,7 @@ def added_gradients(x: Any, grad: Any, sizes: Any, total: Any) -> Any:
         float8.transpose_rows(each, blocks, implementation="pallas")[1] for each in (x, grad)
     )
     return (
-        *unquantized.add_drhs_of_each((total,), x, (grad,), sizes, "pallas"),
+        *unquantized.drhs_of_each(x, (grad,), sizes, "pallas", (total,)),
         *float8.drhs_of_each(x_rows, [grad_rows], groups, total.dtype, "pallas", [total]),
     )
 

@@ -28,7 +28,6 @@ from support.selection import quick
 from jax_ep import grouped_matmul
 from jax_ep.matmul.gating import gate_gradient_of_all
 from jax_ep.matmul.unquantized import (
-    add_drhs_of_each,
     drhs_of_each,
     gate_gradient,
     gated_product_of_arrays,
@@ -152,7 +151,7 @@ def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide)
     sums = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), kind))
 
     def added(sums, lhs, grads):
-        return add_drhs_of_each(sums, lhs, grads, group_sizes, implementation)
+        return drhs_of_each(lhs, grads, group_sizes, implementation, sums)
 
     def separately(sums, lhs, grads):
         results = drhs_of_each(lhs, grads, group_sizes, implementation)

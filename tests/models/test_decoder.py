@@ -24,19 +24,24 @@ def test_rotary_keeps_the_angle_between_tokens():
     assert abs(rotated(3) @ rotated(13) - x[0, 0, 0] @ x[0, 0, 0]) > 0.1
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [3, 2**30])
-def test_attention_of_whole_sequences_is_that_of_a_mask(window):
+def test_attention_of_whole_sequences_is_that_of_a_mask(window, packed):
     """Attention by JAX must equal masked attention, and sinks must take a part of the weights."""
     q, k, v = (
         jax.random.normal(jax.random.key(i), (2, 7, heads, 8)) for i, heads in enumerate((4, 2, 2))
     )
     after = np.arange(7)[:, None] - np.arange(7)
     seen = np.broadcast_to((after >= 0) & (after < window), (2, 7, 7))
-    plain, _ = _causal(window)(q, k, v, None)
+    documents = np.array([[0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]) if packed else None
+    if packed:
+        seen = seen & (documents[:, :, None] == documents[:, None])
+    attend = _causal(window, documents)
+    plain, _ = attend(q, k, v, None)
     np.testing.assert_allclose(plain, masked_attention(q, k, v, seen, None), rtol=1e-4, atol=1e-5)
-    low, _ = _causal(window)(q, k, v, jnp.full(4, -1e9))
+    low, _ = attend(q, k, v, jnp.full(4, -1e9))
     np.testing.assert_allclose(low, plain, rtol=1e-4, atol=1e-5)
-    high, _ = _causal(window)(q, k, v, jnp.full(4, 1e2))
+    high, _ = attend(q, k, v, jnp.full(4, 1e2))
     assert np.abs(high).max() < 1e-6
 
 

@@ -106,11 +106,16 @@ def test_states_are_split_over_the_axes_that_hold_copies():
 
 @pytest.mark.needs_devices(8)
 def test_fsdp_splits_every_matrix():
+    """Attention, embeddings, experts and moments must be split, also while a step runs."""
     with jax.set_mesh(mesh := model_mesh(1, 2, 1, 4)):
-        _, state = started(MODEL, mesh, only_shapes=True)
-    for x in jax.tree.leaves(state.params):
-        parts = x.size // np.prod(x.sharding.shard_shape(x.shape))
-        assert parts >= 4 or x.ndim == 1, x
+        layout, state = started(MODEL, mesh)
+    matrices = {n.split(".")[-2] for n, weight in state.params.weights.items() if weight.ndim > 1}
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"} == matrices
+    for params in (state.params, state.opt_state[0].mu):
+        for x, in_step in zip(jax.tree.leaves(params), jax.tree.leaves(layout.params), strict=True):
+            if x.ndim > 1:
+                assert x.size >= 4 * x.addressable_shards[0].data.size, x.sharding
+                assert x.size >= 4 * np.prod(in_step.shard_shape(x.shape)), in_step
 
 
 @pytest.mark.slow
@@ -155,19 +160,24 @@ def test_xla_knows_the_compiler_options():
     assert add(1.0) == 2.0
 
 
-def test_the_first_token_of_a_document_does_not_count():
-    """The evaluation must sum the losses of all targets but those that follow `document_end`."""
+def test_documents_are_apart():
+    """The evaluation of packed documents must be that of each document alone.
+
+    It must sum the losses of all targets but those that follow `document_end`.
+    """
     config = CONFIG.replace(selection_bias=False)
     model, mesh = Decoder(config=config, dtype=jnp.float32), model_mesh(1, 1)
     tokens = np.array(jax.random.randint(jax.random.key(1), (2, 9), 1, config.vocab))
-    tokens[0, [2, 5]] = tokens[1, 8] = 0
+    tokens[:, 3] = tokens[1, 7] = 0
     with jax.set_mesh(mesh):
         layout, state = started(model, mesh)
         evaluate = train_step.make_eval_step(model, layout, Objective(document_end=0))
         found = evaluate(state, tokens)
-        logits, _ = jax.jit(model.logits)(state.params, tokens[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    counts = tokens[:, :-1] != 0
-    assert found["tokens"] == counts.sum() == 2 * 8 - 2
+        # Each sequence of 8 tokens is two documents of 4.
+        logits, _ = jax.jit(model.logits)(state.params, tokens[:, :-1].reshape(4, 4))
+    targets = tokens[:, 1:].reshape(4, 4)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    counts = tokens[:, :-1].reshape(4, 4) != 0
+    assert found["tokens"] == counts.sum() == 2 * 8 - 3
     np.testing.assert_allclose(found["loss"], (losses * counts).sum(), rtol=1e-5)
     assert found["expert_counts"].sum() == 2 * 8 * config.num_experts_per_token

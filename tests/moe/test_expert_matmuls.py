@@ -22,8 +22,6 @@ from jax_ep import MoEConfig, MoEParams, reference
 from jax_ep.matmul import float8
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
-from jax_ep.moe.expert_matmuls import QuantizedExperts
-from jax_ep.placement import Placement, to_experts, to_slots
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
@@ -94,33 +92,24 @@ def test_kernels_may_be_named_for_matrices_of_any_dtype():
         jax.eval_shape(run, tokens, *matrices, GROUP_SIZES)
 
 
-def test_bfloat16_rounds_what_is_between_matmuls():
-    arrays = numbers()
-    got = jax_ep.expert_mlp(*arrays, GROUP_SIZES, matmul_dtype=FLOAT8)
-    tokens, *matrices = (np.asarray(each).astype(np.float32) for each in arrays)
-    want = reference.float8_expert_mlp(tokens, np.array(SIZES), *matrices)
-    assert got.dtype == jnp.bfloat16
-    assert (
-        error_of_norm(got, want)
-        < 2**-7
-        < error_of_norm(jax_ep.expert_mlp(*arrays, GROUP_SIZES), want)
-    )
+def rounded_gating(gate, up):
+    return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("biased", [False, True])
-def test_gradients_are_near_those_of_bfloat16(gated, biased):
+@pytest.mark.usefixtures("strict_promotion")
+@pytest.mark.parametrize("kind", ["gated", "gating of another dtype", "not gated", "biased"])
+def test_gradients_are_near_those_of_bfloat16(kind):
     x, wi_0, wi_1, wo = numbers()
-    weights = {"wi_0": wi_0, "wi_1": wi_1 if gated else None, "wo": wo}
-    if biased:
-        weights |= {
-            "wi_0_bias": jnp.full((len(SIZES), F), 0.1, jnp.bfloat16),
-            "wo_bias": jnp.ones((len(SIZES), H), jnp.bfloat16),
-        }
+    weights = {"wi_0": wi_0, "wi_1": None if kind == "not gated" else wi_1, "wo": wo}
+    if kind == "biased":
+        weights["wi_0_bias"] = jnp.full((len(SIZES), F), 0.1, jnp.bfloat16)
+        weights["wo_bias"] = jnp.ones((len(SIZES), H), jnp.bfloat16)
+    gating = rounded_gating if kind == "gating of another dtype" else None
     grad = jax.random.normal(jax.random.key(1), (ROWS, H), jnp.bfloat16)
 
     def run(matmul_dtype, x, weights):
-        return jax_ep.expert_mlp(x, **weights, group_sizes=GROUP_SIZES, matmul_dtype=matmul_dtype)
+        options = dict(group_sizes=GROUP_SIZES, gating=gating, matmul_dtype=matmul_dtype)
+        return jax_ep.expert_mlp(x, **weights, **options)
 
     results = []
     for dtype in (None, FLOAT8):
@@ -132,47 +121,6 @@ def test_gradients_are_near_those_of_bfloat16(gated, biased):
         # average.
         assert error_of_norm(got, want) < 0.12
         assert np.isfinite(np.asarray(got).astype(np.float32)).all()
-
-
-def test_a_gating_may_return_another_dtype():
-    """The gradient of a gating that rounds its result must be near that of one that does not."""
-    x, *matrices = numbers()
-    grad = jax.random.normal(jax.random.key(1), (ROWS, H), jnp.bfloat16)
-
-    def run(round_to):
-        def gating(gate, up):
-            return (jax.nn.silu(gate) * up).astype(round_to)
-
-        def mlp(x, *matrices):
-            return jax_ep.expert_mlp(x, *matrices, GROUP_SIZES, gating=gating, matmul_dtype=FLOAT8)
-
-        return jax.vjp(mlp, x, *matrices)[1](grad)
-
-    for got, want in zip(run(jnp.bfloat16), run(jnp.float32), strict=True):
-        assert error_of_norm(got, want) < 2.0**-5
-
-
-def kept(function, *args):
-    """Returns shapes and dtypes of the residuals that a function saves for its backward pass."""
-    return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
-
-
-def num_bytes(arrays):
-    return sum(each.size * each.dtype.itemsize for each in arrays)
-
-
-def test_what_is_kept_is_float8():
-    arrays = numbers()
-
-    def kept_rows(dtype):
-        function = functools.partial(jax_ep.expert_mlp, group_sizes=GROUP_SIZES, matmul_dtype=dtype)
-        return num_bytes(
-            each for each in kept(function, *arrays) if each.shape and each.shape[0] == ROWS
-        )
-
-    assert kept_rows(None) == ROWS * (H + 2 * F) * 2
-    # Float8 rows come with float32 scales, one per 128 values.
-    assert kept_rows(FLOAT8) == ROWS * (H + 2 * F) * (1 + 4 / 128)
 
 
 # F is 2 * 128, so that two ranks along a tensor axis have a block of 128 each.
@@ -198,19 +146,16 @@ def x_of(shape=(8, 8)):
     return jax.random.normal(jax.random.key(9), (*shape, H))
 
 
-def loss(params, x, config, placement=None, once=True):
+def loss(params, x, config, once=True):
     quantized = jax_ep.quantize_experts(params, config) if once else None
-    out, metrics = jax_ep.moe_layer(
-        params, x, config, placement=placement, quantized_experts=quantized
-    )
+    out, metrics = jax_ep.moe_layer(params, x, config, quantized_experts=quantized)
     return jnp.sum(jnp.sin(jnp.arange(out.size).reshape(out.shape)) * out), (out, metrics)
 
 
-def run(params, x, config, placement=None, once=True):
+def run(params, x, config, once=True):
     """Returns the output, and the gradients of the parameters and of x."""
     step = functools.partial(loss, config=config, once=once)
-    grad = jax.jit(jax.grad(step, argnums=(0, 1), has_aux=True))
-    grads, (out, _) = grad(params, x, placement=placement)
+    grads, (out, _) = jax.jit(jax.grad(step, argnums=(0, 1), has_aux=True))(params, x)
     return jax.device_get((out, grads))
 
 
@@ -269,36 +214,29 @@ def test_a_layer_on_a_mesh_is_that_without(name, monkeypatch):
             assert_near(grad, getattr(want, parameter), bound)
 
 
-@pytest.mark.slow
-def test_tokens_are_sent_as_float8():
+@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+def test_tokens_are_sent_as_float8(wire_dtype):
     """With and without a wire_dtype, tokens that float8 matmuls multiply are sent as float8."""
-    results = []
+    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
     with jax.set_mesh(expert_mesh(4)):
-        for wire_dtype in (None, FLOAT8):
-            config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
-            layer = functools.partial(jax_ep.moe_layer, config=config)
-            traced = str(jax.make_jaxpr(layer)(params_of(), x_of()))
-            assert re.search(r"f8_e4m3fn[^=]*= ep_dispatch\[", traced)
-            results.append(run(params_of(), x_of(), config))
-    jax.tree.map(np.testing.assert_array_equal, *results)
+        layer = functools.partial(jax_ep.moe_layer, config=config)
+        traced = str(jax.make_jaxpr(layer)(params_of(), x_of()))
+    assert re.search(r"f8_e4m3fn[^=]*= ep_dispatch\[", traced)
 
 
 def test_the_gradient_of_a_symbolic_number_of_tokens_is_exported():
     """XLA multiplies a symbolic number of rows, so the result is that of XLA's matmuls."""
     (tokens,) = jax.export.symbolic_shape("t")
-    config = dataclasses.replace(CONFIG, matmul_implementation="xla")
 
-    def grad_of(config):
-        def loss(params, x):
-            return jnp.sum(jax_ep.moe_layer(params, x, config)[0] ** 2)
-
+    def grad_of(**changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        loss = lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, config)[0] ** 2)  # noqa: E731
         return jax.jit(jax.grad(loss))
 
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_of())
+    given = params_of(), x_of((24,))
     x = jax.ShapeDtypeStruct((tokens, H), jnp.float32)
-    exported = jax.export.export(grad_of(CONFIG))(shapes, x)
-    operands = params_of(), x_of((24,))
-    assert_near(exported.call(*operands), grad_of(config)(*operands), 2.0**-10)
+    got = jax.export.export(grad_of())(given[0], x).call(*given)
+    assert_near(got, grad_of(matmul_implementation="xla")(*given), 2.0**-10)
 
 
 @pytest.mark.parametrize("implementation", HERE)
@@ -347,32 +285,10 @@ def test_tokens_in_any_format_and_dtype(format):
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
 
 
-def test_gradients_under_strict_promotion():
-    tokens, *matrices = numbers()
-
-    def loss(matrices):
-        out = jax_ep.expert_mlp(tokens, *matrices, GROUP_SIZES, matmul_dtype=FLOAT8)
-        return jnp.sum(out.astype(jnp.float32))
-
-    want = jax.jit(jax.grad(loss))(matrices)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.grad(loss))(matrices), want)
-
-
-def test_experts_quantized_once_give_the_same():
-    assert isinstance(jax_ep.quantize_experts(params_of(), CONFIG), QuantizedExperts)
-    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
-    with jax.set_mesh(expert_mesh(4)):
-        each, once = (run(params_of(), x_of(), config, once=once) for once in (False, True))
-    for a, b in zip(jax.tree.leaves(each), jax.tree.leaves(once), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
-def test_a_layer_is_near_that_of_bfloat16(wire_dtype):
+def test_a_layer_is_near_that_of_bfloat16():
     """A float8 layer must be near a bfloat16 one, with all roundings: wire, weights, biases."""
-    options: dict = dict(dtype=jnp.bfloat16, weights_on="input", wire_dtype=wire_dtype)
+    options: dict = dict(dtype=jnp.bfloat16, weights_on="input", wire_dtype=FLOAT8)
     config = dataclasses.replace(CONFIG, **options)
     with jax.set_mesh(expert_mesh(4)):
         got = run(params_of(biased=True), x_of(), config)
@@ -393,74 +309,63 @@ SECOND = {
 @pytest.mark.parametrize("given", ["rows", "layer", "chunks", "stored", "gate"])
 def test_second_derivatives_are_refused_by_the_options_name(given, second):
     """Without the refusal, derivatives that pass through a quantization would be zero."""
-    if given == "rows":
-        rows, *matrices = numbers()
+    rows, *matrices = numbers()
+    config = dataclasses.replace(CONFIG, token_chunks=2 if given == "chunks" else 1)
+    params = params_of()
+    if given == "stored":
+        store = lambda w: jax_ep.quantize(w, jax_ep.formats.FLOAT8_MATRICES)  # noqa: E731
+        params = jax.tree.map(store, params._replace(gate=None))._replace(gate=params.gate)
 
-        def run(x):
+    def run(x):
+        if given == "rows":
             return jnp.sum(jax_ep.expert_mlp(x, *matrices, GROUP_SIZES, matmul_dtype=FLOAT8))
+        of = (params._replace(gate=x), x_of()) if given == "gate" else (params, x)
+        return jnp.sum(jax_ep.moe_layer(*of, config)[0])
 
-        x: jax.Array = rows
-    else:
-        config = dataclasses.replace(CONFIG, token_chunks=2 if given == "chunks" else 1)
-        params = params_of()
-        if given == "stored":
-            store = lambda w: jax_ep.quantize(w, jax_ep.formats.FLOAT8_MATRICES)  # noqa: E731
-            params = jax.tree.map(store, params._replace(gate=None))._replace(gate=params.gate)
-        x = params.gate if given == "gate" else x_of()
-
-        def run(x):
-            of = (params._replace(gate=x), x_of()) if given == "gate" else (params, x)
-            return jnp.sum(jax_ep.moe_layer(*of, config)[0])
-
+    x = {"rows": rows, "gate": params.gate}.get(given, x_of())
     with pytest.raises(TypeError, match="matmul_dtype must be None where second derivatives"):
         second(run, x)
 
 
+NARROW = dict(wi_0=np.ones((EXPERTS, H, 64)), wi_1=np.ones((EXPERTS, H, 64)))
+NARROW |= dict(wo=np.ones((EXPERTS, 64, H)))
+WHOLE = "wi_0 must have whole blocks of 128 x 128"
+
+
 @pytest.mark.parametrize(
-    ("matmul_dtype", "width", "message"),
+    ("changes", "params", "error", "message"),
     [
-        (jnp.bfloat16, F, "matmul_dtype must be None or float8_e4m3fn"),
-        ("float8", F, "matmul_dtype must be None or float8_e4m3fn"),
-        (FLOAT8, 64, "wi_0 must have whole blocks of 128 x 128"),
+        (dict(matmul_dtype=None), {}, ValueError, "config.matmul_dtype must be a dtype"),
+        (dict(matmul_dtype=jnp.bfloat16), {}, ValueError, "matmul_dtype must be None or float8_e4"),
+        (dict(matmul_dtype="float8"), {}, ValueError, "matmul_dtype must be None or float8_e4m3fn"),
+        ({}, NARROW, ValueError, WHOLE),
+        (None, {}, TypeError, "config must be MoEConfig"),
+        ({}, None, TypeError, "params must be MoEParams"),
     ],
 )
-def test_bad_options(matmul_dtype, width, message):
-    x, wi_0, wi_1, wo = numbers()
-    matrices = wi_0[..., :width], wi_1[..., :width], wo[:, :width]
-    with pytest.raises(ValueError, match=message):
-        jax_ep.expert_mlp(x, *matrices, GROUP_SIZES, matmul_dtype=matmul_dtype)
+def test_experts_that_cannot_be_quantized_are_refused(changes, params, error, message):
+    config = None if changes is None else dataclasses.replace(CONFIG, **changes)
+    params = {} if params is None else params_of(**params)
+    with pytest.raises(error, match=message):
+        jax_ep.quantize_experts(params, config)
 
 
 def test_quantized_experts_must_fit():
-    config = dataclasses.replace(CONFIG, matmul_dtype=None)
-    with pytest.raises(ValueError, match="config.matmul_dtype must be a dtype"):
-        jax_ep.quantize_experts(params_of(), config)
+    config, quantized = dataclasses.replace(CONFIG, matmul_dtype=None), params_of().wi_0
+    with pytest.raises(TypeError, match="quantized_experts must be None or what"):
+        jax_ep.moe_layer(params_of(), x_of(), CONFIG, quantized_experts=quantized)
     quantized = jax_ep.quantize_experts(params_of(), CONFIG)
     with pytest.raises(ValueError, match="quantized_experts must be None where matmul_dtype"):
         jax_ep.moe_layer(params_of(), x_of(), config, quantized_experts=quantized)
-    with pytest.raises(TypeError, match="quantized_experts must be None or what"):
-        jax_ep.moe_layer(params_of(), x_of(), CONFIG, quantized_experts=params_of().wi_0)
-    with pytest.raises(TypeError, match="params must be MoEParams"):
-        jax_ep.quantize_experts({}, CONFIG)
-    with pytest.raises(TypeError, match="config must be MoEConfig"):
-        jax_ep.quantize_experts(params_of(), "float8")
+    for token_chunks in (1, 2):
+        config = dataclasses.replace(CONFIG, token_chunks=token_chunks)
+        with pytest.raises(ValueError, match=WHOLE):
+            jax_ep.moe_layer(params_of(**NARROW), x_of(), config)
+    of_rank = rf"wi_0 on a rank must have whole blocks .* \({EXPERTS // 2}, {H}, 64\)"
+    with jax.set_mesh(expert_mesh(2)), pytest.raises(ValueError, match=of_rank):
+        jax_ep.moe_layer(params_of(**NARROW), x_of(), CONFIG)
     with jax.set_mesh(expert_mesh(3)), pytest.raises(ValueError, match="num_experts must be a mul"):
         jax_ep.quantize_experts(params_of(), CONFIG)
-
-
-@pytest.mark.parametrize("token_chunks", [1, 2])
-def test_a_matrix_of_parts_of_blocks_is_named(token_chunks):
-    matrices = {n: w[:, :64] for n, w in params_of()._asdict().items() if n in ("wi_0", "wi_1")}
-    gate, wo = params_of().gate[:64], params_of().wo[..., :64]
-    narrow, x = MoEParams.of(gate=gate, wo=wo, **matrices), x_of()[..., :64]
-    config = dataclasses.replace(CONFIG, token_chunks=token_chunks)
-    with pytest.raises(ValueError, match="wi_0 must have whole blocks of 128 x 128"):
-        jax_ep.moe_layer(narrow, x, config)
-    with pytest.raises(ValueError, match="wi_0 must have whole blocks of 128 x 128"):
-        jax_ep.quantize_experts(narrow, config)
-    of_rank = rf"wi_0 on a rank must have whole blocks .* shape \({EXPERTS // 2}, 64, "
-    with jax.set_mesh(expert_mesh(2)), pytest.raises(ValueError, match=of_rank):
-        jax_ep.moe_layer(narrow, x, config)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -485,83 +390,43 @@ def test_experts_are_quantized_in_the_shard_map_of_the_caller(check_vma):
     assert_near(out, jax_ep.moe_layer(params_of(), x, CONFIG)[0], 2.0**-10)
 
 
-@pytest.mark.slow
-def test_slots_with_copies():
-    """With copies, the blocks of the matrices' gradients have other rows."""
-    placement = Placement.in_order(num_experts=EXPERTS, num_slots=12, num_ranks=4)[0]
-    out, (grads, dx) = run(params_of(), x_of(), CONFIG)
-    config = dataclasses.replace(CONFIG, wire_dtype=FLOAT8, num_slots=12)
-    with jax.set_mesh(expert_mesh(4)):
-        slots = to_slots(params_of(), placement)
-        got, (of_slots, got_dx) = run(slots, x_of(), config, placement)
-    assert_near((got, got_dx), (out, dx), 2.0**-10)
-    for name in ("wi_0", "wi_1", "wo"):
-        of_slot = getattr(of_slots, name)
-        assert of_slot[EXPERTS:].tobytes() == of_slot[: 12 - EXPERTS].tobytes()
-    assert_near(to_experts(of_slots, placement), grads, OTHER_BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
-def test_rematerialized_layers_in_a_scan(wire_dtype):
-    """A policy that keeps some rows must leave the gradients as they are without remat."""
-    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
-    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
-    params = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), params_of())
-
-    def layer(x, operands):
-        params, quantized = operands
-        return x + jax_ep.moe_layer(params, x, config, quantized_experts=quantized)[0], None
-
-    def looped(params, x, quantized):
-        for i in range(2):
-            x, _ = layer(x, (jax.tree.map(lambda a, i=i: a[i], params), None))
-        return jnp.sum(jnp.sin(x))
-
-    def scanned(params, x, quantized):
-        x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, (params, quantized))
-        return jnp.sum(jnp.sin(x))
-
-    with jax.set_mesh(expert_mesh(2)):
-        quantized = jax.jit(jax.vmap(lambda p: jax_ep.quantize_experts(p, config)))(params)
-        got, want = (jax.jit(jax.grad(f))(params, x_of(), quantized) for f in (scanned, looped))
-    assert_near(got, want, 2.0**-10)
-
-
 KEPT = {"dispatched_tokens": H, "expert_pre_activations": 2 * WIDE}
 
 
-@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
-@pytest.mark.parametrize("names", [(), ("dispatched_tokens",), tuple(KEPT)], ids=len)
-def test_what_a_policy_keeps_is_float8(names, wire_dtype):
-    """Rows that a policy of jax.checkpoint keeps for the backward pass must be float8."""
-    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype, dtype=jnp.bfloat16)
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    params, x = params_of(), x_of().astype(jnp.bfloat16)
-    quantized = jax_ep.quantize_experts(params, config)
+def kept(function, *args):
+    """Returns shapes and dtypes of the residuals that a function saves for its backward pass."""
+    return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))
 
-    @functools.partial(jax.checkpoint, policy=policy)
+
+def num_bytes(arrays):
+    return sum(each.size * each.dtype.itemsize for each in arrays)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("names", [None, (), ("dispatched_tokens",), tuple(KEPT)], ids=str)
+def test_what_is_kept_for_the_backward_pass_is_float8(names, wire_dtype):
+    """`names` are the rows that a policy of jax.checkpoint keeps; None is no jax.checkpoint."""
+    config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype, dtype=jnp.bfloat16)
+    params, x = params_of(), x_of().astype(jnp.bfloat16)
+    quantized = None if names is None else jax_ep.quantize_experts(params, config)
+
     def layer(params, x, quantized):
         return jnp.sum(jax_ep.moe_layer(params, x, config, quantized_experts=quantized)[0])
 
+    if names is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        layer = jax.checkpoint(layer, policy=policy)
     residuals = kept(lambda params, x: layer(params, x, quantized), params, x)
     rows = -(-x.shape[0] * x.shape[1] * K // 8) * 8
-    of_rows = [each for each in residuals if each.shape and each.shape[0] == rows]
+    of_rows = [each for each in residuals if each.ndim > 1 and each.shape[0] == rows]
     assert {each.dtype.name for each in of_rows} <= {"float8_e4m3fn", "float32"}
-    assert num_bytes(of_rows) == rows * sum(map(KEPT.get, names)) * (1 + 4 / 128)
+    widths = KEPT.values() if names is None else map(KEPT.get, names)
+    # Float8 rows come with float32 scales, one per 128 values.
+    assert num_bytes(of_rows) == rows * sum(widths) * (1 + 4 / 128)
     matrices = [each for each in residuals if each.ndim == 3 and each.shape[0] == EXPERTS]
-    given = jax.tree.leaves((params, quantized))
-    assert num_bytes(matrices) <= num_bytes(each for each in given if each.ndim == 3)
-
-
-def test_a_gradient_keeps_the_matrices_in_one_order():
-    """Without jax.checkpoint, a layer must keep float8 matrices for its backward pass."""
-    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
-    residuals = kept(
-        lambda params, x: jnp.sum(jax_ep.moe_layer(params, x, config)[0]),
-        params_of(),
-        x_of().astype(jnp.bfloat16),
-    )
-    matrices = [each for each in residuals if each.ndim == 3 and each.shape[0] == EXPERTS]
-    assert {each.dtype.name for each in matrices} == {"float8_e4m3fn", "float32"}
-    assert num_bytes(matrices) == 3 * EXPERTS * H * WIDE * (1 + 4 / 128**2)
+    if names is None:
+        # Each matrix is kept in one order of its axes.
+        assert num_bytes(matrices) == 3 * EXPERTS * H * WIDE * (1 + 4 / 128**2)
+    else:
+        given = jax.tree.leaves((params, quantized))
+        assert num_bytes(matrices) <= num_bytes(each for each in given if each.ndim == 3)

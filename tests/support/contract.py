@@ -57,6 +57,15 @@ class Case:
         )
 
     @property
+    def num_rows(self) -> int:
+        """R, a receive buffer's rows: `capacity`, or those that fit any routing."""
+        if self.capacity is not None:
+            return self.capacity
+        local_experts = self.num_experts // self.num_ranks
+        sizes = self.num_ranks, self.num_tokens, self.top_k, local_experts, self.expert_alignment
+        return reference.dropless_capacity(*sizes)
+
+    @property
     def options(self) -> dict[str, Any]:
         return {
             "num_experts": self.num_experts,
@@ -250,31 +259,16 @@ def program(
     return jax.jit(per_rank(everything, case.num_ranks, check_vma, mesh))
 
 
-@functools.cache
-def rows_of(case: Case, implementation: Implementation) -> int:
-    """Returns R, a receive buffer's rows: the case's capacity, or the default one."""
-    if case.capacity is not None:
-        return case.capacity
-    x = jax.ShapeDtypeStruct((case.num_ranks, case.num_tokens, case.hidden), case.dtype)
-    idx = jax.ShapeDtypeStruct((case.num_ranks, case.num_tokens, case.top_k), np.int32)
-
-    def tokens(x: Any, topk_idx: Any) -> Any:
-        return case.dispatch(x, topk_idx, implementation).tokens
-
-    return int(jax.eval_shape(per_rank(tokens, case.num_ranks), x, idx).shape[1])
-
-
 def send_by_reference(
-    case: Case, x: np.ndarray, topk_idx: np.ndarray, capacity: int, **options: Any
+    case: Case, x: np.ndarray, topk_idx: np.ndarray, **options: Any
 ) -> list[reference.Dispatched]:
-    options = {**case.options, "capacity": capacity, **options}
-    return reference.dispatch(list(x), list(topk_idx), **options)
+    return reference.dispatch(list(x), list(topk_idx), **case.options, **options)
 
 
 def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
     """Computes `Outputs` by `jax_ep.reference`; `options` are those of its dispatch."""
     y, weights, grad_out = (list(a) for a in (inputs.y, inputs.topk_weights, inputs.grad_out))
-    sent = send_by_reference(case, inputs.x, inputs.topk_idx, inputs.y.shape[1], **options)
+    sent = send_by_reference(case, inputs.x, inputs.topk_idx, **options)
     routes = [d.routes for d in sent]
     grad_y, grad_weights = reference.combine_grad(grad_out, y, routes, weights)
     plain_grad_y, _ = reference.combine_grad(grad_out, y, routes)
@@ -324,8 +318,7 @@ class Exchanged(NamedTuple):
 def exchanged_by_reference(
     case: Case, x: Any, topk_idx: Any, weights: Any, grad: Any, scale: float = 1, shift: float = 0
 ) -> Exchanged:
-    assert case.capacity is not None
-    sent = send_by_reference(case, x, topk_idx, case.capacity)
+    sent = send_by_reference(case, x, topk_idx)
     y, routes = [scale * d.tokens + shift for d in sent], [d.routes for d in sent]
     out = reference.combine(y, routes, list(weights))
     grad_y, grad_weights = reference.combine_grad(list(grad), y, routes, list(weights))
@@ -333,25 +326,25 @@ def exchanged_by_reference(
     return Exchanged((y, routes), *map(np.stack, (out, grad_x, grad_weights)))
 
 
-def some_inputs(
-    case: Case, kind: str | np.ndarray, rng: np.random.Generator, capacity: int
-) -> Inputs:
+def some_inputs(case: Case, kind: str, rng: np.random.Generator) -> Inputs:
     """Draws the inputs of a case: x of random bits, and small integers for all other arrays.
 
-    `kind` is one of `ROUTINGS` or the choices.
+    `kind` is one of `ROUTINGS`. The weights of choices of no expert are NaN, as 0 / 0 gives.
     """
-    topk_idx = routing(kind, case, rng) if isinstance(kind, str) else kind
+    topk_idx = routing(kind, case, rng)
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
-    by_row = (case.num_ranks, capacity, case.hidden)
+    by_row = (case.num_ranks, case.num_rows, case.hidden)
     x = random_bits(rng, by_token, case.dtype)
-    sent = send_by_reference(case, x, topk_idx, capacity)
-    owned = owned_rows([d.routes for d in sent], capacity)
+    sent = send_by_reference(case, x, topk_idx)
+    owned = owned_rows([d.routes for d in sent], case.num_rows)
+    names_expert = (topk_idx >= 0) & (topk_idx < case.num_experts)
+    weights = small_weights(rng, topk_idx.shape, "float32")
     return Inputs(
         x=x,
         topk_idx=topk_idx,
         grad_tokens=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
         y=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
-        topk_weights=small_weights(rng, topk_idx.shape, "float32"),
+        topk_weights=np.where(names_expert, weights, np.float32(np.nan)),
         grad_out=small_integers(rng, by_token, case.dtype),
     )
 
@@ -384,10 +377,8 @@ def check_ranks_here(
     options = {name: value for name, value in limit.items() if name != "num_hosts"}
     run = program(case, implementation, True, mesh, **options)
     share = functools.partial(shared, sharding=NamedSharding(mesh, P(mesh.axis_names)))
-    capacity = case.capacity
-    assert capacity is not None
     for kind in routings:
-        inputs = some_inputs(case, kind, rng, capacity)
+        inputs = some_inputs(case, kind, rng)
         outputs = run(jax.tree.map(share, inputs))
         assert_outputs(outputs, run_reference(case, inputs, **limit), kind, of_ranks_here)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import reference
+from jax_ep import moe_layer, reference
 from jax_ep.moe import params as moe_params
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams, ParameterOptions
 
 E, H, F, K, S = 8, 16, 12, 3, 2
 BATCH, SEQUENCE = 8, 4
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
 def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -> dict[str, Any]:
@@ -24,23 +26,23 @@ def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -
 
 
 def random_params(
-    hidden: int = H, mlp_dim: int = F, scale: float = 0.4, seed: int = 0, **parts: Any
+    hidden: int = H, mlp_dim: int = F, scale: float | None = 0.4, seed: int = 0, **parts: Any
 ) -> MoEParams:
-    """Draws float32 parameters of E experts, with the `ParameterOptions` given by `parts`."""
+    """Draws float32 parameters of E experts, with the `ParameterOptions` given by `parts`.
+
+    Without a `scale`, that of a matrix is the inverse square root of its height.
+    """
     rng = np.random.default_rng(seed)
     shapes = {"gate": (hidden, E)} | weight_shapes(E, hidden, mlp_dim, **parts)
-    arrays = {name: scale * rng.normal(size=shape) for name, shape in shapes.items()}
+    arrays = {n: (scale or s[-2] ** -0.5) * rng.normal(size=s) for n, s in shapes.items()}
     return MoEParams.of(**{n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()})
 
 
 def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> MoEParams:
-    rng = np.random.default_rng(seed)
-    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, num_shared_experts=S if shared else 0)
-    weights = {
-        name: rng.normal(scale=shape[-2] ** -0.5, size=shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    return MoEParams(**weights, bias=np.linspace(-0.2, 0.2, E, dtype=np.float32) if bias else None)
+    """Draws parameters as NumPy arrays, with S shared experts if `shared`."""
+    params = random_params(scale=None, seed=seed, num_shared_experts=S if shared else 0)
+    values = np.linspace(-0.2, 0.2, E, dtype=np.float32) if bias else None
+    return jax.tree.map(np.asarray, params)._replace(bias=values)
 
 
 def make_x(
@@ -58,6 +60,18 @@ def dense(params: MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.nda
     if p.shared_wo is not None:
         out += reference.gated_mlp(tokens, p.shared_wi_0, p.shared_wi_1, p.shared_wo)
     return out.reshape(x.shape), np.bincount(routed.topk_idx.ravel(), minlength=E)
+
+
+def loss(params, x, mask=None, *, config=CONFIG, layer=moe_layer, **given):
+    """Returns a scalar that depends on all outputs of a layer, and (output, metrics)."""
+    out, metrics = layer(params, x, config, mask, **given)
+    total = jnp.sum(jnp.sin(out.astype(jnp.float32)))
+    return total + metrics.load_balance_loss + metrics.router_z_loss, (out, metrics)
+
+
+def step_of(**options: Any):
+    """Returns (params, x) -> (loss, (output, metrics)), and the gradients of both, compiled."""
+    return jax.jit(jax.value_and_grad(functools.partial(loss, **options), (0, 1), has_aux=True))
 
 
 def assert_close(got, want, rtol=2e-5, atol=2e-6):

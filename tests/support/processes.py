@@ -125,16 +125,17 @@ def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProces
     )
 
 
-def outputs_of_processes(program: str, *args: str) -> list[str]:
-    """Runs a Python program in two processes with two CPU devices each; returns what they print.
+def outputs_of_processes(program: str, *args: str, count: int = 2, devices: int = 2) -> list[str]:
+    """Runs a Python program in processes with some CPU devices each; returns what they print.
 
     The program's arguments are the address of the coordinator, the process's number, and `args`.
+    It can import `support`.
     """
     environment = environment_of_program(
         fast=True,
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
-        PYTHONPATH=str(_TESTS.parent),
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        PYTHONPATH=os.pathsep.join(map(str, [_TESTS.parent, _TESTS])),
     )
     address = free_address()
     processes = [
@@ -145,8 +146,8 @@ def outputs_of_processes(program: str, *args: str) -> list[str]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i in range(2)
+        for i in range(count)
     ]
     printed = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    assert not any(process.returncode for process in processes), printed
     return printed
