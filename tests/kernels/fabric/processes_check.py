@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.runtime import cuda_driver
 from pallas_kernels.exchange.plan import Row, Sizes, for_low_latency
 
@@ -144,25 +145,17 @@ def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
     finally:
         for process in running:
             process.kill()
-    said = [
-        re.search(r"jax_ep: [\w ]+: rank \d+ waited over .* for rank \d+", text) for text in texts
-    ]
-    left = subprocess.run(
+    held = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    held = max(map(int, left.stdout.split()))
-    first = next((match for match in said if match), None)
-    if (
-        first is None
-        or took > TIMEOUT_SECONDS + 30
-        or any(p.returncode in (0, -signal.SIGKILL) for p in running[:-1])
-    ):
-        print("\n".join(text[-2000:] for text in texts))
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    text = "\n".join(texts)
+    said = re.search(r"jax_ep: [\w ]+: rank \d+ waited over .* for rank \d+", text)
+    ended = all(process.returncode not in (0, -signal.SIGKILL) for process in running[:-1])
+    if not said or not ended or took > TIMEOUT_SECONDS + 30:
+        print(text)
         return ""
-    return f"the others ended after {took:.1f} s, {held} MiB held: {first.group()}"
+    return f"the others ended after {took:.1f} s, {max(map(int, held))} MiB held: {said.group()}"
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
@@ -182,12 +175,13 @@ def gather(path: Path) -> dict[str, np.ndarray]:
 
 
 def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> str:
-    names = [
+    names = set(expected) ^ set(found)
+    names |= {
         name
-        for name in expected
-        if name not in found or expected[name].tobytes() != found[name].tobytes()
-    ]
-    return f"DIFFERENT: {', '.join(names)}" if names or set(found) - set(expected) else "same bits"
+        for name in set(expected) & set(found)
+        if expected[name].tobytes() != found[name].tobytes()
+    }
+    return f"DIFFERENT: {', '.join(sorted(names))}" if names else "same bits"
 
 
 def run(args: Any) -> None:
@@ -240,8 +234,7 @@ def check_contract(mesh: Mesh) -> None:
     """Checks the exchange against the reference, with and without the low-latency protocol."""
     for hidden, few in ((5120, True), (256, False)):
         case = contract.Case(mesh.size, 6, hidden, 3, 4 * mesh.size, "bfloat16", 20)
-        names = "num_tokens", "num_ranks", "top_k", "num_experts"
-        sizes = Sizes(**{name: getattr(case, name) for name in names})
+        sizes = Sizes(num_tokens=6, num_ranks=mesh.size, top_k=3, num_experts=case.num_experts)
         plan = for_low_latency(Row(hidden, jnp.bfloat16), sizes, mesh.size)
         assert (plan is not None) == few
         contract.check_ranks_here(case, mesh, contract.ROUTINGS, "pallas")
@@ -270,17 +263,12 @@ def on_ranks(mesh: Mesh, function: Callable[..., Any]) -> Any:
 
 def exchange(mesh: Mesh, loss: bool) -> Any:
     """Jits dispatch, combine and their gradients."""
+    capacity = 3 * NUM_TOKENS * TOP_K // 4
+    case = contract.Case(mesh.size, NUM_TOKENS, HIDDEN, TOP_K, NUM_EXPERTS, capacity=capacity)
 
     def step(x: Any, choices: Any, weights: Any) -> Any:
         def forward(x: Any, weights: Any) -> Any:
-            received = jax_ep.dispatch(
-                x,
-                choices,
-                num_experts=NUM_EXPERTS,
-                axis_name=AXIS,
-                capacity=3 * NUM_TOKENS * TOP_K // 4,
-                implementation="pallas",
-            )
+            received = case.dispatch(x, choices, "pallas")
             y = received.tokens * 2
             out = jax_ep.combine(y, received.handle, weights, implementation="pallas")
             total = jnp.sum(out.astype(jnp.float32) ** 2)
@@ -312,13 +300,8 @@ def programs(mesh: Mesh, loss: bool) -> Any:
         "reduce_scatter": np.split(total, mesh.size),
         "all_to_all": parts.swapaxes(0, 1).reshape(sent.shape),
     }
-    for operation, algorithms in (
-        ("all_reduce", ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll")),
-        ("all_gather", ("direct", "ll")),
-        ("reduce_scatter", ("direct", "ll")),
-        ("all_to_all", ("direct", "ll")),
-    ):
-        for algorithm in algorithms:
+    for operation, of_ranks in want.items():
+        for algorithm in sorted(set(ALGORITHMS[operation].names) - {"xla", "multimem"}):
             function = getattr(jax_ep, operation)
 
             def collective(x: Any, function: Any = function, algorithm: str = algorithm) -> Any:
@@ -327,7 +310,7 @@ def programs(mesh: Mesh, loss: bool) -> Any:
                 return out + jnp.zeros_like(x[:1])
 
             name = f"{operation} {algorithm}"
-            yield name, on_ranks(mesh, collective), [x], want[operation]
+            yield name, on_ranks(mesh, collective), [x], of_ranks
 
 
 def repeat(
