@@ -35,20 +35,6 @@ def test_every_method_is_compared(trace, tmp_path):
     assert rows["affinity"]["wire_rows"] < in_order["wire_rows"]
 
 
-def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
-    """The number of experts must come from the flag, the trace, or else the largest id."""
-    topk_idx, path = np.load(trace)["topk_idx"], tmp_path / "trace.npz"
-    num_experts = int(topk_idx.max()) + 1
-    for said, flags, count in (
-        ({}, [], num_experts),
-        ({"num_experts": num_experts + 4}, [], num_experts + 4),
-        ({"num_experts": num_experts + 4}, [f"--num_experts={num_experts + 8}"], num_experts + 8),
-    ):
-        np.savez(path, topk_idx=topk_idx, **said)
-        assert jax_ep.cli.main(["jax_ep", "placement", f"--trace={path}", "--ranks=4", *flags]) == 0
-        assert f"of E={count} experts\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,14 +85,24 @@ def test_what_is_no_trace_is_refused(fields, message, tmp_path, capsys):
     assert first.startswith("--trace: ") and message in first
 
 
-def test_experts_are_counted_in_the_whole_trace(tmp_path, capsys):
-    """Experts must be counted in the whole trace, although placements use its first half only."""
+@pytest.mark.parametrize(
+    ("said", "flags", "count"),
+    [
+        ({}, [], 8),
+        ({"num_experts": 12}, [], 12),
+        ({"num_experts": 12}, ["--num_experts=16"], 16),
+        ({}, ["--num_experts=7"], None),
+    ],
+)
+def test_experts_are_counted_in_the_whole_trace(said, flags, count, tmp_path, capsys):
+    """The number of experts must come from the flag, the trace, or else the largest id.
+
+    Ids must be counted in the whole trace, although placements use its first half only.
+    """
     choices = np.where(np.arange(4)[:, None, None, None] < 2, -1, CHOICES)
-    np.savez(tmp_path / "trace.npz", topk_idx=choices)
-    arguments = [f"--trace={tmp_path}/trace.npz", "--ranks=4"]
-    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 0
-    # 12 slots for 8 experts: the second half of the trace counts, too.
-    assert "balance, 12 slots" in capsys.readouterr().out
-    assert jax_ep.cli.main(["jax_ep", "placement", *arguments, "--num_experts=7"]) == 2
+    np.savez(tmp_path / "trace.npz", topk_idx=choices, **said)
+    arguments = [f"--trace={tmp_path}/trace.npz", "--ranks=4", *flags]
+    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == (0 if count else 2)
+    printed = capsys.readouterr()
     message = "--num_experts must be above 7, the largest expert id in the trace, but is 7"
-    assert message in capsys.readouterr().err
+    assert f"of E={count} experts\n" in printed.out if count else message in printed.err
