@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import E, F, H, K, S, assert_close, make_x
 from support.meshes import expert_mesh, mesh
@@ -43,7 +43,7 @@ def call(module, *args):
     return module(*args)
 
 
-SOME_RULES = [RULES, RULES[:1], (), (("embed", "data"),), (("exp", ("expert",)), ("mlp", "data"))]
+SOME_RULES = [RULES, (), (("embed", "data"),), (("exp", ("expert",)), ("mlp", "data"))]
 
 
 @pytest.mark.parametrize("kind", quick(["Auto", "Explicit", "mixed"], "Explicit"))
@@ -51,8 +51,8 @@ SOME_RULES = [RULES, RULES[:1], (), (("embed", "data"),), (("exp", ("expert",)),
 def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
     """Experts must be sharded over expert_axis without a rule, other axes only by rules."""
     auto, explicit = AxisType.Auto, AxisType.Explicit
-    types = dict(Auto=(auto, auto), Explicit=(explicit, explicit), mixed=(auto, explicit))[kind]
-    devices = Mesh(mesh((2, 4), ("data", "expert")).devices, ("data", "expert"), axis_types=types)
+    kinds = dict(Auto=auto, Explicit=explicit, mixed=(auto, explicit))
+    devices = mesh((2, 4), ("data", "expert"), kinds[kind])
     over = dict(rules)
     shape = (E // 4, H // (2 if over.get("embed") else 1), F // (2 if over.get("mlp") else 1))
     make = functools.partial(layer, kernel_init=jax.nn.initializers.ones)
@@ -77,12 +77,6 @@ def test_flax_finds_where_the_parameters_of_a_mesh_of_their_own_are():
     assert module.wi_0.get_value().addressable_shards[0].data.shape == (E // 4, H, F)
 
 
-def test_every_rank_has_all_experts_on_a_mesh_without_their_axis():
-    with jax.set_mesh(mesh((8,), ("data",))), nnx.logical_axis_rules(RULES):
-        module = layer(kernel_init=jax.nn.initializers.ones)
-    assert module.wi_0.get_value().addressable_shards[0].data.shape == (E, H, F)
-
-
 def test_a_rule_that_names_no_axis_of_the_mesh_is_an_error():
     with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
         for rule in (("exp", "experts"), ("embed", "fsdp")):
@@ -105,20 +99,19 @@ def test_all_state_is_on_the_mesh(kind, ambient, tmp_path):
     with jax.set_mesh(devices) if ambient else contextlib.nullcontext():
         module = layer(selection_bias=True, mesh=None if ambient else devices)
         state = nnx.to_pure_dict(nnx.state(module))
-        for path, leaf in jax.tree.leaves_with_path(state):
-            assert leaf.sharding.device_set == set(devices.devices.flat), path
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+        )
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "moe", state)
             checkpointer.wait_until_finished()
-            abstract = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
-            )
-            loaded = checkpointer.restore(tmp_path / "moe", abstract)
-        nnx.update(module, loaded)
+            nnx.update(module, checkpointer.restore(tmp_path / "moe", abstract))
         _, metrics = module(make_x())
         module.update_bias(metrics.expert_counts, 0.5)
-        bias = module.gate.bias.get_value()
-        assert bias.sharding.device_set == set(devices.devices.flat) and np.any(bias)
+        state = nnx.to_pure_dict(nnx.state(module))
+        for leaf in jax.tree.leaves(state):
+            assert leaf.sharding.device_set == set(devices.devices.flat)
+        assert np.any(state["gate"]["bias"])
         module(make_x())
 
 
@@ -145,36 +138,10 @@ def stack_of(num_layers, **options):
     return make(nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_a_scan_with_remat_is_a_loop():
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    @nnx.remat
-    def scan(x, module):
-        out, metrics = module(x)
-        return x + out, metrics
-
-    def loss(stack, x):
-        x, metrics = scan(x, stack)
-        return jnp.mean(x**2) + 0.1 * jnp.sum(metrics.load_balance_loss)
-
+def test_the_axis_of_layers_may_have_a_name():
     stack = stack_of(2, transform_metadata={nnx.PARTITION_NAME: "layers"})
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(stack)))
     assert specs["wi_0"] == P("layers", "exp", "embed", "mlp")
-    graph, state = nnx.split(stack)
-
-    def looped(state, x):
-        losses = 0.0
-        for i in range(2):
-            out, metrics = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], state))(x)
-            x, losses = x + out, losses + metrics.load_balance_loss
-        return jnp.mean(x**2) + 0.1 * losses
-
-    want, want_grads = jax.jit(jax.value_and_grad(looped))(state, make_x())
-    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
-        value, grads = nnx.jit(nnx.value_and_grad(loss))(stack, make_x())
-    want_grads = nnx.to_pure_dict(want_grads)
-    del want_grads["gate"]["bias"]
-    assert_close((value, nnx.to_pure_dict(grads)), (want, want_grads))
 
 
 def test_the_biases_of_a_stack_are_updated_at_once():
@@ -186,12 +153,12 @@ def test_the_biases_of_a_stack_are_updated_at_once():
     np.testing.assert_allclose(stack.gate.bias.get_value().mean(axis=1), 0, atol=1e-7)
 
 
-@pytest.mark.parametrize("num_layers", [3, 4])
 @pytest.mark.parametrize("options", [{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}])
-def test_a_stack_trains_on_explicit_axes(num_layers, options):
+def test_a_stack_trains_on_explicit_axes(options):
     """If it is made without transform_metadata, the axis of layers has no logical name."""
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **options)
+    @nnx.remat
     def run(x, module):
         return x + module(x)[0]
 
@@ -201,12 +168,11 @@ def test_a_stack_trains_on_explicit_axes(num_layers, options):
         optimizer.update(module, gradients)
 
     with jax.set_mesh(mesh((2, 4), ("data", "expert"), AxisType.Explicit)):
-        module = stack_of(num_layers, **options)
+        module = stack_of(4, **options)
         before = np.asarray(module.wi_0.get_value())
         optimizer = nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param)
         step(module, optimizer, make_x())
-        state = optimizer.opt_state[0].mu.wi_0.get_value()
-        for array in (module.wi_0.get_value(), state):
-            assert jax.typeof(array).sharding.spec == P(None, "expert", None, None)
-    assert np.abs(np.asarray(module.wi_0.get_value()) - before).max() > 0
-    assert not np.any(module.gate.bias.get_value())
+    after, moment = module.wi_0.get_value(), optimizer.opt_state[0].mu.wi_0.get_value()
+    for array in (after, moment):
+        assert jax.typeof(array).sharding.spec == P(None, "expert", None, None)
+    assert np.any(after != before) and not np.any(module.gate.bias.get_value())

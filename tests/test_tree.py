@@ -8,80 +8,59 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 
-# Modules without a test file of their own name, and the files that test them.
-ELSEWHERE = {
-    # Benchmarks share tests, which run the commands.
-    "jax_ep/bench/estimate.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/matmul_baselines.py": "tests/bench/test_matmul.py",
-    "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
-    "jax_ep/bench/report.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/runner.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/suite.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/decode.py": "tests/bench/test_commands.py",
-    "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
-    # All implementations of a collective, an exchange or a matmul share the tests of their API.
-    "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
-    "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
-    "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
-    "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
-    "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
-    "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
-    "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
-    "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
-    "jax_ep/exchange/workspace.py": "tests/exchange/test_memory.py",
-    "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
-    "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
-    "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
-    "jax_ep/matmul/gating.py": "tests/matmul/test_unquantized.py",
-    "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
-    "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
-    "jax_ep/matmul/primitives.py": "tests/matmul/test_api.py",
-    "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
-    # A block is found by what its config.json says.
-    "jax_ep/checkpoints/config.py": "tests/checkpoints/test_block.py",
-    # The examples run the models whole, in one process and in several.
-    "jax_ep/models/launch.py": "tests/test_examples.py",
-    "jax_ep/models/published.py": "tests/checkpoints/test_transformers.py",
-    # The tests of `info` check the versions that it prints.
-    "jax_ep/version.py": "tests/cli/test_info.py",
-    # Tests of the exchange make the objects through which ranks communicate.
-    "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
-    # The road of a call of the layer.
-    "jax_ep/moe/call_checks.py": "tests/moe/test_layer.py",
-    "jax_ep/moe/held_experts.py": "tests/moe/test_expert_matmuls.py",
-    "jax_ep/moe/rank.py": "tests/moe/test_layer.py",
-    # Kernels in one table share tests; float8 kernels are tested with their operands'
-    # quantization.
-    "pallas_kernels/matmul/quantized_tiles.py": "tests/kernels/matmul/test_quantize.py",
-    "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/collectives/with_signals.py": "tests/kernels/collectives/test_collectives.py",
-    "pallas_kernels/collectives/all_reduce_rms_norm.py": (
-        "tests/kernels/collectives/test_collectives.py"
-    ),
-    # These are parts of kernels, tested by running a kernel.
-    "pallas_kernels/matmul/register_tiles.py": "tests/kernels/matmul/test_grouped_matmul.py",
-    "pallas_kernels/matmul/tensor_cores.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/collectives/tiles.py": "tests/kernels/collectives/test_collectives.py",
-    "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_dispatch.py",
-    "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
-    "pallas_kernels/fabric/compiler.py": "tests/kernels/fabric/test_mosaic.py",
-    "pallas_kernels/fabric/requirements.py": "tests/kernels/fabric/test_mosaic.py",
-    "pallas_kernels/fabric/float8.py": "tests/kernels/exchange/test_quantized_rows.py",
-    "pallas_kernels/fabric/memory_map.py": "tests/kernels/fabric/test_symmetric.py",
-    "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
-    "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
-    "pallas_kernels/matmul/float8_drhs.py": "tests/kernels/matmul/test_float8.py",
-    "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
-    "pallas_kernels/matmul/mxfp4_matmul.py": "tests/kernels/matmul/test_decoder.py",
-    "pallas_kernels/matmul/store.py": "tests/kernels/matmul/test_grouped_matmul.py",
-    "pallas_kernels/matmul/warp_products.py": "tests/kernels/matmul/test_decoder.py",
-    "pallas_kernels/routing/plan.py": "tests/kernels/routing/test_top_k.py",
-}
+# (folder, modules without a test file of their own name, the file that tests them instead). Of a
+# file test_NAME.py in the tests of the same folder, only NAME is given. Benchmarks, implementations
+# of one operation and kernels of one table share tests, and a part of a kernel is tested by running
+# a kernel.
+SHARED_TESTS = (
+    ("jax_ep", "version", "tests/cli/test_info.py"),
+    ("jax_ep/bench", "decode estimate report runner suite", "commands"),
+    ("jax_ep/bench", "operations", "exchange"),
+    ("jax_ep/bench", "matmul_baselines matmul_operations", "matmul"),
+    ("jax_ep/checkpoints", "architectures config", "block"),
+    ("jax_ep/collectives", "algorithms primitives xla", "api"),
+    ("jax_ep/collectives", "pallas", "tests/kernels/collectives/test_collectives.py"),
+    ("jax_ep/exchange", "gradients primitives xla", "api"),
+    ("jax_ep/exchange", "workspace", "memory"),
+    ("jax_ep/exchange", "interface", "pallas"),
+    ("jax_ep/exchange", "rail", "two_level"),
+    ("jax_ep/matmul", "backend loop pallas primitives xla", "api"),
+    ("jax_ep/matmul", "float8_pallas", "float8"),
+    ("jax_ep/matmul", "gating", "unquantized"),
+    ("jax_ep/models", "published", "tests/checkpoints/test_transformers.py"),
+    ("jax_ep/models", "launch", "tests/test_examples.py"),
+    ("jax_ep/moe", "held_experts", "expert_matmuls"),
+    ("jax_ep/moe", "call_checks rank", "layer"),
+    ("jax_ep/runtime", "fabric", "tests/exchange/test_pallas.py"),
+    ("pallas_kernels/collectives", "all_reduce_rms_norm tiles with_signals", "collectives"),
+    ("pallas_kernels/exchange", "expert_rows sender", "dispatch"),
+    ("pallas_kernels/exchange", "low_latency_combine low_latency_dispatch", "low_latency"),
+    ("pallas_kernels/fabric", "compiler requirements", "mosaic"),
+    ("pallas_kernels/fabric", "memory_map", "symmetric"),
+    ("pallas_kernels/fabric", "low_latency", "tests/kernels/collectives/test_low_latency.py"),
+    ("pallas_kernels/fabric", "vectors", "tests/kernels/exchange/test_combine.py"),
+    ("pallas_kernels/fabric", "float8", "tests/kernels/exchange/test_quantized_rows.py"),
+    ("pallas_kernels/matmul", "mxfp4_matmul warp_products", "decoder"),
+    ("pallas_kernels/matmul", "float8_drhs row_blocks tensor_cores", "float8"),
+    ("pallas_kernels/matmul", "kernel register_tiles store", "grouped_matmul"),
+    ("pallas_kernels/matmul", "quantized_tiles", "quantize"),
+    ("pallas_kernels/routing", "plan", "top_k"),
+)
+
+
+def elsewhere() -> dict[str, str]:
+    """Returns module path -> the path of the file that tests it, for `SHARED_TESTS`."""
+    found = {}
+    for folder, names, file in SHARED_TESTS:
+        package, _, inner = folder.partition("/")
+        path = file if "/" in file else f"{TESTS[package]}/{inner}/test_{file}.py"
+        found |= {f"{folder}/{name}.py": path for name in names.split()}
+    return found
 
 
 def modules() -> dict[str, str]:
@@ -98,12 +77,8 @@ def modules() -> dict[str, str]:
 
 def test_every_module_has_a_test_file_of_its_name_or_one_that_is_told():
     without = {module for module, file in modules().items() if not (REPOSITORY / file).exists()}
-    assert without == set(ELSEWHERE)
-
-
-def test_what_is_told_is_there():
-    missing = {file for file in ELSEWHERE.values() if not (REPOSITORY / file).exists()}
-    assert not missing
+    assert without == set(elsewhere())
+    assert all((REPOSITORY / file).exists() for file in elsewhere().values())
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -115,32 +90,17 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(module: str) -> str | None:
+def room(name: str) -> str | None:
     """Returns the folder inside a package that has the module, or the module itself if in none."""
-    package, *rest = module.split(".")
+    package, *rest = name.removesuffix(".__init__").split(".")
     if package not in TESTS:
         return None
-    return ".".join([package, *rest[:1]]) if rest and is_module(package, rest[0]) else package
+    path = REPOSITORY.joinpath(package, *rest[:1])
+    is_module = path.is_dir() or path.with_suffix(".py").exists()
+    return ".".join([package, *rest[:1]]) if is_module else package
 
 
-def is_module(package: str, name: str) -> bool:
-    path = REPOSITORY / package / name
-    return path.is_dir() or path.with_suffix(".py").exists()
-
-
-def test_rooms_import_each_other_one_way():
-    arrows = defaultdict(set)
-    for package in TESTS:
-        for path in (REPOSITORY / package).rglob("*.py"):
-            parts = path.relative_to(REPOSITORY).with_suffix("").parts
-            source = room(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-            arrows[source] |= {room(module) for module in imported(path)} - {source, None}
-    assert {"jax_ep.runtime", "pallas_kernels.fabric"} <= arrows["jax_ep.exchange"]
-    # The method raises CycleError with the packages of a cycle.
-    graphlib.TopologicalSorter(arrows).prepare()
-
-
-def module_of(name: str) -> str | None:
+def module(name: str) -> str | None:
     """Returns the module of this repository's packages that an imported name is in, or None."""
     parts = name.split(".")
     for length in (len(parts), len(parts) - 1):
@@ -150,12 +110,20 @@ def module_of(name: str) -> str | None:
     return None
 
 
-def test_modules_import_each_other_one_way():
-    arrows = {}
+@pytest.mark.parametrize(
+    ("owner", "source", "target"),
+    [
+        (room, "jax_ep.exchange", "pallas_kernels.fabric"),
+        (module, "jax_ep.exchange.gradients", "jax_ep.exchange.primitives"),
+    ],
+)
+def test_imports_have_no_cycles(owner, source, target):
+    """Neither rooms nor modules may import each other in a circle; one import is known."""
+    arrows = defaultdict(set)
     for package in TESTS:
         for path in (REPOSITORY / package).rglob("*.py"):
-            module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-            arrows[module] = {module_of(name) for name in imported(path)} - {module, None}
-    assert "jax_ep.exchange.primitives" in arrows["jax_ep.exchange.gradients"]
-    # The method raises CycleError with the modules of a cycle.
+            own = owner(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+            arrows[own] |= {owner(name) for name in imported(path)} - {own, None}
+    assert target in arrows[source]
+    # The method raises CycleError with the rooms or modules of a cycle.
     graphlib.TopologicalSorter(arrows).prepare()

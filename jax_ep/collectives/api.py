@@ -82,8 +82,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, of the ranks.
-      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
-        run.
+      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest.
 
     Returns:
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
@@ -95,9 +94,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
-    """Sums x over the ranks and leaves part r of the sum on rank r.
-
-    It computes `jax.lax.psum_scatter(x, axis_name, tiled=True)`.
+    """Sums x over the ranks; rank r keeps part r, as `lax.psum_scatter` does with `tiled=True`.
 
     Args:
       x: [N * n, ...] floating.
@@ -108,8 +105,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
       `all_gather`.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
     return _linear("reduce_scatter", XlaCollectives.reduce_scatter, x, axis_name, algorithm)
 
@@ -125,8 +121,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       [N * n, ...]: rows [r * n : (r + 1) * n] came from rank r. all_to_all is its own transpose.
 
     Raises:
-      ValueError: the first axis of x is not a multiple of N; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
     return _linear("all_to_all", XlaCollectives.all_to_all, x, axis_name, algorithm)
 
@@ -148,8 +143,8 @@ def all_reduce_rms_norm(
         normalized = new_residual / sqrt(mean(new_residual ** 2) + eps) * scale
 
     The mean is over the last axis. Arithmetic is float32. As in separate steps, the sum over ranks
-    is rounded to x's dtype before the residual is added, and new_residual is rounded to residual's
-    dtype before it is normalized. The fusion is TokenWeave's (Gond et al., 2025, arXiv:2505.11329).
+    is rounded to x's dtype and new_residual to residual's. The fusion is TokenWeave's (Gond et al.,
+    2025, arXiv:2505.11329).
 
     Args:
       x: [..., H] floating: this rank's term of the sum over ranks.

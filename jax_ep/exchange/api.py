@@ -128,10 +128,9 @@ def dispatch(
 
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient of x is a `combine`
-      without weights, in reverse mode only (`jax.grad`, `jax.vjp`): JAX refuses `jax.jvp`. It
-      treats quantization as the identity (straight-through). Quantized rows have no gradient:
-      differentiating them raises TypeError. Define a `jax.custom_vjp` around the dispatch instead,
-      and in it pass the rows' cotangent in a wider dtype to `combine`.
+      without weights, in reverse mode only (`jax.grad`, `jax.vjp`), and treats quantization as the
+      identity (straight-through). Quantized rows have no gradient: differentiating them raises
+      TypeError. In a `jax.custom_vjp` around the dispatch, pass their cotangent to `combine`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -222,10 +221,9 @@ def combine(
     """Sends the experts' outputs back to the tokens' ranks and sums them.
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. A token's rows on one rank are summed
-    there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. The
-    sums of the ranks are added in float32, in rank order. With "two_level", each host instead sends
-    one sum per token, and the sums are added in the order of the hosts. A dropped or masked choice
-    counts as zero.
+    there in float32, and the sum is rounded once, to y's dtype or the wire_dtype, and sent. These
+    sums are added in float32, in rank order; with "two_level", one sum per host, in the order of
+    the hosts. A dropped or masked choice counts as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major layout,

@@ -64,15 +64,13 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    The counts leave out the caller's arrays: x and topk_idx, y and the weights,
-    `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
-    heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
-    are counted for the dispatch that makes them, and live as long as its handle; all other buffers
-    are freed when the call returns. Each host is assumed to have one GPU for each of its ranks.
+    The counts leave out the caller's arrays, results and gradients, and the heap of symmetric
+    memory that "pallas" keeps on every GPU. The routes of a dispatch live as long as its handle;
+    all other buffers are freed when the call returns. Each host is assumed to have one GPU per
+    rank.
 
     For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
-    and lets arrays share memory. It needs up to K more arrays [N, T, H] where it does not fuse the
-    sum over a token's choices.
+    and shares memory, or up to K more arrays [N, T, H] for the sum over a token's choices.
 
     Args:
       operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", the

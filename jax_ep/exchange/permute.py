@@ -38,8 +38,7 @@ def group_by_expert(
       implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
-      A `Dispatched`, equal bit for bit to the result of an expert-major dispatch, except for its
-      handle: the handle describes this local permutation, and `sum_by_token` needs it.
+      The `Dispatched` of an expert-major dispatch, but with a handle for `sum_by_token`.
       Differentiable in `received.tokens`, unless these rows are quantized.
 
     Raises:

@@ -1,8 +1,4 @@
-"""Defines `grouped_matmul`, which multiplies each row by the matrix of the row's group.
-
-Arrays are multiplied by `jax_ep.matmul.unquantized`, rows by quantized matrices by `weight_only`,
-and float8 rows by float8 matrices by `float8`.
-"""
+"""Defines `grouped_matmul`, which multiplies each row by the matrix of the row's group."""
 
 from __future__ import annotations
 

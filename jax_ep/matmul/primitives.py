@@ -121,6 +121,7 @@ def define(
         return results, [0] * len(results)
 
     def without_unused(used, params):
+        assert unused is not None
         reduced, results, operands = unused(used, params)
         types = tuple(params["types"][i] for i in results)
         return reduced | {"types": types}, results, operands

@@ -373,6 +373,18 @@ def check_operands(
         check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
+    check_computation(tokens, experts, unit, matmul_dtype, implementation, name_of_implementation)
+
+
+def check_computation(
+    tokens: jax.Array | QuantizedArray,
+    experts: Experts,
+    unit: HiddenUnit,
+    matmul_dtype: Any,
+    implementation: Implementation,
+    name_of_implementation: str,
+) -> None:
+    """Raises TypeError or ValueError unless experts of the right shapes can be computed."""
     dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
     num_rows = 1 if tokens.shape[0] == 0 else tokens.shape[0]
     rows = jax.ShapeDtypeStruct((num_rows, experts.wi_0.shape[2]), wide_dtype(dtype))

@@ -1,8 +1,6 @@
 """Computes `MoEMetrics`, the losses and counts that a call of the layer returns.
 
-They are summed over ranks by `lax.psum`: XLA sums all arrays of a layer, some kilobytes, in one
-collective, while the kernels of `all_reduce` sum no int32, run once per array, and run between GPUs
-of one host only.
+They are summed by `lax.psum`: XLA sums all arrays of a layer in one collective, on any hosts.
 """
 
 from __future__ import annotations
@@ -58,10 +56,8 @@ class MoEMetrics(NamedTuple):
         instead of a scalar. Free experts are left out. If there are no choices, all numbers but
         `idle_experts` are 0.
 
-        - `busiest_expert`: the load of the expert with most choices, divided by the experts' mean
-          load; from 1 to E.
-        - `busiest_rank`, with `num_ranks` or `placement`: the load of the rank with most choices,
-          divided by the ranks' mean load; from 1 to N.
+        - `busiest_expert`: the largest load of an expert, divided by the mean; from 1 to E.
+        - `busiest_rank`, with `num_ranks` or `placement`: the same of the ranks; from 1 to N.
         - `entropy`: the entropy of the experts' loads, divided by its largest value, log(E).
         - `idle_experts`: the number of experts that no token chose.
         - `drop_share`: the dropped share of the choices.

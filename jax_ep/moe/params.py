@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.moe.config import MoEConfig
-from jax_ep.placement.weights import ROUTED_WEIGHTS
+from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
@@ -327,8 +327,8 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 f"gate must have shape [H, {num_experts}], one column for each expert that the "
                 f"router chooses among, free experts included, but has shape {params.gate.shape}."
             )
-    for name in ROUTED_WEIGHTS:
-        if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
+    for name in ("wi_0", "wo", *ADAPTERS):
+        if (array := getattr(params, name)) is not None or name not in ADAPTERS:
             _check_array(name, array)
     for name in ("constant_value", "constant_gate"):
         if (getattr(params, name) is None) != (num_constant == 0):
@@ -362,11 +362,11 @@ def _check_shared(params: MoEParams) -> None:
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    # The gate's rows depend on the call's `router_x`, the number of held experts on the mesh.
+    # The gate's rows depend on the call's `router_x`; `call_checks` checks adapters.
     arrays = {
         name: array
         for name in PARAMETERS
-        if name != "gate" and name not in ROUTED_WEIGHTS
+        if name != "gate" and name not in ADAPTERS
         if (array := getattr(params, name)) is not None
     }
     for name, array in arrays.items():
@@ -377,7 +377,8 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
         sizes["S"] = params.shared_wi_0.shape[1]
     for name, array in arrays.items():
         parameter = PARAMETERS[name]
-        wanted = _shape(parameter, sizes)
+        # The number of experts that wi_0, wi_1 and wo must hold depends on the mesh.
+        wanted = _shape(parameter, sizes | {"E": array.shape[0]})
         if array.shape != wanted:
             named = ", ".join(f"{dim}={sizes[dim]}" for dim in parameter.dims if dim in sizes)
             raise ValueError(
@@ -393,5 +394,6 @@ def _check_array(name: str, array: Any) -> None:
         len(dims),
         jnp.floating,
         f"[{', '.join(dims)}]",
+        may_be_empty=name not in ROUTED_WEIGHTS,
         may_be_quantized=name in MATRICES,
     )

@@ -37,7 +37,14 @@ from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe.config import MoEConfig, WeightsOn
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
-from jax_ep.moe.expert_mlp import Activation, HiddenUnit, backward, check_operands, forward
+from jax_ep.moe.expert_mlp import (
+    Activation,
+    HiddenUnit,
+    backward,
+    check_computation,
+    check_operands,
+    forward,
+)
 from jax_ep.moe.lora import adapted_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import match_varying
@@ -116,6 +123,9 @@ def routed_experts(
         matmul_implementation=matmul_implementation,
     )
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
+    options = config.unit(), matmul_dtype, matmul_implementation, "matmul_implementation"
+    check_operands(received.tokens, experts, received.group_sizes, *options)
+    check_weights(topk_weights, received.handle.shape[1:])
     return _run_experts(received, experts, topk_weights, config)
 
 
@@ -229,6 +239,8 @@ def _run_experts(
     tokens of this rank before dispatch, or nowhere.
     """
     unit, implementation = config.unit(), config.implementation
+    options = config.matmul_dtype, config.matmul_implementation, "matmul_implementation"
+    check_computation(received.tokens, experts, unit, *options)
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     quantized: QuantizedArray | None = None
     grad_wire_dtype = None
@@ -249,16 +261,6 @@ def _run_experts(
             with jax.named_scope("dispatch"):
                 tokens = tokens + quantized.dequantize()
                 quantized = None
-    check_operands(
-        tokens,
-        experts,
-        group_sizes,
-        unit,
-        config.matmul_dtype,
-        config.matmul_implementation,
-        "matmul_implementation",
-    )
-    check_weights(topk_weights, handle.rows.shape[1:])
     with jax.named_scope("dispatch"):
         weights: jax.Array | None = topk_weights.astype(jnp.float32)
         if config.weights_on == "input":

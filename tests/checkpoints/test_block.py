@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.published import E, F, H, config_of, deepseek_v3, mixtral, numbers, publish
 
-from jax_ep.checkpoints.architectures import architectures
+from jax_ep.checkpoints.architectures import PARAMETER_AXES, architectures
 from jax_ep.checkpoints.block import open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams
 
 WHOLE = slice(None)
 GATE, UP, DOWN = numbers(1, E, F, H), numbers(2, E, F, H), numbers(3, E, H, F)
@@ -56,32 +60,20 @@ def read(block, param, *index, dtype=np.float32):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(tmp_path, layout):
+def test_a_layout_is_read_and_no_bytes_outside_of_the_slice(tmp_path, layout):
+    """Reading some experts and a part of F must read the bytes of this slice alone."""
     block = open_layout(tmp_path, layout)
     assert block.params() == ("gate", "wi_0", "wi_1", "wo")
     np.testing.assert_array_equal(read(block, "gate", WHOLE, WHOLE), ROUTER.T)
+    experts, part = slice(2, 4), slice(6, 12)
     for param, want in WANT.items():
         assert block.shape(param) == want.shape and block.dtype(param) == np.float32
         np.testing.assert_array_equal(read(block, param, WHOLE, WHOLE, WHOLE), want)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_reads_the_bytes_of_its_slice_and_no_others(tmp_path, layout):
-    """Reading some experts and a part of F must read the bytes of this slice alone."""
-    block = open_layout(tmp_path, layout)
-    experts, part = slice(2, 4), slice(6, 12)
-    for param, want in WANT.items():
         index = (experts, part, WHOLE) if param == "wo" else (experts, WHOLE, part)
         before = block.directory.bytes_read
         got = read(block, param, *index)
         np.testing.assert_array_equal(got, want[index])
         assert block.directory.bytes_read - before == got.nbytes == 2 * H * 6 * 4
-
-
-@pytest.mark.parametrize("root", ["", "model.language_model.", "language_model.model."])
-def test_finds_the_layers_wherever_the_decoder_is(tmp_path, root):
-    block = open_layout(tmp_path, "a tensor for each expert", root)
-    np.testing.assert_array_equal(read(block, "wo", WHOLE, WHOLE, WHOLE), WANT["wo"])
 
 
 def test_large_matrices_are_copied_piece_by_piece(tmp_path):
@@ -96,23 +88,6 @@ def test_large_matrices_are_copied_piece_by_piece(tmp_path):
     np.testing.assert_array_equal(got[0], tensors[names.format("w2")].T[10:510])
 
 
-def test_kimi_k2_and_mimo_v2_flash_are_deepseek_v3s(tmp_path):
-    config, tensors = deepseek_v3()
-    config |= {"n_group": 1, "topk_group": 1}
-    kimi = publish(tmp_path / "kimi", config | {"model_type": "kimi_k2"}, tensors)
-    block = open_block(kimi, 1)
-    assert (block.fields["score"], block.fields["num_groups"]) == ("sigmoid", 1)
-    routed = {"gate", "bias", "wi_0", "wi_1", "wo"}
-    assert set(block.params()) == routed | {"shared_wi_0", "shared_wi_1", "shared_wo"}
-
-    # MiMo-V2-Flash has null for a scale of 1.
-    config |= {"model_type": "mimo_v2_flash"}
-    config |= {"routed_scaling_factor": None, "n_shared_experts": None}
-    tensors = {name: tensor for name, tensor in tensors.items() if "shared" not in name}
-    block = open_block(publish(tmp_path / "mimo", config, tensors), 1)
-    assert block.fields["scale"] == 1.0 and set(block.params()) == routed
-
-
 def test_the_dtype_of_a_parameter_has_the_numbers_of_all_experts(tmp_path):
     config, tensors = mixtral()
     first = next(name for name in tensors if "experts.0.w1" in name)
@@ -121,110 +96,76 @@ def test_the_dtype_of_a_parameter_has_the_numbers_of_all_experts(tmp_path):
     assert block.dtype("wi_0") == np.float32
 
 
-def test_a_value_for_each_layer(tmp_path):
-    """A value in config.json may be a list, of which each layer takes its own entry.
-
-    Hunyuan-A13B has such lists.
-    """
-    config = config_of("hunyuan_v1_moe") | {"moe_topk": [1, 5]}
-    prefix = "model.layers.1.mlp."
-    tensors = {prefix + "gate.wg.weight": ROUTER}
-    tensors |= {
-        f"{prefix}{owner}.{name}.weight": stacked[0]
-        for owner in [f"experts.{e}" for e in range(E)] + ["shared_mlp"]
-        for name, stacked in (("gate_proj", GATE), ("up_proj", UP), ("down_proj", DOWN))
-    }
-    block = open_block(publish(tmp_path, config, tensors), 1)
-    assert block.fields["num_experts_per_token"] == 5
-    config["moe_topk"] = [1]
-    with pytest.raises(ValueError, match="moe_topk.* must have an entry for layer 1, but has 1"):
-        open_block(publish(tmp_path, config, tensors), 1)
-    np.testing.assert_array_equal(read(block, "shared_wo", WHOLE, WHOLE), DOWN[0].T)
-
-
-# ---------------------------------------------------------------------------------- errors
-
-
 def refused(tmp_path, config, tensors, layer=1):
     with pytest.raises(ValueError) as error:
         open_block(publish(tmp_path / "model", config, tensors), layer)
     return str(error.value)
 
 
-@pytest.mark.parametrize("size", [128, [128], [1, 128, 128], ["128", 128], [0, 128]], ids=str)
-def test_a_malformed_size_of_blocks_is_named(tmp_path, size):
-    config, tensors = mixtral()
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": size}
-    said = refused(tmp_path, config, tensors)
-    assert "weight_block_size of" in said and "must be two positive integers" in said
+MODULE = "model.layers.1.mlp.experts.5.up_proj."
+# What is changed in a DeepSeek-V3's config.json and tensors (None: is missing), and the error.
+ERRORS = [
+    ({"model_type": "gpt2"}, {}, "model_type of .* one of .*mixtral.* but is 'gpt2'"),
+    ({"hidden_act": "snake"}, {}, "hidden_act of .* one of silu, swish.* but is 'snake'"),
+    ({"num_experts_per_tok": None}, {}, "config.json must have num_experts_per_tok"),
+    ({"scoring_func": "softmax"}, {}, "scoring_func must be 'sigmoid' or .* is 'softmax'"),
+    ({"n_shared_experts": "two"}, {}, r"n_shared_experts\|num_shared.*moe_inter.*\['two', 12\]"),
+    ({"moe_intermediate_size": 6}, {}, r"experts.0.gate_proj.weight .*\(6, 16\).*\(12, 16\)"),
+    ({"n_routed_experts": E - 1}, {}, r"mlp.gate.weight .*\(7, 16\)"),
+    ({}, {MODULE + "weight": None}, rf"must hold {MODULE}weight of shape \(12, 16\).* does not"),
+    (
+        {},
+        {MODULE + "weight": numbers(0, H, F)},
+        rf"{MODULE}weight .*\(12, 16\), \[F, H\].* has \(16, 12\)",
+    ),
+    ({}, {MODULE + "zero": ROUTER}, rf"holds {MODULE}zero, which DeepSeek-V3.*\(1 such tensors\)"),
+    ({}, {f"module.{name}": ROUTER for name in deepseek_v3()[1]}, "must have one MoE block, but"),
+]
+QUANTIZATION_ERRORS = [
+    ({"quant_method": "gptq"}, "quant_method among fp8, mxfp4, mxfp8, .* but has 'gptq'"),
+    *(
+        ({"quant_method": "fp8", "weight_block_size": size}, "weight_block_size of .* two positive")
+        for size in (128, [1, 128, 128], ["128", 128], [0, 128])
+    ),
+]
 
 
-def test_unknown_models_are_refused(tmp_path):
-    config, tensors = mixtral()
-    said = refused(tmp_path, config | {"model_type": "gpt2"}, tensors)
-    known = ", ".join(sorted(architectures()))
-    assert "model_type of" in said and f"one of {known}" in said and "is 'gpt2'" in said
-    said = refused(tmp_path, config | {"hidden_act": "snake"}, tensors)
-    assert "hidden_act of" in said and "one of silu, swish" in said and "is 'snake'" in said
-    del config["num_local_experts"]
-    assert "config.json must have num_local_experts" in refused(tmp_path, config, tensors)
-
+@pytest.mark.parametrize("keys, changes, message", ERRORS)
+def test_what_does_not_fit_the_model_is_named(tmp_path, keys, changes, message):
     config, tensors = deepseek_v3()
-    said = refused(tmp_path, config | {"scoring_func": "softmax"}, tensors)
-    assert "scoring_func must be 'sigmoid' or" in said and "but is 'softmax'" in said
-    quantized = {"quantization_config": {"quant_method": "gptq"}}
-    said = refused(tmp_path, config | quantized, tensors)
-    assert "quant_method among fp8, mxfp4, mxfp8, " in said and "but has 'gptq'" in said
-    said = refused(tmp_path, config | {"n_shared_experts": "two"}, tensors)
-    assert (
-        "n_shared_experts|num_shared_experts*moe_intermediate_size of" in said
-        and "['two', 12]" in said
-    )
+    config = {key: value for key, value in (config | keys).items() if value is not None}
+    tensors = {name: array for name, array in (tensors | changes).items() if array is not None}
+    assert re.search(message, refused(tmp_path, config, tensors))
+
+
+def test_unknown_tensors_outside_of_the_block_do_not_matter(tmp_path):
+    config, tensors = deepseek_v3()
+    others = dict.fromkeys(("model.layers.2.mlp.experts.5.zero", "model.norm.weight"), ROUTER)
+    others |= {f"mtp.{name}": ROUTER for name in ("layers.0.mlp.gate.weight", "mlp.gate.weight")}
+    assert open_block(publish(tmp_path, config, tensors | others), 1).prefix == "model.layers.1."
+    assert "mtp.layers.0" in refused(tmp_path, config, tensors | others, layer=0)
 
 
 def test_a_missing_or_damaged_config_is_named(tmp_path):
     folder = publish(tmp_path, *mixtral())
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="must hold config.json"):
-        open_block(folder, 1)
     for damaged in ("{", "[]", '"text"'):
         (folder / "config.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"config.json must be a JSON object"):
             open_block(folder, 1)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="must hold config.json"):
+        open_block(folder, 1)
 
 
-def test_a_layer_without_experts_is_named_with_those_that_have_them(tmp_path):
-    config, tensors = deepseek_v3()
-    tensors |= deepseek_v3(layer=12)[1]
-    tensors["model.layers.0.mlp.gate_proj.weight"] = numbers(0, 2, 2)
-    said = refused(tmp_path, config, tensors, layer=0)
-    assert "layer 0 of" in said and "layers [1, 12] have one" in said
-    said = refused(tmp_path, config, {"x": numbers(0, 2)}, layer=0)
-    assert "a tensor model.layers.0.mlp.gate.weight" in said and "no layer has one" in said
+def test_a_value_for_each_layer(tmp_path):
+    """A value in config.json may be a list, of which each layer takes its own entry."""
+    config = config_of("hunyuan_v1_moe")
+    config["moe_topk"] = [1, 5]
+    assert plan_block(publish(tmp_path, config), 1).fields["num_experts_per_token"] == 5
+    config["moe_topk"] = [1]
+    with pytest.raises(ValueError, match="moe_topk.* must have an entry for layer 1, but has 1"):
+        plan_block(publish(tmp_path, config), 1)
 
-
-def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
-    config, tensors = deepseek_v3()
-    name = "model.layers.1.mlp.experts.5.up_proj.weight"
-
-    said = refused(tmp_path, config, {k: v for k, v in tensors.items() if k != name})
-    assert f"must hold {name} of shape (12, 16)" in said and "does not" in said
-    said = refused(tmp_path, config, tensors | {name: tensors[name].T.copy()})
-    assert name in said and "shape (12, 16), [F, H]" in said and "has (16, 12)" in said
-    said = refused(tmp_path, config | {"moe_intermediate_size": 6}, tensors)
-    assert "experts.0.gate_proj.weight" in said and "(6, 16)" in said and "(12, 16)" in said
-    said = refused(tmp_path, config | {"n_routed_experts": E - 1}, tensors)
-    assert "mlp.gate.weight" in said and "(7, 16)" in said
-
-    unknown = "model.layers.1.mlp.experts.5.up_proj.zero_point"
-    said = refused(tmp_path, config, tensors | {unknown: numbers(0, 2)})
-    assert f"holds {unknown}, which DeepSeek-V3" in said and "(1 such tensors)" in said
-    # Unknown tensors outside the layer's block, as of another layer, must not matter.
-    other = {unknown.replace("s.1.", "s.2."): numbers(0, 2), "model.norm.weight": numbers(0, 2)}
-    open_block(publish(tmp_path / "other", config, tensors | other), 1)
-
-
-# -------------------------------------------------------------- the names of a block's tensors
 
 DEEPSEEK_GATE = "mlp.gate.weight"
 
@@ -274,19 +215,6 @@ def test_other_names_are_listed(tmp_path, name, other_layer):
         assert name in said and "rename the tensors, or save the model merged" in said
 
 
-def test_a_router_outside_of_the_layers_hinders_none(tmp_path):
-    config, tensors = deepseek_v3()
-    others = {f"mtp.{name}": ROUTER for name in ("layers.0.mlp.gate.weight", "mlp.gate.weight")}
-    assert open_block(publish(tmp_path, config, tensors | others), 1).prefix == "model.layers.1."
-    assert "mtp.layers.0" in refused(tmp_path, config, tensors | others, layer=0)
-
-
-def test_two_blocks_of_one_layer_are_refused(tmp_path):
-    config, tensors = deepseek_v3()
-    said = refused(tmp_path, config, tensors | renamed(tensors, "model.", "module.model."))
-    assert "must have one MoE block, but has 2: model.layers.1.mlp.gate.weight, module." in said
-
-
 # How the names in published files of model.safetensors.index.json at huggingface.co begin, by
 # model_type, and whether the decoder is a part of a multimodal model.
 PREFIXES = {
@@ -311,6 +239,8 @@ def test_names_of_a_new_block_are_as_published(tmp_path, model_type, is_part):
         config = {"model_type": "of several media", "text_config": config}
     block = plan_block(publish(tmp_path, config), 1)
     assert block.prefix == PREFIXES.get((model_type, is_part), block.prefix)
+    assert MoEConfig(**block.fields).num_experts == E and set(block.params()) >= {"wi_0", "wo"}
+    assert set(block.params()) <= set(MoEParams._fields) == set(PARAMETER_AXES)
     dtypes = dict.fromkeys(block.params(), np.dtype(np.float32))
     others = dict.fromkeys(block.others(), np.zeros(1, np.float32))
     with adding(block.directory, "new.safetensors", block.new_tensors(dtypes, others)):
@@ -347,44 +277,31 @@ def test_the_layout_of_a_new_block_is_that_of_its_neighbours(tmp_path):
         assert {dtype for dtype, _ in stored.values()} == {np.dtype(np.float16)}
 
 
-def new_tensors(folder, config, *files):
-    block = plan_block(publish(folder, config, *files), 1)
-    dtypes = dict.fromkeys(block.params(), np.dtype(jnp.bfloat16))
-    return {
-        name.removeprefix(block.prefix): (str(dtype), shape)
-        for name, (dtype, shape) in block.new_tensors(dtypes).items()
-    }
+def new_tensors(folder, config):
+    """Returns the dtypes of a new block's tensors by name; the parameters are bfloat16."""
+    block = plan_block(publish(folder, config, {}, {}), 1)
+    stored = block.new_tensors(dict.fromkeys(block.params(), np.dtype(jnp.bfloat16)))
+    return {name.removeprefix(block.prefix): str(dtype) for name, (dtype, _) in stored.items()}
 
 
-def test_a_new_block_is_encoded_as_config_json_says(tmp_path):
-    nothing = {}, {}
-    config, _ = deepseek_v3()
+def test_a_new_block_is_quantized_where_config_json_says_so(tmp_path):
     float8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     float8["modules_to_not_convert"] = ["lm_head", "shared_experts", "model.layers.1.mlp.experts.3"]
-    stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
-    name = "mlp.experts.2.up_proj.weight"
-    assert stored[name] == ("float8_e4m3fn", (F, H))
-    assert stored[name + "_scale_inv"] == ("float32", (2, 2))
+    float8 = {"quantization_config": float8}
+    stored = new_tensors(tmp_path, deepseek_v3()[0] | float8)
+    assert stored["mlp.experts.2.up_proj.weight"] == "float8_e4m3fn"
     for name in ("mlp.experts.3.up_proj", "mlp.shared_experts.up_proj", "mlp.gate"):
-        assert stored[name + ".weight"][0] == "bfloat16"
+        assert stored[name + ".weight"] == "bfloat16"
         assert name + ".weight_scale_inv" not in stored
-    assert stored["mlp.gate.e_score_correction_bias"][0] == "bfloat16"
+    assert stored["mlp.gate.e_score_correction_bias"] == "bfloat16"
 
-    config = config_of("gpt_oss") | {"hidden_size": 64, "intermediate_size": 32}
-    stored = new_tensors(tmp_path, config, *nothing)
-    assert stored["mlp.experts.gate_up_proj"] == ("bfloat16", (E, 64, 64))
-    assert stored["mlp.experts.down_proj"] == ("bfloat16", (E, 32, 64))
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    stored = new_tensors(tmp_path, config, *nothing)
-    assert stored["mlp.experts.gate_up_proj_blocks"] == ("uint8", (E, 64, 2, 16))
-    assert stored["mlp.experts.gate_up_proj_scales"] == ("uint8", (E, 64, 2))
-    assert stored["mlp.experts.down_proj_blocks"] == ("uint8", (E, 64, 1, 16))
-    assert stored["mlp.experts.gate_up_proj_bias"] == ("bfloat16", (E, 64))
-    with pytest.raises(ValueError, match="gate_up_proj_blocks must have rows of a multiple of 32"):
-        new_tensors(tmp_path, config | {"hidden_size": 16}, *nothing)
-
+    # Experts that are one tensor are several tensors in float8.
     config = config_of("qwen3_5_moe_text")
-    assert "mlp.experts.gate_up_proj" in new_tensors(tmp_path, config, *nothing)
-    stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
-    assert stored["mlp.experts.0.gate_proj.weight"][0] == "float8_e4m3fn"
-    assert stored["mlp.shared_expert_gate.weight"][0] == "bfloat16"
+    assert "mlp.experts.gate_up_proj" in new_tensors(tmp_path, config)
+    stored = new_tensors(tmp_path, config | float8)
+    assert stored["mlp.experts.0.gate_proj.weight"] == "float8_e4m3fn"
+    assert stored["mlp.shared_expert_gate.weight"] == "bfloat16"
+
+    mxfp4 = {"hidden_size": 16, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(ValueError, match="gate_up_proj_blocks must have rows of a multiple of 32"):
+        new_tensors(tmp_path, config_of("gpt_oss") | mxfp4)

@@ -42,8 +42,7 @@ def float8_tensors():
 def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
     w = tensor(tmp_path, "w.weight", float8_tensors())
     assert isinstance(w, Float8) and w.dtype == jnp.bfloat16 and w.shape == (3, 4)
-    np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), NUMBERS * SCALE_OF_EACH)
-    for index in [(slice(1, 3), slice(1, 4)), (slice(0, 3, 2), slice(3, 4)), (slice(2, 3), WHOLE)]:
+    for index in [(WHOLE, WHOLE), (slice(1, 3), slice(1, 4)), (slice(0, 3, 2), slice(3, 4))]:
         np.testing.assert_array_equal(w.read(index), (NUMBERS * SCALE_OF_EACH)[index])
     two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
     two["w.weight_scale_inv"][1] *= 2
@@ -51,10 +50,13 @@ def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
     np.testing.assert_array_equal(got, 2 * (NUMBERS * SCALE_OF_EACH)[None, :, 2:])
 
 
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, 0.0])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 0.0])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_a_scale_that_no_block_can_have_is_refused(tmp_path, scale, dtype):
-    """It must be refused where its block is read, in any way, and be replaced by a save."""
+    """It must be refused where its block is read, in any way, and be replaced by a save.
+
+    A scale of 0 is allowed for a block of zeros.
+    """
     tensors = float8_tensors()
     scales = tensors["w.weight_scale_inv"] = SCALES.astype(dtype)
     scales[0, 0] = scale
@@ -67,20 +69,17 @@ def test_a_scale_that_no_block_can_have_is_refused(tmp_path, scale, dtype):
             read((slice(0, 2), slice(0, 3)))
     w.write((WHOLE, WHOLE), NUMBERS)
     np.testing.assert_allclose(w.read((WHOLE, WHOLE)), NUMBERS, rtol=2**-4, atol=2**-9)
-
-
-def test_the_scale_of_zeros_may_be_zero(tmp_path):
-    tensors = float8_tensors()
     tensors["w.weight"][:2, :3] = 0
-    tensors["w.weight_scale_inv"] = np.array([[0, 10], [0.25, 3]], np.float32)
-    w = tensor(tmp_path, "w.weight", tensors)
-    assert not w.read((slice(0, 2), slice(0, 3))).any()
-    tensors["w.weight_scale_inv"][0, 0] = np.nan
-    with pytest.raises(ValueError, match="but has nan"):
-        tensor(tmp_path, "w.weight", tensors).read((WHOLE, WHOLE))
+    of_zeros = tensor(tmp_path, "w.weight", tensors)
+    if scale == 0:
+        assert not of_zeros.read((slice(0, 2), slice(0, 3))).any()
+    else:
+        with pytest.raises(ValueError, match=f"but has {scale}"):
+            of_zeros.read((WHOLE, WHOLE))
 
 
 def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path):
+    """Numbers too small for a scale must become zeros, and zeros must stay zeros."""
     w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
     values = w.read((WHOLE, WHOLE))
     values[0, 3] = 44.8
@@ -89,6 +88,9 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
     np.testing.assert_array_equal(scales, np.array([[2, 0.1], [0.25, 3]], np.float32))
     np.testing.assert_allclose(w.read((WHOLE, WHOLE)), values, rtol=2**-4)
     assert w.read((slice(0, 1), slice(3, 4))) == np.float32(44.8)
+    values[:2, :3] = [[0, 1e-44, 0], [0, 0, 0]]
+    w.write((WHOLE, WHOLE), values)
+    np.testing.assert_array_equal(w.read((slice(0, 2), slice(0, 3))), np.zeros((2, 3)))
 
 
 def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_path):
@@ -112,15 +114,6 @@ def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_
     np.testing.assert_array_equal(np.argwhere(np.isnan(after)), [[0, 0], [0, 1]])
     finite = np.isfinite(after)
     np.testing.assert_allclose(after[finite], values[finite], rtol=2**-4, atol=1000 / 448 * 2**-10)
-
-
-def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
-    """Numbers too small for a scale must become zeros, and zeros must stay zeros."""
-    w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
-    values = w.read((WHOLE, WHOLE))
-    values[:2, :3] = [[0, 1e-44, 0], [0, 0, 0]]
-    w.write((WHOLE, WHOLE), values)
-    np.testing.assert_array_equal(w.read((slice(0, 2), slice(0, 3))), np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
@@ -217,8 +210,6 @@ def test_mxfp4_of_a_block_that_is_not_finite_is_nan(tmp_path, bad):
     assert stored(w) == before
 
 
-# ------------------------------------------------------------------------ unchanged numbers
-
 NAN = np.array([[0x7FC1, 0xFFC3, 0x3C00]], np.uint16)
 UNCHANGED = {
     # The stored scales are none that encoding would choose.
@@ -248,23 +239,23 @@ def test_a_plain_number_that_was_rounded_and_did_not_change_keeps_its_bits(tmp_p
     assert w.read((WHOLE,)).tolist() == [1, 1 + 2**-12, 5]
 
 
-# ---------------------------------------------------------------------------------- errors
-
-
 def test_errors_name_the_tensor(tmp_path):
-    with pytest.raises(ValueError, match="x in .* must be of a floating dtype, .* but is int32"):
-        tensor(tmp_path, "x", {"x": np.zeros(3, np.int32)})
     values = float8_tensors()["w.weight"]
-    with pytest.raises(ValueError, match="float8_e4m3fn with w.weight_scale_inv"):
-        tensor(tmp_path, "w.weight", {"w.weight": values})
-    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((1, 2), np.float32)}
-    with pytest.raises(
-        ValueError, match=r"w.weight_scale_inv must have shape \(2, 2\), .*\(1, 2\)"
+    for tensors, message in (
+        ({"x": np.zeros(3, np.int32)}, "x in .* must be of a floating dtype, .* but is int32"),
+        ({"w.weight": values}, "float8_e4m3fn with w.weight_scale_inv"),
+        (
+            {"w.weight": values, "w.weight_scale_inv": np.ones((1, 2), np.float32)},
+            r"w.weight_scale_inv must have shape \(2, 2\), .*\(1, 2\)",
+        ),
+        (
+            {"w.weight": values, "w.weight_scale_inv": np.ones((2, 2), np.int32)},
+            "w.weight_scale_inv must hold scales of a floating dtype",
+        ),
+        (
+            {"w_blocks": np.zeros((2, 2, 16), np.uint8), "w_scales": np.zeros((2, 3), np.uint8)},
+            r"w_scales must have shape \(2, 2\), .* \(2, 3\)",
+        ),
     ):
-        _ = tensor(tmp_path, "w.weight", wrong).shape
-    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((2, 2), np.int32)}
-    with pytest.raises(ValueError, match="w.weight_scale_inv must hold scales of a floating dtype"):
-        _ = tensor(tmp_path, "w.weight", wrong).shape
-    wrong = {"w_blocks": np.zeros((2, 2, 16), np.uint8), "w_scales": np.zeros((2, 3), np.uint8)}
-    with pytest.raises(ValueError, match=r"w_scales must have shape \(2, 2\), .* \(2, 3\)"):
-        _ = tensor(tmp_path, "w_blocks", wrong).shape
+        with pytest.raises(ValueError, match=message):
+            _ = tensor(tmp_path, next(iter(tensors)), tensors).shape

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.meshes import mesh
-from support.published import deepseek_v3, publish
+from support.published import deepseek_v3, files_of, publish
 
 from jax_ep import checkpoints, formats
 from jax_ep.checkpoints.encodings import Quantization, Scaled, open_tensor
@@ -144,25 +143,26 @@ def wanted(numbers):
 
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_the_definition(tmp_path, case):
+    """They must be dequantized, also in no MoE block, or be quantized to float8 while loaded."""
     config, tensors, numbers = model(case)
+    stored, attention = CASES[case][1](np.random.default_rng(2), 16, 64)
+    module = "model.layers.1.self_attn.q_proj."
+    tensors |= {module + part: values for part, values in stored.items()}
     folder = publish(tmp_path, config, tensors)
     split = dict(mesh=mesh((4, 2), ("expert", "tensor")), tensor_axis="tensor")
-    for options in ({}, split):
-        _, params = checkpoints.load_moe_params(folder, 1, param_dtype=np.float32, **options)
+    _, params = checkpoints.load_moe_params(folder, 1, param_dtype=np.float32, **split)
+    whole = checkpoints.load_model(folder, param_dtype=np.float32)
+    shared = numbers["model.layers.1.mlp.shared_experts.down_proj.weight"]
+    for loaded in (params, whole.moe[1]):
         for name, want in wanted(numbers).items():
-            np.testing.assert_array_equal(getattr(params, name), want, err_msg=name)
-        shared = numbers["model.layers.1.mlp.shared_experts.down_proj.weight"]
-        np.testing.assert_array_equal(params.shared_wo, shared.T.astype(np.float32))
-    _, params = checkpoints.load_moe_params(folder, 1)
-    assert params.wi_0.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(getattr(loaded, name), want, err_msg=name)
+        np.testing.assert_array_equal(loaded.shared_wo, shared.T.astype(np.float32))
+    assert set(whole.weights) == {module + "weight"}
+    np.testing.assert_array_equal(whole.weights[module + "weight"], attention.astype(np.float32))
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_quantized_to_float8_while_it_is_loaded(tmp_path, case):
-    config, tensors, numbers = model(case)
-    folder = publish(tmp_path, config, tensors)
     format = formats.FLOAT8_MATRICES
     _, params = checkpoints.load_moe_params(folder, 1, quantized=format)
+    assert params.shared_wo.dtype == jnp.bfloat16
     for name, want in wanted(numbers).items():
         values, scales = format.encode(want.swapaxes(1, 2))
         got = getattr(params, name)
@@ -174,28 +174,28 @@ def test_quantized_to_float8_while_it_is_loaded(tmp_path, case):
 def test_only_unchanged_numbers_are_saved(tmp_path, case):
     config, tensors, _ = model(case)
     folder = publish(tmp_path, config, tensors)
-    before = (folder / "model.safetensors").read_bytes()
+    before = files_of(folder)
     params = checkpoints.load_moe_params(folder, 1)[1]
     checkpoints.save_moe(params, folder, 1)
-    assert (folder / "model.safetensors").read_bytes() == before
-    changed = params._replace(wo=2 * params.wo)
-    with pytest.raises(ValueError, match="down_proj.weight in .* is only read, so it cannot"):
-        checkpoints.save_moe(changed, folder, 1)
-    assert (folder / "model.safetensors").read_bytes() == before
-    with pytest.raises(ValueError, match="an MoE block can only be added to a directory that"):
-        checkpoints.save_moe(params, folder, 2)
+    for changed, layer, message in (
+        (params._replace(wo=2 * params.wo), 1, "down_proj.weight in .* is only read, so it cannot"),
+        (params, 2, "an MoE block can only be added to a directory that"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoints.save_moe(changed, folder, layer)
+    assert files_of(folder) == before
 
 
 def test_numbers_of_an_unknown_meaning_are_refused(tmp_path):
     config, tensors, _ = model("int4")
-    zero_point = "model.layers.1.mlp.experts.0.up_proj.weight_zero_point"
-    folder = publish(tmp_path, config, tensors | {zero_point: np.zeros((16, 4), np.int32)})
-    with pytest.raises(ValueError, match="weight_zero_point, which .* do not have"):
-        checkpoints.load_moe_params(folder, 1)
-    scales = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
-    folder = publish(tmp_path, config, tensors | {scales: np.ones((F, 3), np.float32)})
-    with pytest.raises(ValueError, match=r"weight_scale must have a scale for each block of .*3\)"):
-        checkpoints.load_moe_params(folder, 1)
+    module = "model.layers.1.mlp.experts.0.up_proj."
+    for name, array, message in (
+        ("weight_zero_point", np.zeros((16, 4), np.int32), "weight_zero_point, which .* do not"),
+        ("weight_scale", np.ones((F, 3), np.float32), r"weight_scale must have a scale for .*3\)"),
+    ):
+        folder = publish(tmp_path, config, tensors | {module + name: array})
+        with pytest.raises(ValueError, match=message):
+            checkpoints.load_moe_params(folder, 1)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 2), (3, 1, 1), (3, 2, 4), (3,), (1,), ()])
@@ -217,25 +217,3 @@ def test_slices_of_a_tensor_of_all_experts(tmp_path, shape):
         (slice(2, 3), slice(0, 2), slice(1, 64, 2)),
     ]:
         np.testing.assert_array_equal(w.read(index), want[index])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_weights_of_the_whole_model(tmp_path, case):
-    """`load_model` must dequantize the weights in no MoE block, too, and return no scales."""
-    config, tensors, numbers = model(case)
-    stored, attention = CASES[case][1](np.random.default_rng(2), 16, 64)
-    module = "model.layers.1.self_attn.q_proj."
-    tensors |= {module + part: values for part, values in stored.items()}
-    tensors["model.norm.weight"] = np.ones(H, np.float32)
-    folder = publish(tmp_path, config, tensors)
-    loaded = checkpoints.load_model(folder, param_dtype=np.float32)
-    assert set(loaded.weights) == {module + "weight", "model.norm.weight"}
-    np.testing.assert_array_equal(loaded.weights[module + "weight"], attention.astype(np.float32))
-    np.testing.assert_array_equal(loaded.moe[1].wo, wanted(numbers)["wo"])
-
-
-def test_the_layer_runs(tmp_path):
-    config, tensors, _ = model("NVFP4")
-    layer = checkpoints.load_moe(publish(tmp_path, config, tensors), 1)
-    y, _ = layer(jax.random.normal(jax.random.key(0), (4, H), jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16 and np.isfinite(np.asarray(y, np.float32)).all()

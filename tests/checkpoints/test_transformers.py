@@ -1,8 +1,8 @@
 """Tests the MoE blocks against those of the `transformers` package, loaded from its files.
 
 `save_pretrained` saves a tiny random model of each kind, and its MoE block is loaded. The block
-must give the same output and the same gradients of x and of every parameter, on one rank and on
-several. Torch's gradients are saved like a model, so that loading them gives the layer's shapes.
+must give the same output and the same gradients of x and of every parameter, on eight ranks.
+Torch's gradients are saved like a model, so that loading them gives the layer's shapes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ torch = pytest.importorskip("torch", reason=WHY)
 transformers = pytest.importorskip("transformers", reason=WHY)
 
 LAYER = 1
-MESHES = {"one rank": (1,), "two ranks": (2,), "eight ranks": (8,), "4 x 2": (4, 2)}
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
 
 class Variant(NamedTuple):
     """A kind of model in `transformers`.
 
     Attributes:
-        name: the model's class names before "Config" and `kind`.
         config: arguments of the configuration, or of that of a multimodal model's decoder.
         block: returns the MoE block, a function of x, of a decoder layer.
         kind: the end of the name of the model's class, or the name of a class of another model.
@@ -52,7 +51,7 @@ class Variant(NamedTuple):
             which is a function of x, of the block's other tensors, and of x.
     """
 
-    name: str
+    name: str  # the model's class names before "Config" and `kind`
     config: dict[str, Any]
     block: Callable[[Any], Callable[[Any], Any]] = lambda layer: layer.mlp
     kind: str = "ForCausalLM"
@@ -86,6 +85,15 @@ class Variant(NamedTuple):
         for parameter in model.parameters():
             parameter.data.zero_()
         return model, module
+
+
+def variant(name: str, *configs: dict[str, Any], **arguments: Any) -> Variant:
+    """Makes a `Variant`; arguments that are none of its attributes belong to the configuration."""
+    fields = {key: arguments.pop(key) for key in Variant._fields if key in arguments}
+    config: dict[str, Any] = {}
+    for each in (*configs, arguments):
+        config |= each
+    return Variant(name, config, **fields)
 
 
 def feed_forward(layer):
@@ -168,286 +176,206 @@ LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_di
 NUMBERED = GROUPS | LATENT | dict(num_experts=E, q_lora_rank=None)
 GEMMA = OWN_WIDTH | dict(top_k_experts=K, head_dim=8)
 COHERE = EXPERTS | dict(num_shared_experts=2, head_dim=8)
-STEP = ROUTED | dict(
-    share_expert_dim=20,
-    head_dim=8,
-    moe_router_scaling_factor=2.5,
-    layer_types=["full_attention"] * 2,
-    mlp_layer_types=["sparse"] * 2,
-)
+COHERE_SUM = dict(shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid")
+SPARSE = dict(mlp_layer_types=["sparse"] * 2)
+FULL = dict(layer_types=["full_attention"] * 2)
+STEP = ROUTED | SPARSE | FULL | dict(share_expert_dim=20, head_dim=8, moe_router_scaling_factor=2.5)
 WITH_SHARED = OWN_WIDTH | dict(shared_expert_intermediate_size=20)
-LINEAR = dict(
-    layer_types=["full_attention"] * 2,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    head_dim=8,
-)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2)
+LINEAR |= FULL | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=8)
 ROTARY = dict(rope_type="default", rope_theta=1000.0)
+MULTIMODAL_ROTARY = dict(rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1]))
 INDEXED = GROUPS | LATENT | dict(index_n_heads=2, index_head_dim=8)
+HUNYUAN_4 = INDEXED | dict(swiglu_limit=0.5)
+DEEPSEEK_V4 = dict(layer_types=["sliding_attention"] * 2, head_dim=8, q_lora_rank=8, o_lora_rank=8)
+DEEPSEEK_V4 |= ROUTED | dict(o_groups=2, swiglu_limit=0.5)
+NEMOTRON = dict(layers_block_type=["moe"] * 2, moe_shared_expert_intermediate_size=20, head_dim=8)
+NEMOTRON |= GROUPS
+INKLING = dict(n_shared_experts=2, head_dim=8, route_scale=2.0)
+LFM2 = OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"])
 
 VARIANTS = {
-    "Mixtral": Variant("Mixtral", LOCAL),
-    "Phi-3.5-MoE": Variant(
-        "Phimoe", LOCAL | dict(num_experts_per_tok=2, router_jitter_noise=0.2, head_dim=8)
+    "Mixtral": variant("Mixtral", LOCAL),
+    "Phi-3.5-MoE": variant(
+        "Phimoe", LOCAL, num_experts_per_tok=2, router_jitter_noise=0.2, head_dim=8
     ),
-    "MiniMax-Text-01": Variant("MiniMax", LOCAL),
-    "MiniMax-M2": Variant("MiniMaxM2", LOCAL),
-    "Qwen3-MoE": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=True)),
-    "Qwen3-MoE, not normalized": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=False)),
-    "Mellum": Variant("Mellum", OWN_WIDTH | dict(head_dim=8)),
-    "GLM-4.5V": Variant(
-        "Glm4vMoe",
-        ONE_GROUP | dict(head_dim=8, rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1])),
-        **PART,
+    "MiniMax-Text-01": variant("MiniMax", LOCAL),
+    "MiniMax-M2": variant("MiniMaxM2", LOCAL),
+    "Qwen3-MoE": variant("Qwen3Moe", OWN_WIDTH, norm_topk_prob=True),
+    "Qwen3-MoE, not normalized": variant("Qwen3Moe", OWN_WIDTH, norm_topk_prob=False),
+    "Mellum": variant("Mellum", OWN_WIDTH, head_dim=8),
+    "GLM-4.5V": variant("Glm4vMoe", ONE_GROUP, MULTIMODAL_ROTARY, head_dim=8, **PART),
+    "Qwen2-MoE": variant("Qwen2Moe", WITH_SHARED),
+    "Qwen3-Next": variant("Qwen3Next", WITH_SHARED, LINEAR),
+    "Qwen3.5-MoE": variant("Qwen3_5Moe", WITH_SHARED, LINEAR),
+    "Qwen3-VL-MoE": variant("Qwen3VLMoe", OWN_WIDTH, MULTIMODAL_ROTARY, head_dim=8, **PART),
+    "OLMoE": variant("Olmoe", EXPERTS),
+    "FlexOlmo": variant("FlexOlmo", EXPERTS, norm_topk_prob=True),
+    "DeepSeek-V2, greedy": variant("DeepseekV2", ROUTED, LATENT, routed_scaling_factor=2.0),
+    "DeepSeek-V2": variant("DeepseekV2", GROUPS, LATENT, topk_method="group_limited_greedy"),
+    "DeepSeek-V3": variant("DeepseekV3", GROUPS, LATENT, first_k_dense_replace=1),
+    "Sarvam-105B": variant(
+        "SarvamMLA", GROUPS, LATENT, first_k_dense_replace=1, kind="DeepseekV3ForCausalLM"
     ),
-    "Qwen2-MoE": Variant("Qwen2Moe", WITH_SHARED),
-    "Qwen3-Next": Variant("Qwen3Next", WITH_SHARED | LINEAR),
-    "Qwen3.5-MoE": Variant("Qwen3_5Moe", WITH_SHARED | LINEAR),
-    "Qwen3-VL-MoE": Variant(
-        "Qwen3VLMoe",
-        OWN_WIDTH | dict(head_dim=8, rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1])),
-        **PART,
+    "Sarvam-30B": variant("SarvamMoE", ONE_GROUP, head_dim=8, kind="Glm4MoeForCausalLM"),
+    "A.X-K1": variant("AXK1", GROUPS, LATENT, block=without_norm),
+    "A.X-K2": variant("AXK2", INDEXED),
+    "A.X-K2, no groups": variant("AXK2", INDEXED, n_group=None, topk_group=None),
+    "Beam": variant(
+        "Beam", OWN_WIDTH, SPARSE, n_group=4, topk_group=2, head_dim=8, routed_scaling_factor=2.5
     ),
-    "OLMoE": Variant("Olmoe", EXPERTS),
-    "FlexOlmo": Variant("FlexOlmo", EXPERTS | dict(norm_topk_prob=True)),
-    "DeepSeek-V2, greedy": Variant("DeepseekV2", ROUTED | LATENT | dict(routed_scaling_factor=2.0)),
-    "DeepSeek-V2": Variant(
-        "DeepseekV2", GROUPS | LATENT | dict(topk_method="group_limited_greedy")
-    ),
-    "DeepSeek-V3": Variant("DeepseekV3", GROUPS | LATENT | dict(first_k_dense_replace=1)),
-    "Sarvam-105B": Variant(
-        "SarvamMLA", GROUPS | LATENT | dict(first_k_dense_replace=1), kind="DeepseekV3ForCausalLM"
-    ),
-    "Sarvam-30B": Variant("SarvamMoE", ONE_GROUP | dict(head_dim=8), kind="Glm4MoeForCausalLM"),
-    "A.X-K1": Variant("AXK1", GROUPS | LATENT, without_norm),
-    "A.X-K2": Variant("AXK2", INDEXED),
-    "A.X-K2, no groups": Variant("AXK2", INDEXED | dict(n_group=None, topk_group=None)),
-    "Beam": Variant(
-        "Beam",
-        OWN_WIDTH
-        | dict(n_group=4, topk_group=2, head_dim=8, routed_scaling_factor=2.5)
-        | dict(mlp_layer_types=["sparse"] * 2),
-    ),
-    "Bailing Hybrid": Variant(
-        "BailingHybrid", NUMBERED | dict(first_k_dense_replace=1, head_dim=8)
-    ),
-    "Kimi Linear": Variant("KimiLinear", NUMBERED | dict(linear_head_dim=8, linear_num_heads=2)),
-    "Dots 3 Note": Variant(
+    "Bailing Hybrid": variant("BailingHybrid", NUMBERED, first_k_dense_replace=1, head_dim=8),
+    "Kimi Linear": variant("KimiLinear", NUMBERED, linear_head_dim=8, linear_num_heads=2),
+    "Dots 3 Note": variant(
         "Dots3Note",
-        INDEXED | dict(shared_experts_intermediate_size=20, head_dim=16),
+        INDEXED,
+        dict(shared_experts_intermediate_size=20, head_dim=16),
         **PART,
         more=dict(vision_config=dict(adapter_out_dim=H), audio_config=dict(adapter_out_dim=H)),
     ),
-    "GLM-5-Next": Variant(
+    "GLM-5-Next": variant(
         "Glm5Next",
-        INDEXED
-        | dict(qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=2, swiglu_limit=0.5)
-        | dict(index_topk=16, index_kpool=4, mlp_layer_types=["sparse"] * 2),
+        INDEXED | SPARSE | dict(qk_rope_head_dim=0, index_topk=16, index_kpool=4),
+        dict(linear_head_dim=8, linear_num_heads=2, swiglu_limit=0.5),
         **PART,
     ),
-    "Mistral Small 4": Variant("Mistral4", GROUPS | LATENT | dict(first_k_dense_replace=1)),
-    "Mistral Large 4": Variant("MistralLarge4", INDEXED, **PART),
-    "Lara Mini": Variant("LaraMini", WITH_SHARED | LINEAR),
-    "Flint": Variant("Flint", WITH_SHARED | dict(mlp_only_layers=[], head_dim=8)),
-    "Kolibri 1": Variant("Kolibri1", WITH_SHARED | dict(head_dim=8)),
-    "Qwen4 Experimental": Variant(
-        "Qwen4Exp", WITH_SHARED | LINEAR | dict(layer_types=["linear_attention"] * 2)
+    "Mistral Small 4": variant("Mistral4", GROUPS, LATENT, first_k_dense_replace=1),
+    "Mistral Large 4": variant("MistralLarge4", INDEXED, **PART),
+    "Lara Mini": variant("LaraMini", WITH_SHARED, LINEAR),
+    "Flint": variant("Flint", WITH_SHARED, mlp_only_layers=[], head_dim=8),
+    "Kolibri 1": variant("Kolibri1", WITH_SHARED, head_dim=8),
+    "Qwen4 Experimental": variant(
+        "Qwen4Exp", WITH_SHARED, LINEAR, layer_types=["linear_attention"] * 2
     ),
-    "Qwen3-Omni, thinker": Variant("Qwen3OmniMoeThinker", OWN_WIDTH, **PART),
-    "Qwen3-Omni, talker": Variant(
+    "Qwen3-Omni, thinker": variant("Qwen3OmniMoeThinker", OWN_WIDTH, **PART),
+    "Qwen3-Omni, talker": variant(
         "Qwen3OmniMoeTalker",
         WITH_SHARED,
         kind="ForConditionalGeneration",
         decoder="model",
         more=dict(spatial_merge_size=2),
     ),
-    "MiniMax-M3": Variant(
+    "MiniMax-M3": variant(
         "MiniMaxM3VL",
-        LOCAL | dict(shared_intermediate_size=20, swiglu_limit=0.5, head_dim=8, rotary_dim=8),
+        LOCAL,
+        dict(shared_intermediate_size=20, swiglu_limit=0.5, head_dim=8, rotary_dim=8),
         kind="MiniMaxM3SparseForConditionalGeneration",
         decoder="model.language_model",
     ),
-    "Hunyuan 4": Variant("HYV4", INDEXED | dict(swiglu_limit=0.5)),
-    "Hunyuan 4, multimodal": Variant(
-        "HYV4VL",
-        INDEXED | dict(swiglu_limit=0.5, rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1])),
-        **PART,
+    "Hunyuan 4": variant("HYV4", HUNYUAN_4),
+    "Hunyuan 4, multimodal": variant("HYV4VL", HUNYUAN_4, MULTIMODAL_ROTARY, **PART),
+    "Laguna": variant("Laguna", WITH_SHARED, head_dim=8, moe_routed_scaling_factor=2.5),
+    "Laguna, softcapped": variant(
+        "Laguna", WITH_SHARED, head_dim=8, moe_router_logit_softcapping=0.7
     ),
-    "Laguna": Variant("Laguna", WITH_SHARED | dict(head_dim=8, moe_routed_scaling_factor=2.5)),
-    "Laguna, softcapped": Variant(
-        "Laguna", WITH_SHARED | dict(head_dim=8, moe_router_logit_softcapping=0.7)
+    "Cohere2-MoE, average": variant("Cohere2Moe", COHERE),
+    "Cohere2-MoE, sum": variant("Cohere2Moe", COHERE, COHERE_SUM),
+    "Cohere2-MoE, no shared experts": variant("Cohere2Moe", COHERE, num_shared_experts=0),
+    "Step-3.7": variant("Step3p7", STEP, **PART),
+    "Step-3.7, clamped": variant(
+        "Step3p7", STEP, swiglu_limits=[0.0, 0.5], swiglu_limits_shared=[0.0, 0.8], **PART
     ),
-    "Cohere2-MoE, average": Variant("Cohere2Moe", COHERE),
-    "Cohere2-MoE, sum": Variant(
-        "Cohere2Moe",
-        COHERE | dict(shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid"),
-    ),
-    "Cohere2-MoE, no shared experts": Variant("Cohere2Moe", COHERE | dict(num_shared_experts=0)),
-    "Step-3.7": Variant("Step3p7", STEP, **PART),
-    "Step-3.7, clamped": Variant(
-        "Step3p7", STEP | dict(swiglu_limits=[0.0, 0.5], swiglu_limits_shared=[0.0, 0.8]), **PART
-    ),
-    "Step-3.7, routed experts clamped": Variant(
-        "Step3p7", STEP | dict(swiglu_limits=[0.0, 0.5]), **PART
-    ),
-    "DBRX": Variant(
+    "Step-3.7, routed experts clamped": variant("Step3p7", STEP, swiglu_limits=[0.0, 0.5], **PART),
+    "DBRX": variant(
         "Dbrx",
-        dict(d_model=H, n_heads=2, n_layers=2, vocab_size=16)
-        | dict(ffn_config=dict(ffn_hidden_size=F, moe_num_experts=E, moe_top_k=K))
-        | dict(attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1000.0)),
-        lambda layer: layer.ffn,
+        dict(d_model=H, n_heads=2, n_layers=2, vocab_size=16),
+        dict(ffn_config=dict(ffn_hidden_size=F, moe_num_experts=E, moe_top_k=K)),
+        dict(attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1000.0)),
+        block=lambda layer: layer.ffn,
     ),
-    "Granite MoE, sliding windows": Variant(
-        "GraniteMoeSWA", LOCAL | dict(shared_intermediate_size=20), granite_with_shared
+    "Granite MoE, sliding windows": variant(
+        "GraniteMoeSWA", LOCAL, shared_intermediate_size=20, block=granite_with_shared
     ),
-    "DeepSeek-OCR 2": Variant(
-        "DeepseekOcr2", ROUTED | dict(mlp_layer_types=["sparse"] * 2), **PART
-    ),
-    "Unlimited OCR": Variant(
+    "DeepSeek-OCR 2": variant("DeepseekOcr2", ROUTED, SPARSE, **PART),
+    "Unlimited OCR": variant(
         "UnlimitedOcr",
-        ROUTED
-        | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)
-        | dict(mlp_layer_types=["sparse"] * 2, routed_scaling_factor=16.0),
+        ROUTED | SPARSE | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        dict(routed_scaling_factor=16.0),
         **PART,
     ),
-    "OpenAI Privacy Filter": Variant(
-        "OpenAIPrivacyFilter", LOCAL | dict(head_dim=8), kind="ForTokenClassification"
+    "OpenAI Privacy Filter": variant(
+        "OpenAIPrivacyFilter", LOCAL, head_dim=8, kind="ForTokenClassification"
     ),
-    "DeepSeek-V3.2": Variant("DeepseekV32", INDEXED | dict(first_k_dense_replace=1)),
-    "GLM-4.5": Variant("Glm4Moe", ONE_GROUP),
-    "GLM-4.7-Flash": Variant("Glm4MoeLite", ONE_GROUP | LATENT),
-    "GLM-5": Variant("GlmMoeDsa", INDEXED | ONE_GROUP | dict(first_k_dense_replace=1)),
-    "dots.llm1": Variant("Dots1", ONE_GROUP | dict(first_k_dense_replace=1)),
-    "Solar Open": Variant("SolarOpen", ONE_GROUP),
-    "MiMo-V2-Flash": Variant("MiMoV2Flash", ONE_GROUP | dict(n_shared_experts=None, head_dim=8)),
-    "DeepSeek-V4": Variant(
+    "DeepSeek-V3.2": variant("DeepseekV32", INDEXED, first_k_dense_replace=1),
+    "GLM-4.5": variant("Glm4Moe", ONE_GROUP),
+    "GLM-4.7-Flash": variant("Glm4MoeLite", ONE_GROUP, LATENT),
+    "GLM-5": variant("GlmMoeDsa", INDEXED, ONE_GROUP, first_k_dense_replace=1),
+    "dots.llm1": variant("Dots1", ONE_GROUP, first_k_dense_replace=1),
+    "Solar Open": variant("SolarOpen", ONE_GROUP),
+    "MiMo-V2-Flash": variant("MiMoV2Flash", ONE_GROUP, n_shared_experts=None, head_dim=8),
+    "DeepSeek-V4": variant("DeepseekV4", DEEPSEEK_V4, mlp_layer_types=["moe"] * 2),
+    "DeepSeek-V4, chosen by token": variant(
         "DeepseekV4",
-        ROUTED
-        | dict(
-            mlp_layer_types=["moe"] * 2,
-            layer_types=["sliding_attention"] * 2,
-            head_dim=8,
-            q_lora_rank=8,
-            o_lora_rank=8,
-            o_groups=2,
-            swiglu_limit=0.5,
-        ),
-    ),
-    "DeepSeek-V4, chosen by token": Variant(
-        "DeepseekV4",
-        ROUTED
-        | dict(mlp_layer_types=["hash_moe"] * 2, layer_types=["sliding_attention"] * 2)
-        | dict(head_dim=8, q_lora_rank=8, o_lora_rank=8, o_groups=2, swiglu_limit=0.5),
-        chosen_by_token,
+        DEEPSEEK_V4 | dict(mlp_layer_types=["hash_moe"] * 2),
+        block=chosen_by_token,
         run=lambda layer, others, x: layer(x, topk_idx=others["ffn.gate.tid2eid"][TOKENS]),
     ),
-    "Nemotron-H, latent experts": Variant(
-        "NemotronH",
-        GROUPS
-        | dict(layers_block_type=["moe"] * 2, moe_shared_expert_intermediate_size=20, head_dim=8)
-        | dict(moe_latent_size=8),
-        lambda layer: layer.mixer,
-        run=run_nemotron,
+    "Nemotron-H, latent experts": variant(
+        "NemotronH", NEMOTRON, moe_latent_size=8, block=lambda layer: layer.mixer, run=run_nemotron
     ),
-    "Gemma 4": Variant(
+    "Gemma 4": variant(
         "Gemma4",
-        GEMMA | dict(enable_moe_block=True, hidden_size_per_layer_input=0),
-        gemma,
+        GEMMA,
+        dict(enable_moe_block=True, hidden_size_per_layer_input=0),
+        block=gemma,
         run=run_gemma,
     ),
-    "DiffusionGemma": Variant(
+    "DiffusionGemma": variant(
         "DiffusionGemma",
         GEMMA,
-        gemma,
+        block=gemma,
         kind="ForBlockDiffusion",
         decoder="model.decoder",
         run=run_gemma,
     ),
-    "JetMoE": Variant(
-        "JetMoe",
-        LOCAL | dict(kv_channels=8),
-        run=lambda layer, others, x: layer(x) + others["mlp.bias"],
+    "JetMoE": variant(
+        "JetMoe", LOCAL, kv_channels=8, run=lambda layer, others, x: layer(x) + others["mlp.bias"]
     ),
-    "Inkling": Variant(
-        "Inkling",
-        ROUTED
-        | dict(n_shared_experts=2, head_dim=8, mlp_layer_types=["sparse"] * 2, route_scale=2.0),
-        **PART,
-        run=run_inkling,
+    "Inkling": variant("Inkling", ROUTED, SPARSE, INKLING, run=run_inkling, **PART),
+    "Nemotron-H": variant("NemotronH", NEMOTRON, block=lambda layer: layer.mixer),
+    "Hunyuan 3": variant("HYV3", OWN_WIDTH, num_shared_experts=2, head_dim=8),
+    "AFMoE": variant("Afmoe", OWN_WIDTH, num_dense_layers=1, route_scale=2.0, head_dim=8),
+    "Aria": variant("AriaText", SMALL, moe_num_experts=E, moe_topk=K),
+    "EXAONE-MoE": variant("ExaoneMoe", OWN_WIDTH, num_shared_experts=2, routed_scaling_factor=2.5),
+    "Granite MoE": variant("GraniteMoe", LOCAL, block=lambda layer: layer.block_sparse_moe),
+    "Granite MoE, shared": variant(
+        "GraniteMoeShared", LOCAL, shared_intermediate_size=20, block=granite_with_shared
     ),
-    "Nemotron-H": Variant(
-        "NemotronH",
-        GROUPS
-        | dict(layers_block_type=["moe"] * 2, moe_shared_expert_intermediate_size=20, head_dim=8),
-        lambda layer: layer.mixer,
-    ),
-    "Hunyuan 3": Variant("HYV3", OWN_WIDTH | dict(num_shared_experts=2, head_dim=8)),
-    "AFMoE": Variant("Afmoe", OWN_WIDTH | dict(num_dense_layers=1, route_scale=2.0, head_dim=8)),
-    "Aria": Variant("AriaText", SMALL | dict(moe_num_experts=E, moe_topk=K)),
-    "EXAONE-MoE": Variant(
-        "ExaoneMoe", OWN_WIDTH | dict(num_shared_experts=2, routed_scaling_factor=2.5)
-    ),
-    "Granite MoE": Variant("GraniteMoe", LOCAL, lambda layer: layer.block_sparse_moe),
-    "Granite MoE, shared": Variant(
-        "GraniteMoeShared", LOCAL | dict(shared_intermediate_size=20), granite_with_shared
-    ),
-    "Granite 4.0": Variant(
+    "Granite 4.0": variant(
         "GraniteMoeHybrid",
-        LOCAL
-        | dict(shared_intermediate_size=20, layer_types=["full_attention"] * 2, mamba_n_heads=2),
-        granite_with_shared,
+        LOCAL,
+        dict(shared_intermediate_size=20, layer_types=["full_attention"] * 2, mamba_n_heads=2),
+        block=granite_with_shared,
     ),
-    "GPT-OSS": Variant("GptOss", LOCAL | dict(head_dim=8)),
-    "Llama 4": Variant("Llama4", LOCAL | dict(num_experts_per_tok=1, head_dim=8), feed_forward),
-    "Llama 4, three experts": Variant("Llama4", LOCAL | dict(head_dim=8), feed_forward),
-    "ERNIE 4.5": Variant(
+    "GPT-OSS": variant("GptOss", LOCAL, head_dim=8),
+    "Llama 4": variant("Llama4", LOCAL, num_experts_per_tok=1, head_dim=8, block=feed_forward),
+    "Llama 4, three experts": variant("Llama4", LOCAL, head_dim=8, block=feed_forward),
+    "ERNIE 4.5": variant(
         "Ernie4_5_Moe",
-        SMALL | dict(moe_num_experts=E, moe_k=K, moe_intermediate_size=F, intermediate_size=20),
+        SMALL,
+        dict(moe_num_experts=E, moe_k=K, moe_intermediate_size=F, intermediate_size=20),
     ),
-    "Hunyuan-A13B": Variant("HunYuanMoEV1", EXPERTS | dict(moe_topk=K, head_dim=8)),
-    "LFM2-MoE": Variant(
-        "Lfm2Moe", OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"]), feed_forward
-    ),
-    "LFM2-MoE, no bias": Variant(
-        "Lfm2Moe",
-        OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"], use_expert_bias=False),
-        feed_forward,
-    ),
-    "LongCat-Flash": Variant(
+    "Hunyuan-A13B": variant("HunYuanMoEV1", EXPERTS, moe_topk=K, head_dim=8),
+    "LFM2-MoE": variant("Lfm2Moe", LFM2, block=feed_forward),
+    "LFM2-MoE, no bias": variant("Lfm2Moe", LFM2, use_expert_bias=False, block=feed_forward),
+    "LongCat-Flash": variant(
         "LongcatFlash",
-        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
-        | LATENT
-        | dict(num_layers=2, n_routed_experts=E, zero_expert_num=4, expert_ffn_hidden_size=F)
-        | dict(routed_scaling_factor=2.0),
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
+        LATENT,
+        dict(num_layers=2, n_routed_experts=E, zero_expert_num=4, expert_ffn_hidden_size=F),
+        dict(routed_scaling_factor=2.0),
     ),
-    "Jamba": Variant(
-        "Jamba", EXPERTS | dict(attn_layer_period=2, attn_layer_offset=1), feed_forward
+    "Jamba": variant(
+        "Jamba", EXPERTS, attn_layer_period=2, attn_layer_offset=1, block=feed_forward
     ),
 }
 
 
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
 class Expected(NamedTuple):
-    """What Torch computes with a model's MoE block, to compare with.
-
-    Attributes:
-        folder: the saved model.
-        gradients: the gradients of the model's parameters, saved like a model.
-        x: the input of the block.
-        cotangent: the cotangent of the output.
-        out: the output.
-        dx: the gradient of x.
-    """
+    """What Torch computes with a model's MoE block, to compare with."""
 
     folder: Any
-    gradients: Any
+    gradients: Any  # a folder with the gradients of the model's parameters, saved like a model
     x: np.ndarray
     cotangent: np.ndarray
     out: np.ndarray
@@ -456,7 +384,7 @@ class Expected(NamedTuple):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Callable[[str], Expected]:
-    """Returns a function that makes a variant's `Expected`, once for all meshes."""
+    """Returns a function that makes a variant's `Expected`, once for all tests."""
 
     @functools.cache
     def make(name: str) -> Expected:
@@ -507,33 +435,13 @@ def output_and_gradients(params, others, x, cotangent, config, run):
     return out, *grads
 
 
-# All models run on a mesh of experts and their width. That a layer gives the same on all meshes is
-# tested in tests/moe; here it is tested for blocks that use different parts of the layer.
-CASES = [(name, "4 x 2") for name in VARIANTS] + [
-    pytest.param(name, where, marks=pytest.mark.slow)
-    for name in (
-        "Qwen2-MoE",
-        "DeepSeek-V3",
-        "DeepSeek-V4, chosen by token",
-        "GPT-OSS",
-        "Gemma 4",
-        "Llama 4",
-        "LongCat-Flash",
-        "Nemotron-H, latent experts",
-        "Step-3.7, clamped",
-    )
-    for where in MESHES
-    if where != "4 x 2"
-]
-
-
-@pytest.mark.parametrize("name, where", CASES)
-def test_output_and_every_gradient(expected, name, where):
-    want, shape = expected(name), MESHES[where]
-    axes = ("expert", "tensor")[: len(shape)]
-    split = {"tensor_axis": "tensor"} if "tensor" in axes else {}
+# That a layer gives the same on all meshes is tested in tests/moe.
+@pytest.mark.parametrize("name", VARIANTS)
+def test_output_and_every_gradient(expected, name):
+    want = expected(name)
+    on = mesh((4, 2), ("expert", "tensor"))
     config, params = checkpoints.load_moe_params(
-        want.folder, LAYER, mesh=mesh(shape, axes), partial=True, **split
+        want.folder, LAYER, mesh=on, partial=True, tensor_axis="tensor"
     )
     _, dparams_want = checkpoints.load_moe_params(want.gradients, LAYER, partial=True)
     others = checkpoints.load_others(want.folder, LAYER)
@@ -610,19 +518,16 @@ DECODED = dict(head_dim=16, num_attention_heads=4, vocab_size=64)
 YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16)
 # GPT-OSS has attention sinks, biases on all projections, and here a window below the prompt length.
 WHOLE = {
-    "Qwen3-MoE": Variant(
-        "Qwen3Moe", OWN_WIDTH | DECODED | dict(norm_topk_prob=True, rope_parameters=ROTARY)
+    "Qwen3-MoE": variant(
+        "Qwen3Moe", OWN_WIDTH, DECODED, norm_topk_prob=True, rope_parameters=ROTARY
     ),
-    "Qwen3-MoE, tied": Variant(
-        "Qwen3Moe",
-        OWN_WIDTH | DECODED | dict(tie_word_embeddings=True, rope_parameters=YARN),
+    "Qwen3-MoE, tied": variant(
+        "Qwen3Moe", OWN_WIDTH, DECODED, tie_word_embeddings=True, rope_parameters=YARN
     ),
-    "GPT-OSS": Variant(
+    "GPT-OSS": variant(
         "GptOss",
-        LOCAL
-        | DECODED
-        | dict(sliding_window=5, max_position_embeddings=128)
-        | dict(rope_parameters=YARN | dict(truncate=False)),
+        LOCAL | DECODED | dict(sliding_window=5, max_position_embeddings=128),
+        rope_parameters=YARN | dict(truncate=False),
     ),
 }
 
@@ -716,10 +621,7 @@ def test_the_trained_model_is_that_of_transformers_before_and_after_its_export(t
 
 
 def quantized(folder: Path, into: Path, method: str) -> None:
-    """Writes a copy of a checkpoint, quantized as published ones are.
-
-    "fp8" quantizes all matrices of the layers to float8, "mxfp4" those of the experts.
-    """
+    """Writes a copy of a checkpoint, quantized as published ones are by "fp8" or "mxfp4"."""
     tensors = {}
     for name, values in contents(folder).items():
         if method == "fp8" and "_proj.weight" in name:

@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dense_moe import E, H, K, assert_close, make_params, make_x
+from support.dense_moe import CONFIG, E, H, K, assert_close, make_params, make_x
 from support.selection import quick
 
-from jax_ep import MoEConfig, moe_layer, top_k_routing
+from jax_ep import moe_layer, top_k_routing
 from jax_ep.moe.layer import _moe_layer
-
-CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
 def output(**changes):
@@ -57,23 +55,18 @@ def test_functions_that_are_equal_share_a_program():
     assert _moe_layer._cache_size() == compiled + 1
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("name", ["activation", "gating"])
-def test_functions_read_no_traced_array(name):
+def test_functions_read_no_traced_array(name, wrap):
     """A function that reads a traced array must be refused; the array's gradient would be 0."""
-    functions = {
-        "activation": lambda b: lambda h: h * b,
-        "gating": lambda b: lambda g, u: g * u * b,
-    }
 
     def loss(b, params):
-        config = dataclasses.replace(CONFIG, **{name: functions[name](b)})
+        config = dataclasses.replace(CONFIG, **{name: lambda h, *up: h * b})
         return jnp.sum(moe_layer(params, make_x(), config)[0])
 
-    for wrap in (jax.jit, lambda f: f):
-        for argnums in (0, (0, 1)):
-            message = f"{name} must be .* reads a traced array, .?float32"
-            with pytest.raises(ValueError, match=message):
-                wrap(jax.grad(loss, argnums))(1.5, make_params())
+    for argnums in (0, (0, 1)):
+        with pytest.raises(ValueError, match=f"{name} must be .* reads a traced array, .?float32"):
+            wrap(jax.grad(loss, argnums))(1.5, make_params())
 
 
 @pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
@@ -92,98 +85,68 @@ def test_a_router_may_capture_a_traced_array(wrap):
         assert_close(captured(gate), given(gate))
 
 
-def module_level_activation(x):
+def of_this_module(x, logits=None):
     return jnp.tanh(x)
 
 
-def module_level_router(x, logits):
-    return top_k_routing(logits, K)
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [jax.nn.silu, jax.nn.gelu, jnp.tanh, module_level_activation],
-    ids=["silu", "gelu", "tanh", "of this module"],
-)
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jnp.tanh, of_this_module])
 def test_a_config_can_be_pickled(activation):
-    options: dict = dict(activation=activation, router=module_level_router, dtype=jnp.bfloat16)
+    options: dict = dict(activation=activation, router=of_this_module, dtype=jnp.bfloat16)
     config = dataclasses.replace(CONFIG, **options)
     loaded = pickle.loads(pickle.dumps(config))
     assert loaded == config and loaded.activation is activation
-    assert loaded.router is module_level_router
+    assert loaded.router is of_this_module
 
 
 XLA_HOSTS: dict = dict(host_capacity_factor=0.5, implementation="xla")
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     "changes, error, message",
     [
         (dict(num_experts=-1), ValueError, "num_experts must be at least 1, but is -1"),
         (dict(num_experts=8.0), TypeError, "num_experts must be a static integer, but is 8.0"),
-        (dict(zero_experts=-1), ValueError, "zero_experts must be at least 0, but is -1"),
-        (dict(zero_experts=1.0), TypeError, "zero_experts must be a static integer"),
         (dict(token_chunks=0), ValueError, "token_chunks must be at least 1, but is 0"),
-        (dict(token_chunks=2.0), TypeError, "token_chunks must be a static integer, but is 2.0"),
-        (dict(implementation="nccl"), ValueError, "implementation must .*'nccl'"),
         (dict(capacity_factor=0.0), ValueError, "capacity_factor must .* but is 0.0"),
-        (dict(capacity_factor=np.inf), ValueError, "capacity_factor must .* but is inf"),
         (dict(capacity_factor=np.nan), ValueError, "capacity_factor must .* but is nan"),
-        (dict(capacity_factor="2"), TypeError, "capacity_factor must .* but is '2'"),
-        (dict(capacity_factor=True), TypeError, "capacity_factor must .* but is True"),
         (dict(capacity_factor=np.ones(())), TypeError, "capacity_factor must .*array"),
         (dict(host_capacity_factor=0.0), ValueError, "host_capacity_factor must .* but is 0.0"),
         (XLA_HOSTS, ValueError, "host_capacity_factor needs .*two_level.* 0.5 with .*='xla'"),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
+        (dict(activation=Unhashable()), TypeError, "activation must be hashable.*unhashable"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
         (dict(router_dtype=jnp.float64), TypeError, "router_dtype must be jnp.float32 .*float64"),
-        (dict(dtype=jnp.float64), TypeError, "^dtype must be jnp.float32 or narrower.*float64"),
         (dict(router_dtype=jnp.int8), TypeError, "router_dtype must be a floating dtype .*int8"),
-        (dict(gating="swiglu"), TypeError, "gating must be a function of two .* but is 'swiglu'"),
-        (dict(clamp=0.0), ValueError, "clamp must be above 0 .* but is 0.0"),
-        (dict(weights_on="gate"), ValueError, "weights_on must be one of .* but is 'gate'"),
-        (dict(activation=None), TypeError, "activation must .* but is None"),
-        (dict(activation=Unhashable()), TypeError, "activation must be hashable.*unhashable"),
+        (dict(dtype=jnp.float64), TypeError, "^dtype must be jnp.float32 or narrower.*float64"),
         (dict(dtype=jnp.float8_e4m3fn), TypeError, "dtype must .*float8_e4m3fn.*wire_dtype"),
-        (dict(dtype=jnp.int32), TypeError, "dtype must be a floating dtype.*int32"),
         (dict(dtype="half-float"), TypeError, "dtype must .* but is 'half-float'"),
-        (dict(normalize_epsilon="0"), TypeError, "normalize_epsilon must .* but is '0'"),
-        (dict(scale="2"), TypeError, "scale must be a Python number, but is '2'"),
-        (dict(scale=np.nan), ValueError, "scale must be 0 or more and finite, but is nan"),
-        (dict(normalize="no"), TypeError, "normalize must be True or False, but is 'no'"),
+        (dict(clamp=0.0), ValueError, "clamp must be above 0 .* but is 0.0"),
         (dict(score="tanh"), ValueError, "score must be one of .* but is 'tanh'"),
         (dict(normalize_epsilon=-1.0), ValueError, "normalize_epsilon must .* but is -1.0"),
         (
             dict(num_experts_per_token=E + 1),
             ValueError,
-            "num_experts_per_token must be at most the 8 .* is 9",
+            "num_experts_per_token must be at most .*9",
         ),
-        (dict(num_experts_per_token=2.0), TypeError, "num_experts_per_token must be a static int"),
-        (dict(num_experts_per_token=0), ValueError, "num_experts_per_token must be at least 1"),
         (dict(num_groups=3), ValueError, "num_groups must divide the .* but is 3"),
-        (dict(num_groups=2, groups_kept=3), ValueError, "groups_kept must be at most num_groups=2"),
-        (dict(num_groups=E), ValueError, "num_experts_per_token must be at most the 1 expert"),
-        (dict(choose_by="bias"), ValueError, "choose_by must be one of .* but is 'bias'"),
-        (dict(group_score="top3"), ValueError, "group_score must be one of .* but is 'top3'"),
+        (dict(implementation="nccl"), ValueError, "implementation must .*'nccl'"),
+        (dict(matmul_implementation="q"), ValueError, "matmul_implementation must be one of"),
         (dict(expert_axis=None), TypeError, "expert_axis must"),
         (dict(tensor_axis=4), TypeError, "tensor_axis must"),
-        (dict(tensor_axis="expert"), ValueError, "tensor_axis must be another mesh axis"),
-        (dict(matmul_implementation="q"), ValueError, "matmul_implementation must be one of"),
     ],
 )
-def test_impossible_fields_are_named(changes, error, message):
-    for x64 in (False, True):
-        with jax.enable_x64(x64), pytest.raises(error, match=message):
-            output(**changes)
+def test_impossible_fields_are_named(changes, error, message, x64):
+    with jax.enable_x64(x64), pytest.raises(error, match=message):
+        output(**changes)
 
 
 def test_float64_tokens_keep_their_dtype():
     """float64 tokens must give a float64 output, although the logits are float32."""
     with jax.enable_x64(True):
-        params, x = (
-            jax.tree.map(lambda a: a.astype(jnp.float64), t) for t in (make_params(), make_x())
-        )
+        both = make_params(), make_x()
+        params, x = jax.tree.map(lambda a: a.astype(jnp.float64), both)
         config = dataclasses.replace(CONFIG, router_dtype=None)
         assert moe_layer(params, x, config)[0].dtype == jnp.float64
 
@@ -193,22 +156,6 @@ def test_what_is_no_parameters_or_configuration_is_named(name):
     arguments = dict(params=make_params(), x=make_x(), config=CONFIG) | {name: {}}
     with pytest.raises(TypeError, match=f"{name} must be MoE(Params|Config), but is"):
         moe_layer(**arguments)
-
-
-def test_impossible_weighing_is_named_where_the_gate_weighs_nothing():
-    x, config = make_x(), dataclasses.replace(CONFIG, normalize=1)
-    topk_idx = jnp.zeros((*x.shape[:-1], K), jnp.int32)
-    with pytest.raises(TypeError, match="normalize must be True or False, but is 1"):
-        moe_layer(make_params(), x, config, topk_idx=topk_idx, topk_weights=topk_idx * 1.0)
-
-
-def test_a_traced_capacity_factor_is_named():
-    @jax.jit
-    def layer(factor):
-        return output(capacity_factor=factor)
-
-    with pytest.raises(TypeError, match="capacity_factor must be a Python number.*Tracer"):
-        layer(1.0)
 
 
 def test_float8_tokens_and_parameters_name_the_dtype():

@@ -41,11 +41,7 @@ def test_every_parameter_has_a_shape_with_logical_axes():
 def test_a_layer_has_the_parameters_that_its_options_bring():
     assert tuple(shapes_of()) == ("wi_0", "wi_1", "wo")
     plain = shapes_of(gated=False, use_mlp_bias=True, shared_dim=5)
-    assert {name: shape for name, shape in plain.items() if "wi" in name} == {
-        "wi_0": (8, 16, 12),
-        "wi_0_bias": (8, 12),
-        "shared_wi_0": (16, 5),
-    }
+    assert [name for name in plain if "wi" in name] == ["wi_0", "wi_0_bias", "shared_wi_0"]
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -14,13 +14,7 @@ from jax_ep.runtime import environment
 
 
 def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any:
-    """Makes a stand-in for a program on a mesh of CPU devices, with the axis "a" or "a" and "b".
-
-    Args:
-        processes: for each device in row-major order, the process that has it.
-        shape: the mesh's shape.
-        **changes: attributes of the program that differ from the usual.
-    """
+    """Makes a stand-in for a program on devices of the given processes, in row-major order."""
     devices = np.empty(len(processes), object)
     devices[:] = [types.SimpleNamespace(process_index=p, platform="cpu") for p in processes]
     names = ("a", "b")[: len(shape)]
@@ -71,21 +65,3 @@ def test_where_devices_are_may_be_unknown(monkeypatch):
     assert environment.hosts_of(gpus) == [None, None]
     gpus = [types.SimpleNamespace(slice_index=5, **vars(gpu)) for gpu in gpus]
     assert environment.hosts_of(gpus) == [5, 5]
-
-
-@pytest.mark.parametrize(
-    "sizes, ranks_per_host, expected",
-    [
-        ([8], 4, [4]),
-        ([2, 4], 4, [1, 4]),
-        ([4, 2], 4, [2, 2]),
-        ([2, 4], 2, [1, 2]),
-        ([2, 4], None, [2, 4]),
-        ([2, 4], 1, [1, 1]),
-        ([2, 3], 2, None),
-        ([4, 6], 4, None),
-        ([], None, []),
-    ],
-)
-def test_a_run_of_ranks_may_be_a_block_of_the_mesh(sizes, ranks_per_host, expected):
-    assert environment.parts_of_axes(sizes, ranks_per_host) == expected

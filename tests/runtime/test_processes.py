@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -23,9 +23,9 @@ from support.domain_processes import (
     gpus_of_process,
     sockets,
 )
-from support.processes import HANG_SECONDS
+from support.processes import HANG_SECONDS, outputs_of_processes
 
-from jax_ep.runtime import processes
+from jax_ep.runtime import availability, processes
 from jax_ep.runtime.symmetric_memory import Domain
 from pallas_kernels.fabric import memory_map
 
@@ -43,10 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
-    """Returns the reasons of processes that must all refuse and leave nothing behind.
-
-    Killed processes are skipped.
-    """
+    """Returns the reasons of the processes that still run; all must refuse."""
     found = []
     for outcome in outcomes:
         if outcome is not None:
@@ -58,11 +55,7 @@ def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
 
 
 def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
-    """Returns the symmetric-memory domain that all processes have set up.
-
-    Asserts that all processes have an equal domain, and that every GPU with access to another has
-    written into the other's heap and array.
-    """
+    """Returns the domain that all processes have set up and written into."""
     domains = []
     for number, outcome in enumerate(outcomes):
         assert outcome is not None and isinstance(outcome.domain, Domain), outcome
@@ -82,16 +75,7 @@ def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
 
 
 @pytest.mark.parametrize(
-    "visible",
-    [
-        [[0], [1]],
-        [[1], [0]],
-        [[0, 1], [2]],
-        [[3, 1], [0, 2]],
-        [[2], [0], [3], [1]],
-        [[0, 1], [2], [3], [4, 5]],
-    ],
-    ids=str,
+    "visible", [[[1], [0]], [[3, 1], [0, 2]], [[0, 1], [2], [3], [4, 5]]], ids=str
 )
 def test_processes_write_to_each_others_heaps_and_arrays(visible, run, folder):
     domain = shared(run([Process(gpus) for gpus in visible], folder), folder)
@@ -124,49 +108,35 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
     assert not sockets(folder)
 
 
-@pytest.mark.parametrize(
-    ("second", "reason"),
-    [
-        (
-            Process([1], participant={"jax_ep_version": "2"}),
-            "process 0 has jax_ep 1, and process 1 jax_ep 2",
-        ),
-        (Process([1], participant={"jax_version": "0.99"}), "process 1 jax 0.99"),
-        (Process([1], answers={"os.getuid": 4711}), "process 1 user 4711"),
-        (Process([0, 1]), "GPU 0000:10:00.0 belongs to process 0 and to process 1"),
-        (Process(range(1, 17)), "at most 16 GPUs of a host can share memory, and this host has 17"),
-        (
-            Process([1], driver={"refuses": "cuDeviceGetUuid_v2"}),
-            "the GPUs of process 1 have no names: cuDeviceGetUuid_v2",
-        ),
-        (
-            Process([1], driver={"refuses": "cuMemCreate"}),
-            "process 1 has no memory to share: cuMemCreate: out of memory",
-        ),
-        (
-            Process([1], driver={"refuses": "cuMemExportToShareableHandle"}),
-            "process 1 has no memory to share: cuMemExportToShareableHandle: out of memory",
-        ),
-        (
-            Process([1], driver={"refuses": "cuMemImportFromShareableHandle"}),
-            "process 1 cannot map the memory of GPU 0, of process 0: cuMemImportFrom",
-        ),
-        (
-            Process([1], driver={"taken": range(memory_map.BASE, memory_map.BASE + 1)}),
-            "the addresses from 0x2a0000000000 on are taken",
-        ),
-        (
-            Process([1], pool={"virtual": False}),
-            "GPU 1 was not allocated by the virtual",
-        ),
-        (Process([1], pool={"exportable": False}), "GPU 1 was not made for sharing"),
-        (Process([1], memory_limit=None), "GPU 1 may grow, from 1048576 bytes to any size"),
-        (Process([1], memory_limit=2**30), "GPU 1 may grow, from 1048576 bytes to 1073741824"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
-def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder):
-    outcomes = run([Process([0]), second], folder)
+# What is special about a process with GPU 1, and why it and another process share no memory.
+CANNOT_SHARE = [
+    ({"participant": {"jax_ep_version": "2"}}, "process 0 has jax_ep 1, and process 1 jax_ep 2"),
+    ({"answers": {"os.getuid": 4711}}, "process 1 user 4711"),
+    ({"gpus": [0, 1]}, "GPU 0000:10:00.0 belongs to process 0 and to process 1"),
+    ({"gpus": range(1, 17)}, "at most 16 GPUs of a host can share memory, and this host has 17"),
+    (
+        {"driver": {"taken": range(memory_map.BASE, memory_map.BASE + 1)}},
+        "the addresses from 0x2a0000000000 on are taken",
+    ),
+    ({"pool": {"virtual": False}}, "GPU 1 was not allocated by the virtual"),
+    ({"pool": {"exportable": False}}, "GPU 1 was not made for sharing"),
+    ({"memory_limit": None}, "GPU 1 may grow, from 1048576 bytes to any size"),
+    ({"memory_limit": 2**30}, "GPU 1 may grow, from 1048576 bytes to 1073741824"),
+]
+REFUSED_CALLS = {
+    "cuDeviceGetUuid_v2": "the GPUs of process 1 have no names",
+    "cuMemCreate": "process 1 has no memory to share",
+    "cuMemExportToShareableHandle": "process 1 has no memory to share",
+    "cuMemImportFromShareableHandle": "process 1 cannot map the memory of GPU 0, of process 0",
+}
+CANNOT_SHARE += [
+    ({"driver": {"refuses": call}}, f"{reason}: {call}") for call, reason in REFUSED_CALLS.items()
+]
+
+
+@pytest.mark.parametrize(("special", "reason"), CANNOT_SHARE)
+def test_a_process_that_cannot_share_is_named_in_all(special, reason, run, folder):
+    outcomes = run([Process([0]), Process(**{"gpus": [1], **special})], folder)
     found = reasons(outcomes, folder)
     assert len(found) == 2 and found[0] == found[1] and reason in found[0]
 
@@ -221,54 +191,33 @@ def test_a_late_process_and_the_others_refuse(run, folder):
 def test_who_began_first_waits_for_those_it_has_told(folder, monkeypatch):
     """The process that began first must wait for processes that began shortly before its timeout.
 
-    The timeout of each process runs from its own beginning, so the later processes may end after
-    the first process's timeout. Here process 0 begins at 0 s, the others at 1500, and process 2 is
-    ready at 2500, after the 2000 s of process 0.
+    The timeout of each process runs from its own beginning, so the later process may end after the
+    first one's timeout. Here process 0 begins at 0 s, process 1 at 1500, and it is ready after
+    2500, later than the 2000 s of process 0.
     """
     clock, found = Clock(), {}
     monkeypatch.setattr(processes, "time", clock)
-    began, waits, ready = threading.Event(), threading.Event(), threading.Event()
-
-    class Meeting(processes.Meeting):
-        def agree(self, message):
-            if self._process == 2:
-                # A real process now maps the memory whose handles the others have sent.
-                ready.wait(HANG_SECONDS)
-            return super().agree(message)
-
-        def _receive(self, process, received):
-            if (self._process, process) == (0, 2) and self.exchanged:
-                waits.set()
-                ready.wait(HANG_SECONDS)
-                if self._deadline < clock.now:
-                    raise self._late(process)
-            return super()._receive(process, received)
-
-        exchanged = False
+    began = threading.Event()
+    exchanged = threading.Barrier(2, action=lambda: setattr(clock, "now", 2500.0))
 
     def take_part(number: int) -> None:
-        with Meeting(Store(str(folder)), number, 2000.0) as meeting:
+        with processes.Meeting(Store(str(folder)), number, 2000.0) as meeting:
             began.set()
-            cards = meeting.introduce({"host": "here"}, range(3))
-            meeting.exchange(cards, {})
-            meeting.exchanged = True
-            try:
-                found[number] = sorted(meeting.agree({"maps": number}))
-            except processes.Refused as reason:
-                found[number] = str(reason)
+            meeting.exchange(meeting.introduce({"host": "here"}, range(2)), {})
+            exchanged.wait(HANG_SECONDS)
+            if number == 1:
+                # A real process now maps the memory whose handles the other one has sent.
+                time.sleep(0.2)
+            found[number] = sorted(meeting.agree({"maps": number}))
 
-    first, *others = (threading.Thread(target=take_part, args=(i,)) for i in range(3))
-    first.start()
+    threads = [threading.Thread(target=take_part, args=(i,)) for i in range(2)]
+    threads[0].start()
     assert began.wait(HANG_SECONDS)
     clock.now = 1500.0
-    for thread in others:
-        thread.start()
-    assert waits.wait(HANG_SECONDS)
-    clock.now = 2500.0
-    ready.set()
-    for thread in (first, *others):
+    threads[1].start()
+    for thread in threads:
         thread.join()
-    assert found == dict.fromkeys(range(3), [0, 1, 2])
+    assert found == {0: [0, 1], 1: [0, 1]}
 
 
 def test_a_socket_of_another_user_is_not_written_to(run, folder):
@@ -313,12 +262,13 @@ def test_no_service_is_a_reason(run, folder):
 
 DISTRIBUTED = """
 import pickle, sys, tempfile
+from pathlib import Path
 import jax
 from support.domain_processes import Process, set_up
 from support.fake_cuda import FakeCuda
 from jax_ep.runtime import cuda_driver, processes
 
-number, address, tempfile.tempdir = int(sys.argv[1]), *sys.argv[2:]
+address, number, tempfile.tempdir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 assert processes.store() is None
 jax.distributed.initialize(address, num_processes=2, process_id=number)
 members = [Process([1, 2]), Process([0])]
@@ -326,22 +276,44 @@ library = FakeCuda(members[number].gpus)
 cuda_driver._libcuda = lambda: library
 outcome = set_up(number, members, processes.store(), library)
 outcome.left.clear()  # what is of jax.distributed
-pickle.dump(outcome, sys.stdout.buffer)
+Path(sys.argv[4], str(number)).write_bytes(pickle.dumps(outcome))
 """
 
 
-def test_processes_meet_through_jax_distributed(folder):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", DISTRIBUTED, str(number), address, str(folder)],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        for number in range(2)
-    ]
-    outcomes = [pickle.loads(process.communicate(timeout=HANG_SECONDS)[0]) for process in started]
-    domain = shared(outcomes, folder)
-    assert domain.numbers == {10: 0, 0: 1, 1: 2}
+def test_processes_meet_through_jax_distributed(folder, tmp_path):
+    outputs_of_processes(DISTRIBUTED, str(folder), str(tmp_path))
+    outcomes = [pickle.loads((tmp_path / str(number)).read_bytes()) for number in range(2)]
+    assert shared(outcomes, folder).numbers == {10: 0, 0: 1, 1: 2}
+
+
+ON_GPUS = """
+import json, sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from jax_ep.runtime import processes, symmetric_memory
+jax.devices()
+domain = symmetric_memory.domain()
+# The coordinator must stay until both processes have their answer.
+processes.store().wait_at_barrier("answered", 90_000)
+print(json.dumps(domain if isinstance(domain, str) else ""))
+"""
+
+
+@pytest.mark.skipif(bool(availability.unavailable_reason()), reason="needs the kernels' GPUs")
+@pytest.mark.needs_devices(2)
+@pytest.mark.parametrize(
+    ("second", "options", "reason"),
+    [
+        ("1", {}, ""),
+        ("0", {}, "belongs to process 0 and to process 1"),
+        ("1", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "may grow"),
+        ("1", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "virtual-memory API"),
+    ],
+)
+def test_set_ups_of_processes_on_gpus(second, options, reason):
+    """Process 0 has GPU 0, process 1 the GPU `second`; the driver is the machine's own."""
+    options = options | {"JAX_PLATFORMS": "cuda", "JAX_EP_TIMEOUT_SECONDS": "60"}
+    changes = tuple(options | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", second))
+    printed = outputs_of_processes(ON_GPUS, changes=changes)
+    found = [json.loads(text.splitlines()[-1]) for text in printed]
+    assert found[0] == found[1] and (reason in found[0] if reason else not found[0])

@@ -16,14 +16,19 @@ def expert_mesh(num_ranks: int, axis_name: str = "expert") -> Mesh:
 
 
 def mesh(
-    shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
+    shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    kind: AxisType | tuple[AxisType, ...] = AxisType.Auto,
 ) -> Mesh:
-    """Makes a mesh of the first devices; skips the test if there are fewer."""
+    """Makes a mesh of the first devices, with axes of one kind or a kind of each.
+
+    Skips the test if there are fewer devices.
+    """
     size = int(np.prod(shape))
     devices = jax.devices()
     if len(devices) < size:
         pytest.skip(f"needs {size} devices, this machine has {len(devices)}")
-    types = (kind,) * len(shape)
+    types = kind if isinstance(kind, tuple) else (kind,) * len(shape)
     return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names, axis_types=types)
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
@@ -125,11 +125,17 @@ def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProces
     )
 
 
-def outputs_of_processes(program: str, *args: str, count: int = 2, devices: int = 2) -> list[str]:
+def outputs_of_processes(
+    program: str,
+    *args: str,
+    count: int = 2,
+    devices: int = 2,
+    changes: Sequence[dict[str, str]] = (),
+) -> list[str]:
     """Runs a Python program in processes with some CPU devices each; returns what they print.
 
     The program's arguments are the address of the coordinator, the process's number, and `args`.
-    It can import `support`.
+    It can import `support`. `changes` are variables to set in each process's environment.
     """
     environment = environment_of_program(
         fast=True,
@@ -141,7 +147,7 @@ def outputs_of_processes(program: str, *args: str, count: int = 2, devices: int 
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program, address, str(i), *args],
-            env=environment,
+            env=environment | (changes[i] if changes else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
