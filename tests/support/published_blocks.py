@@ -1,7 +1,7 @@
 """The MoE blocks of published models: options of the layer, and the same block in NumPy.
 
-The NumPy version follows each model's own code (the modeling files of the package transformers),
-token by token in float64. It does not use the layer's options.
+The NumPy version computes in float64, token by token. Routers are those of `jax_ep.reference` but
+for PhiMoE's, which follows the model's own code (the modeling files of the package transformers).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
+from jax_ep import reference
 from jax_ep.moe.params import PARAMETERS, MoEParams
 from support.dense_moe import weight_shapes
 
@@ -35,82 +36,10 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
-def best(x: Array, k: int) -> Array:
-    return np.argsort(-x, kind="stable")[:k]
+# ---- PhiMoE's router: a token's logits [E] -> experts [2], weights [2] ----
 
 
-# ---- routers: (a token's logits [E], the selection bias [E]) -> experts [k], weights [k] ----
-
-
-def mixtral(logits, bias):
-    p = softmax(logits)
-    idx = best(p, K)
-    return idx, p[idx] / p[idx].sum()
-
-
-def olmoe(logits, bias):
-    p = softmax(logits)
-    idx = best(p, K)
-    return idx, p[idx]
-
-
-def deepseek_v2(logits, bias):
-    p = softmax(logits)
-    kept = best(p.reshape(4, 4).max(axis=1), 2)
-    idx = best(np.where(np.isin(np.arange(E) // 4, kept), p, 0.0), K)
-    return idx, p[idx] * 16
-
-
-def deepseek_v3(logits, bias):
-    p = sigmoid(logits)
-    choice = p + bias
-    kept = best(np.sort(choice.reshape(4, 4), axis=1)[:, -2:].sum(axis=1), 2)
-    idx = best(np.where(np.isin(np.arange(E) // 4, kept), choice, -np.inf), K)
-    return idx, p[idx] / (p[idx].sum() + 1e-20) * 2.5
-
-
-def deepseek_v4(logits, bias):
-    p = np.sqrt(np.log1p(np.exp(logits)))
-    idx = best(p + bias, K)
-    return idx, p[idx] / (p[idx].sum() + 1e-20) * 1.5
-
-
-def lfm2(logits, bias):
-    p = sigmoid(logits)
-    idx = best(p + bias, K)
-    return idx, p[idx] / (p[idx].sum() + 1e-6)
-
-
-def ernie(logits, bias):
-    p = softmax(logits)
-    idx = best(p + bias, K)
-    return idx, p[idx] / max(p[idx].sum(), 1e-12)
-
-
-def longcat(logits, bias):
-    p = softmax(logits)
-    idx = best(p + bias, K)
-    return idx, p[idx] * 6
-
-
-def gpt_oss(logits, bias):
-    idx = best(logits, K)
-    return idx, softmax(logits[idx])
-
-
-def kolibri(logits, bias):
-    idx = best(logits + bias, K)
-    p = sigmoid(logits[idx])
-    return idx, p / p.sum()
-
-
-def laguna(logits, bias):
-    p = sigmoid(0.7 * np.tanh(logits / 0.7))
-    idx = best(p + bias, K)
-    return idx, p[idx] / p[idx].sum()
-
-
-def phimoe(logits, bias):
+def phimoe(logits):
     """Chooses two experts by PhiMoE's sparsemixer, as it works at inference."""
     idx, weights = [], []
     left = logits
@@ -119,7 +48,7 @@ def phimoe(logits, bias):
         # Keep the logits whose distance from the largest is at most 2% of the larger magnitude. It
         # is not divided by the magnitude, which may be zero.
         near = top - logits <= 0.02 * np.maximum(np.abs(logits), top)
-        expert = best(left, 1)[0]
+        expert = np.argmax(left)
         idx.append(expert)
         weights.append(softmax(np.where(near & np.isfinite(left), left, -np.inf))[expert])
         left = np.where(np.arange(E) == expert, -np.inf, left)
@@ -138,11 +67,6 @@ def phimoe_router(x, logits) -> jax_ep.Routing:
         weights.append(jnp.take_along_axis(gates, expert, axis=-1))
         left = jnp.where(jnp.arange(E)[None] == expert, -jnp.inf, left)
     return jax_ep.Routing(jnp.concatenate(idx, -1), jnp.concatenate(weights, -1))
-
-
-def llama4(logits, bias):
-    idx = best(logits, 1)
-    return idx, sigmoid(logits[idx])
 
 
 # ---- experts: one token's gate and up values [F] -> the operand of the last matmul [F] ----
@@ -169,7 +93,6 @@ def relu2(h, _):
 class Block:
     """A model's MoE block."""
 
-    route: Callable[[Array, Any], tuple[Array, Array]]
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     biased: bool = False
@@ -184,51 +107,43 @@ class Block:
 
 _GROUPS = dict(num_groups=4, groups_kept=2)
 BLOCKS = {
-    "Mixtral": Block(mixtral),
-    "OLMoE": Block(olmoe, dict(normalize=False)),
-    "DeepSeek-V2": Block(
-        deepseek_v2, dict(group_score="max", normalize=False, scale=16.0, **_GROUPS)
-    ),
+    "Mixtral": Block(),
+    "OLMoE": Block(dict(normalize=False)),
+    "DeepSeek-V2": Block(dict(group_score="max", normalize=False, scale=16.0, **_GROUPS)),
     "DeepSeek-V3": Block(
-        deepseek_v3,
         dict(score="sigmoid", normalize_epsilon=1e-20, scale=2.5, **_GROUPS),
         biased=True,
     ),
     "DeepSeek-V4": Block(
-        deepseek_v4,
         dict(score="sqrt_softplus", normalize_epsilon=1e-20, scale=1.5, clamp=1.0),
         dict(num_shared_experts=1),
         biased=True,
         hidden=clamped_swiglu,
     ),
-    "LFM2": Block(lfm2, dict(score="sigmoid", normalize_epsilon=1e-6), biased=True),
-    "Ernie 4.5": Block(ernie, dict(normalize_epsilon=1e-12), biased=True),
-    "LongCat": Block(longcat, dict(normalize=False, scale=6.0), biased=True),
+    "LFM2": Block(dict(score="sigmoid", normalize_epsilon=1e-6), biased=True),
+    "Ernie 4.5": Block(dict(normalize_epsilon=1e-12), biased=True),
+    "LongCat": Block(dict(normalize=False, scale=6.0), biased=True),
     "GPT-OSS": Block(
-        gpt_oss,
         dict(gating=lambda gate, up: (up + 1) * gate * jax.nn.sigmoid(1.702 * gate), clamp=1.5),
         dict(use_gate_bias=True, use_mlp_bias=True),
         hidden=gpt_oss_swiglu,
     ),
     "Llama 4": Block(
-        llama4,
         dict(score="sigmoid", normalize=False, weights_on="input"),
         dict(num_shared_experts=1),
         k=1,
     ),
     "Nemotron-H": Block(
-        deepseek_v3,
         dict(score="sigmoid", scale=2.5, activation=lambda h: jax.nn.relu(h) ** 2, **_GROUPS),
         dict(shared_dim=12, gated=False),
         biased=True,
         hidden=relu2,
     ),
-    "Qwen2-MoE": Block(olmoe, dict(normalize=False), dict(shared_dim=20, use_shared_gate=True)),
-    "Gemma 4": Block(mixtral, parts=dict(use_expert_scale=True)),
-    "Kolibri": Block(kolibri, dict(score="sigmoid", choose_by="logit"), biased=True),
-    "Laguna": Block(laguna, dict(score="sigmoid", logit_softcap=0.7), biased=True),
+    "Qwen2-MoE": Block(dict(normalize=False), dict(shared_dim=20, use_shared_gate=True)),
+    "Gemma 4": Block(parts=dict(use_expert_scale=True)),
+    "Kolibri": Block(dict(score="sigmoid", choose_by="logit"), biased=True),
+    "Laguna": Block(dict(score="sigmoid", logit_softcap=0.7), biased=True),
     "Hunyuan 4": Block(
-        deepseek_v3,
         dict(score="sigmoid", scale=2.5, clamp=1.0, **_GROUPS)
         | dict(shared_gating=lambda gate, up: jax.nn.silu(gate) * up),
         dict(num_shared_experts=1),
@@ -236,7 +151,7 @@ BLOCKS = {
         hidden=clamped_swiglu,
         shared_hidden=swiglu,
     ),
-    "PhiMoE": Block(phimoe, dict(router=phimoe_router), k=2),
+    "PhiMoE": Block(dict(router=phimoe_router), k=2),
 }
 
 
@@ -253,6 +168,22 @@ def make_params(block: Block, seed: int = 0) -> MoEParams:
     return MoEParams.of(**{name: draw(name, shape) for name, shape in shapes.items()}, bias=bias)
 
 
+ROUTING = {"score", "choose_by", "num_groups", "groups_kept", "group_score"}
+ROUTING |= {"normalize", "normalize_epsilon", "scale"}
+
+
+def route(block: Block, logits: Array, bias: Array | None) -> tuple[Array, Array]:
+    """Returns the experts and the weights [T, k] of tokens, from their logits [T, E]."""
+    if "router" in block.config:
+        idx, weights = zip(*map(phimoe, logits), strict=True)
+        return np.stack(idx), np.stack(weights)
+    if softcap := block.config.get("logit_softcap"):
+        logits = softcap * np.tanh(logits / softcap)
+    options = {name: block.config[name] for name in ROUTING & block.config.keys()}
+    routing = reference.top_k_routing(logits, block.k, bias=bias, **options)
+    return routing.topk_idx, routing.topk_weights
+
+
 def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
     """Computes the block for tokens x [..., H] in float64; also counts each expert's tokens."""
     p = {
@@ -262,11 +193,9 @@ def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
     }
     tokens = np.asarray(x, np.float64).reshape(-1, H)
     out, counts = np.zeros_like(tokens), np.zeros(E, int)
-    for token, row in zip(tokens, out, strict=True):
-        logits = token @ p["gate"]
-        if p["gate_bias"] is not None:
-            logits = logits + p["gate_bias"]
-        for e, weight in zip(*block.route(logits, p["bias"]), strict=True):
+    logits = tokens @ p["gate"] + (0 if p["gate_bias"] is None else p["gate_bias"])
+    for token, row, *chosen in zip(tokens, out, *route(block, logits, p["bias"]), strict=True):
+        for e, weight in zip(*chosen, strict=True):
             counts[e] += 1
             if p["expert_scale"] is not None:
                 weight = weight * p["expert_scale"][e]

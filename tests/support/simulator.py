@@ -1,10 +1,8 @@
 """Runs kernels in Pallas' GPU interpreter on a CPU, with race detection.
 
-`interpret` runs a kernel on one device, with the options `INTERPRETER`.
-
-`simulate` runs a kernel of several ranks (`Simulated`), all ranks at once, including their
-rendezvous. The ranks are the blocks of a cluster, which the interpreter runs concurrently. The
-simulator adds to the interpreter:
+`interpret` runs a kernel on one device. `simulate` runs a kernel of several ranks (`Simulated`),
+all at once, including their rendezvous: the ranks are the blocks of a cluster, which the
+interpreter runs concurrently. The simulator adds to the interpreter:
 
   signals and waits between ranks, which carry vector clocks, so that races between ranks are found;
   a release signal makes the sender's writes visible to the waiting rank, a relaxed one does not;
@@ -19,11 +17,8 @@ simulator adds to the interpreter:
   overwrites another or is never received, and a missing barrier between threads of a warpgroup
   (the interpreter runs a warpgroup as one thread).
 
-The interpreter runs a kernel's operations of Pallas. What a kernel emits as MLIR or PTX runs in
-`emitted`, for one rank.
-
-The simulator uses private parts of JAX 0.11 and newer. If one is missing, the tests that need the
-simulator are skipped.
+What a kernel emits as MLIR or PTX runs in `emitted`, for one rank. The simulator uses private parts
+of JAX 0.11 and newer. If one is missing, the tests that need the simulator are skipped.
 """
 
 from __future__ import annotations
@@ -53,6 +48,7 @@ from pallas_kernels.fabric.low_latency import TileMemory
 from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_tile_buffers
 from support.interpreted import matmul_kernels
 from support.kernels import KERNELS_RUN, WHY_NOT
+from support.one_thread import warpgroups_of_one_thread
 
 # The seconds that a whole kernel may take. Deadlocks are found without a clock; this only ends a
 # process that hangs in another way.
@@ -283,7 +279,7 @@ def simulate(function: Callable[[], Any]) -> Any:
         KernelError: a race, an access out of bounds, a deadlock, an early exit, or another error.
     """
     simulation = _Simulation()
-    with _interpreter(), _changed_interpreter(simulation):
+    with _interpreter(), warpgroups_of_one_thread(), _changed_interpreter(simulation):
         try:
             results = jax.tree.map(np.asarray, function())
         # JAX's runtime has turned the kernel's error into text; raise the recorded original.
@@ -512,10 +508,6 @@ def _write_counters(simulation, thread, gpu, *scalars, memory):
         memory.contents.counters[int(gpu), int(counter)] = int(value)
 
 
-def _commit_group(simulation, thread):
-    simulation.copies[thread].commit()
-
-
 # --------------------------------------------------------------------------- the simulation's state
 
 
@@ -577,18 +569,18 @@ class _Lanes:
         who = hash(str(access.range)) if access.shape else 0
         return {name: self._tables[key][name][where] for name in names}, who
 
-    def read(self, thread: Any, key: Any, access: Any, shape: tuple[int, ...]) -> None:
-        now, (here, who) = self._periods[thread], self._here(key, access, shape)
+    def read(self, thread: Any, key: Any, access: Any, content: np.ndarray) -> None:
+        now, (here, who) = self._periods[thread], self._here(key, access, content.shape)
         of_others = (here["written by"] != 0) & (here["written by"] != who)
         if np.any((here["written in"] == now) & (of_others | (here["unsettled in"] == now))):
-            raise KernelError(f"a barrier is missing before {thread} reads {access} of {shape}")
+            raise KernelError(f"a barrier is missing before {thread} reads {access}")
         mixed = (here["read in"] == now) & (here["read by"] != who)
         here["read by"][...] = np.where(mixed, 0, who)
         here["read in"][...] = now
 
     def write(self, thread: Any, key: Any, access: Any, old: np.ndarray, new: Any) -> None:
         now, (here, who) = self._periods[thread], self._here(key, access, old.shape)
-        changed = ~np.equal(old[access.range], new).reshape(here["read in"].shape)
+        changed = ~np.equal(old[access.range], np.asarray(new)).reshape(here["read in"].shape)
         read = (here["read in"] == now) & ((here["read by"] != who) | (who == 0))
         again = here["written in"] == now
         if np.any(changed & (read | again & (here["written by"] != who))):
@@ -769,9 +761,15 @@ class _Simulation:
 
         return wrapped
 
-    def note_access(self, thread: Any, clock: Any, key: Any, access: Any, write: bool) -> None:
-        """Records and checks an access to global memory, where every buffer is stacked by rank."""
-        shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
+    def note_access(self, thread: Any, clock: Any, key: Any, access: Any, write: bool) -> bool:
+        """Records and checks an access to global memory, where every buffer is stacked by rank.
+
+        Returns whether the access can race. Kernels load vectors of routes ahead of their use,
+        perhaps before all entries are written, and use only the entries that were. Every vector of
+        integers is taken for one of routes.
+        """
+        buffer, owner = self.memory.buffer_shape_and_dtype(key), access.range[0]
+        shape = buffer.shape
         what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
         if not isinstance(owner, int):
             raise KernelError(f"several ranks' memory at once: {what}")
@@ -780,8 +778,8 @@ class _Simulation:
                 if not self.is_connected(thread):
                     raise KernelError(f"a rank's memory before connect: {what}")
                 self.remote_accesses.append((owner, clock, what))
-            if self.reads_ahead(key, access, write):
-                return
+            if not write and buffer.dtype == np.int32 and access.shape != ():
+                return False
             self.visible.access(thread.block_id, key, shape, access, write, what)
             for table in (self.writers, self.readers):
                 table.setdefault(key, np.full(shape, -1, np.int32))
@@ -791,6 +789,7 @@ class _Simulation:
             if any(np.any((block >= 0) & (block != self.block)) for block in touched):
                 raise KernelError(f"block {self.block} of the grid touches another's: {what}")
             (self.writers if write else self.readers)[key][access.range] = self.block
+        return True
 
     def is_connected(self, thread: Any) -> bool:
         """Returns whether the thread's current access is ordered after a `connect` of its rank."""
@@ -798,15 +797,6 @@ class _Simulation:
         return any(
             np.all(now >= clock.generic_clock.clock) for clock in self.connected[thread.block_id]
         )
-
-    def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
-        """Returns whether an access reads a vector of routes, which is never a race.
-
-        Kernels load vectors of routes ahead of their use, perhaps before all entries are written,
-        and use only the entries that were. Every vector of integers is taken for one of routes.
-        """
-        is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
-        return not write and is_integer and access.shape != ()
 
     def hears(self, thread: Any, peers: Any) -> None:
         self.heard |= {(thread.block_id, peer) for peer in peers}
@@ -898,39 +888,29 @@ def _operations(simulation: _Simulation) -> dict[str, Callable[..., Any]]:
             simulation.copies[thread].commit()
         return token
 
-    def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
-        """Returns (key, access, contents) of a buffer in shared memory; None for other memory."""
-        key = shared_memory.HostAllocationKey.from_array(keys)
-        if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
-            return None
-        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
-        memory = simulation.memory
-        return key, memory.access(key, transforms), memory.mem[key].content
+    def watched(key_of_original: str, watch: Callable[..., None]) -> Callable[..., Any]:
+        """Wraps a read or a write; `watch` gets (thread, key, access, contents, written values)."""
 
-    @gpu_callbacks.fail_on_exception
-    @simulation.remembers
-    def get(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, *args, **kw) -> Any:
-        if found := shared(keys, transforms):
-            key, where, content = found
-            with simulation.changed:
-                simulation.lanes.read(thread, key, where, content.shape)
-        return _original["get"](token, location, thread, keys, transforms, *args, **kw)
+        @gpu_callbacks.fail_on_exception
+        @simulation.remembers
+        def operation(token: Any, where: Any, thread: Any, keys: Any, transforms: Any, *args, **kw):
+            key = shared_memory.HostAllocationKey.from_array(keys)
+            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.SMEM):
+                indices = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+                memory = simulation.memory
+                access, content = memory.access(key, indices), memory.mem[key].content
+                with simulation.changed:
+                    watch(thread, key, access, content, *args)
+            return _original[key_of_original](token, where, thread, keys, transforms, *args, **kw)
 
-    @gpu_callbacks.fail_on_exception
-    @simulation.remembers
-    def swap(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, val, *args, **kw):
-        if found := shared(keys, transforms):
-            key, where, content = found
-            with simulation.changed:
-                simulation.lanes.write(thread, key, where, content, np.asarray(val))
-        return _original["swap"](token, location, thread, keys, transforms, val, *args, **kw)
+        return operation
 
     return dict(
-        commit=lambda: _on_host(_commit_group),
+        commit=lambda: _on_host(lambda simulation, thread: simulation.copies[thread].commit()),
         inline=inline,
         copy=copy_smem_to_gmem,
-        get=get,
-        swap=swap,
+        get=watched("get", lambda *args: simulation.lanes.read(*args[:4])),
+        swap=watched("swap", lambda *args: simulation.lanes.write(*args[:5])),
     )
 
 
@@ -946,10 +926,9 @@ def _memory(simulation: _Simulation) -> dict[str, Callable[..., Any]]:
     def checking(key_of_original: str, write: bool) -> Callable[..., None]:
         @simulation.remembers
         def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
-            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
-                simulation.note_access(thread, clock, key, access, write)
-                if simulation.reads_ahead(key, access, write):
-                    return
+            is_global = key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM)
+            if is_global and not simulation.note_access(thread, clock, key, access, write):
+                return
             try:
                 _original[key_of_original](self, thread, clock, key, access, **info)
             # In JAX newer than 0.11, a race is an exception.

@@ -24,6 +24,7 @@ from support.contract import (
     assert_equal,
     owned_rows,
     routing,
+    send_by_reference,
     small_integers,
     small_weights,
     with_nan_elsewhere,
@@ -48,21 +49,19 @@ class Problem:
     overflow: str = "tail"
 
     def __str__(self) -> str:
-        return (
-            f"N{self.num_ranks}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}"
-            f"-E{self.num_experts}-{self.kind}-{self.dtype}-R{self.capacity}-A{self.alignment}"
-        )
+        return f"{self.kind}-{self.case}"
+
+    @functools.cached_property
+    def case(self) -> Case:
+        return Case(
+            self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts,
+            self.dtype, self.capacity, self.alignment, self.overflow,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
         """R, the rows of a receive buffer: `capacity`, or enough for any routing if it is None."""
-        return self.capacity if self.capacity is not None else self._rows_of_any_routing
-
-    @property
-    def _rows_of_any_routing(self) -> int:
-        local_experts = self.num_experts // self.num_ranks
-        sizes = (self.num_ranks, self.num_tokens, self.top_k, local_experts, self.alignment)
-        return reference.dropless_capacity(*sizes)
+        return self.case.num_rows
 
     def _generator(self) -> np.random.Generator:
         return np.random.default_rng(len(str(self)))
@@ -70,8 +69,7 @@ class Problem:
     @functools.cached_property
     def topk_idx(self) -> np.ndarray:
         """The experts chosen, [N, T, K] int32."""
-        sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
-        return routing(self.kind, Case(*sizes), self._generator())
+        return routing(self.kind, self.case, self._generator())
 
     @functools.cached_property
     def x(self) -> np.ndarray:
@@ -79,20 +77,10 @@ class Problem:
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
-    def _dispatch(self, x: np.ndarray, num_rows: int) -> list[reference.Dispatched]:
-        return reference.dispatch(
-            list(x),
-            list(self.topk_idx),
-            num_experts=self.num_experts,
-            capacity=num_rows,
-            expert_alignment=self.alignment,
-            overflow=self.overflow,
-        )
-
     @functools.cached_property
     def dispatched(self) -> list[reference.Dispatched]:
         """The expected results of a dispatch of `x`, one for each rank."""
-        return self._dispatch(self.x, self.num_rows)
+        return send_by_reference(self.case, self.x, self.topk_idx)
 
     @property
     def sent(self) -> list[reference.Routes]:
@@ -112,7 +100,7 @@ class Problem:
     @functools.cached_property
     def quantized_tokens(self) -> tuple[np.ndarray, ...]:
         """The expected receive buffers of a dispatch of `x` with a wire_dtype."""
-        sent = [self._dispatch(part, self.num_rows) for part in self.quantized]
+        sent = [send_by_reference(self.case, part, self.topk_idx) for part in self.quantized]
         return tuple(np.stack([d.tokens for d in part]) for part in sent)
 
     @functools.cached_property
@@ -123,7 +111,8 @@ class Problem:
         of rank r, or -1 if the choice names no expert of rank r. Dropped choices have a row too,
         past the end of the receive buffer.
         """
-        sent = [d.routes for d in self._dispatch(self.x, self._rows_of_any_routing)]
+        dropless = dataclasses.replace(self.case, capacity=None)
+        sent = [d.routes for d in send_by_reference(dropless, self.x, self.topk_idx)]
         ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
         if self.overflow == "fair":
             kept = np.stack([route.rows for route in self.sent])
@@ -191,12 +180,11 @@ class Problem:
     @functools.cached_property
     def dispatched_by_rank(self) -> list[reference.RankDispatched]:
         """The expected results of a rank-major dispatch of `x`, one for each rank."""
-        return reference.rank_dispatch(
-            list(self.x),
-            list(self.topk_idx),
-            self._weights_of_ranks,
-            num_experts=self.num_experts,
-        )
+        return self._dispatch_by_rank(self.x)
+
+    def _dispatch_by_rank(self, x: np.ndarray) -> list[reference.RankDispatched]:
+        arrays = list(x), list(self.topk_idx), self._weights_of_ranks
+        return reference.rank_dispatch(*arrays, num_experts=self.num_experts)
 
     @property
     def local_topk_idx(self) -> np.ndarray:
@@ -271,10 +259,7 @@ def check_combine(problem: Problem, out: Any, wire: Any = None) -> None:
 def check_rank_dispatch(problem: Problem, results: Any, wire: Any = None) -> None:
     parts, local, weights = results
     received = problem.dispatched_by_rank
-    sent = [
-        reference.rank_dispatch(list(x), list(problem.topk_idx), num_experts=problem.num_experts)
-        for x in (problem.quantized if wire else (problem.x,))
-    ]
+    sent = [problem._dispatch_by_rank(x) for x in (problem.quantized if wire else (problem.x,))]
     check_parts(parts, [np.stack([r.tokens for r in part]) for part in sent], "tokens")
     assert_bitwise_equal(local, problem.local_topk_idx, "local_topk_idx")
     if problem.weighted:
@@ -300,79 +285,50 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
 # without arguments, which `simulate` runs. `options` are further options of the kernel.
 
 
+def _call(kernel: Any, *arrays: np.ndarray | None, **options: Any) -> Any:
+    operands = [None if array is None else jnp.asarray(array) for array in arrays]
+    return functools.partial(kernel, *operands, **options)
+
+
+def _of_groups(problem: Problem) -> dict[str, Any]:
+    """Returns the options of a dispatch that say which rows there are, and which are kept."""
+    fair = problem.overflow == "fair"
+    return dict(capacity=problem.num_rows, expert_alignment=problem.alignment, fair=fair)
+
+
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the dispatch kernel."""
-    return functools.partial(
-        dispatch_kernel.expert_dispatch,
-        jnp.asarray(problem.x),
-        jnp.asarray(problem.topk_idx),
-        num_experts=problem.num_experts,
-        fabric=fabric,
-        plan=plan,
-        capacity=problem.num_rows,
-        expert_alignment=problem.alignment,
-        fair=problem.overflow == "fair",
-        **options,
-    )
+    options |= dict(fabric=fabric, plan=plan, num_experts=problem.num_experts)
+    kernel = dispatch_kernel.expert_dispatch
+    return _call(kernel, problem.x, problem.topk_idx, **_of_groups(problem), **options)
 
 
 def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`."""
-    return functools.partial(
-        dispatch_kernel.dispatch_like,
-        jnp.asarray(problem.x),
-        jnp.asarray(problem.rows),
-        jnp.asarray(problem.counts),
-        fabric=fabric,
-        plan=plan,
-        capacity=problem.num_rows,
-        expert_alignment=problem.alignment,
-        fair=problem.overflow == "fair",
-        **options,
-    )
+    options |= dict(fabric=fabric, plan=plan)
+    arrays = problem.x, problem.rows, problem.counts
+    return _call(dispatch_kernel.dispatch_like, *arrays, **_of_groups(problem), **options)
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the combine kernel on expert-major rows; its result is out [N, T, H]."""
-    return functools.partial(
-        combine_kernel.combine,
-        jnp.asarray(problem.real_y if "wire" in options else problem.y),
-        None if problem.weights is None else jnp.asarray(problem.weights),
-        jnp.asarray(problem.topk_idx),
-        jnp.asarray(problem.rows),
-        fabric=fabric,
-        plan=plan,
-        num_experts=problem.num_experts,
-        **options,
-    )
+    options |= dict(fabric=fabric, plan=plan, num_experts=problem.num_experts)
+    y = problem.real_y if "wire" in options else problem.y
+    arrays = y, problem.weights, problem.topk_idx, problem.rows
+    return _call(combine_kernel.combine, *arrays, **options)
 
 
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the rank-major dispatch kernel."""
-    return functools.partial(
-        rank_dispatch_kernel.rank_dispatch,
-        jnp.asarray(problem.x),
-        jnp.asarray(problem.topk_idx),
-        None if problem.weights is None else jnp.asarray(problem.weights),
-        num_experts=problem.num_experts,
-        fabric=fabric,
-        plan=plan,
-        **options,
-    )
+    options |= dict(fabric=fabric, plan=plan, num_experts=problem.num_experts)
+    arrays = problem.x, problem.topk_idx, problem.weights
+    return _call(rank_dispatch_kernel.rank_dispatch, *arrays, **options)
 
 
 def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """Returns a call of the combine kernel on rank-major partial sums, with out [N, T, H]."""
+    options |= dict(fabric=fabric, plan=plan, num_experts=problem.num_experts, by_rank=True)
     sums = problem.real_sums if "wire" in options else problem.sums
-    return functools.partial(
-        combine_kernel.combine,
-        jnp.asarray(sums).reshape(problem.num_ranks, -1, problem.hidden),
-        None,
-        jnp.asarray(problem.topk_idx),
-        jnp.asarray(problem.local_topk_idx),
-        fabric=fabric,
-        plan=plan,
-        num_experts=problem.num_experts,
-        by_rank=True,
-        **options,
-    )
+    rows = sums.reshape(problem.num_ranks, -1, problem.hidden)
+    arrays = rows, None, problem.topk_idx, problem.local_topk_idx
+    return _call(combine_kernel.combine, *arrays, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,18 +42,11 @@ from jax_ep.collectives import api as collectives
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.collectives import low_latency as ll
 from pallas_kernels.collectives import tiles
-from pallas_kernels.collectives.all_reduce_rms_norm import low_latency_all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.low_latency import Channels, Endpoint, TileMemory
 from pallas_kernels.fabric.memory_map import MAX_WORKERS
-
-
-def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: TilePlan) -> np.ndarray:
-    """Simulates a kernel; x and the result are stacked by the rank's place in the mesh."""
-    return simulate(lambda: call(name, channels, jnp.asarray(x), plan=plan))
-
 
 # ------------------------------------------------------------------ groups of ranks, and room
 
@@ -85,72 +79,41 @@ class Groups:
         return np.concatenate(results)[order]
 
 
-MESHES = {
-    "first": Groups((2, 3), (0,)),
-    "second": Groups((2, 3), (1,)),
-    "both": Groups((2, 2), (0, 1)),
-    "both_swapped": Groups((2, 2), (1, 0)),
-    "outer": Groups((2, 2, 2), (2, 0)),
-}
-
-
 @simulated
-@pytest.mark.parametrize("groups", quick(MESHES, "both_swapped"))
-def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
-    count = math.prod(groups.shape)
-    devices = np.random.default_rng(count).permutation(count)
-    num_ranks = groups.places.shape[1]
-    for name in ("two_shot", "all_to_all", "all_gather"):
-        shape, expected = KERNELS[name]
-        x = operand((count, *shape(num_ranks, 1024)[1:]), "bfloat16")
-        channels = simulated_channels(groups.channels, map(int, devices))
-        out = run(name, x, channels, TilePlan(1, 1))
-        assert_same_bits(out, groups.each(expected, x))
-
-
-@pytest.mark.slow
-@simulated
-def test_calls_of_all_kernels_one_after_another():
+@pytest.mark.parametrize(
+    ("mesh", "axes"), quick([((2, 2), (1, 0)), ((2, 3), (0,))], ((2, 2), (1, 0)))
+)
+def test_calls_of_all_kernels_one_after_another(mesh, axes):
     """Calls of all kernels, one after another with the same tile buffers, must be right."""
-    memory, mesh = TileContents(), (2, 2)
-    plans = (TilePlan(2, 1), TilePlan(1, 1), TilePlan(1, 2))
-    for i, name in enumerate([*KERNELS, *KERNELS]):
+    memory, count = TileContents(), math.prod(mesh)
+    groups, alone = Groups(mesh, axes), Groups(mesh, (1,))
+    devices = tuple(map(int, np.random.default_rng(count).permutation(count)))
+    for i, name in enumerate(KERNELS):
         shape, expected = KERNELS[name]
-        groups = Groups(mesh, ((0,), (1,), (1, 0))[i % 3])
-        x = operand((4, *shape(groups.places.shape[1], 2048)[1:]), "bfloat16", seed=i)
-        # From the sixth call on, the program has its GPUs in another order.
-        devices = (0, 1, 2, 3) if i < 5 else (2, 0, 3, 1)
-        channels = simulated_channels(groups.channels, devices, memory)
-        assert_same_bits(run(name, x, channels, plans[i % 3]), groups.each(expected, x))
+        ranks = (groups, alone)[i % 2]
+        x = operand((count, *shape(ranks.places.shape[1], 2048)[1:]), "bfloat16", seed=i)
+        channels = simulated_channels(ranks.channels, devices, memory)
+        run = functools.partial(call, name, channels, jnp.asarray(x), plan=TilePlan(1, 1 + i % 2))
+        assert_same_bits(simulate(run), ranks.each(expected, x))
 
 
 @needs_kernels
-def test_what_needs_more_than_there_is_is_refused():
-    channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
-    for name, size, plan in (
-        # The call needs five tiles.
+@pytest.mark.parametrize(
+    ("name", "size", "plan"),
+    [
+        # The calls need five tiles, six tiles, and 513 workers.
         ("all_gather", 5 * 512, TilePlan(1, 1)),
-        # The call needs six tiles.
         ("two_shot", 3 * 512, TilePlan(1, 1)),
-        # The call needs 513 workers.
         ("one_shot", 513 * 512, TilePlan(513, 1)),
+    ],
+)
+def test_what_needs_more_than_there_is_is_refused(name, size, plan):
+    channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
+    x = jnp.zeros(KERNELS[name][0](2, size)[1:], jnp.float32)
+    with pytest.raises(
+        ValueError, match="room for 512 worker warpgroups that send 4 tiles each, but .*TilePlan"
     ):
-        x = jnp.zeros(KERNELS[name][0](2, size)[1:], jnp.float32)
-        with pytest.raises(
-            ValueError,
-            match=r"room for 512 worker warpgroups that send 4 tiles each, but .*TilePlan.* has",
-        ):
-            getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
-    for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
-        x = jnp.zeros((rows, hidden))
-        options = dict(
-            eps=0.1, hidden=hidden, two_shot=two_shot, channels=channels, plan=TilePlan(1, 1)
-        )
-        with pytest.raises(
-            ValueError,
-            match="512 worker warpgroups that send 4 tiles each, but .* has 1 that send [56]",
-        ):
-            low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
+        getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
 
 
 # ----------------------------------------------- the protocol in the simulator, with ranks delayed
@@ -193,22 +156,18 @@ def several_calls(
     calls: int,
     *,
     kind: type[Endpoint] = Endpoint,
-    call: Callable[[Endpoint, jax.Array], jax.Array] = sum_and_go_on,
 ) -> np.ndarray:
-    """Makes several calls of the low-latency protocol within one kernel.
+    """Makes several calls of the low-latency protocol within one kernel, with channels in turn.
 
     Between two kernels, the simulator makes all ranks wait for each other. Within one kernel, a
     rank may run ahead of others from call to call.
 
     Args:
         x: [places, size], the operands of the first call, by place in the mesh.
-        several: the channels; the calls use them in turn.
+        several: the channels.
         calls: the number of calls.
         kind: the class of the endpoints, which may have a fault.
-        call: function (endpoint, a tile) -> the tile for the next call.
 
-    Returns:
-        The result of the last call, [places, size].
     """
     first, tile = several[0], tile_length(x.dtype)
 
@@ -218,7 +177,8 @@ def several_calls(
         part = tiles.load(first, first.mine(x_ref).at[where])
         for i in range(calls):
             channels = several[i % len(several)]
-            part = call(kind(channels, channels.mesh_index(index_ref), worker, "a test"), part)
+            endpoint = kind(channels, channels.mesh_index(index_ref), worker, "a test")
+            part = sum_and_go_on(endpoint, part)
         tiles.store(first, first.mine(out_ref).at[where], part)
 
     def run() -> jax.Array:
@@ -255,39 +215,30 @@ def after_calls(x: np.ndarray, several: Sequence[Groups], calls: int) -> np.ndar
 @pytest.mark.parametrize(
     "kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake, LateToCome)
 )
-@pytest.mark.parametrize("num_ranks", quick([2, 3], 3))
-def test_calls_overtake_no_tile_buffer(num_ranks, kind):
-    x, channels, groups = (
-        integers(num_ranks),
-        one_axis(num_ranks, kind=kind),
-        Groups((num_ranks,), (0,)),
-    )
-    # With an odd number of calls, the next kernel begins with the second set of tile buffers.
-    for calls in (5, 3):
-        assert_same_bits(several_calls(x, [channels], calls), after_calls(x, [groups], calls))
-
-
-@simulated
-@pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
-def test_calls_of_alternating_groups_overtake_no_tile_buffer(kind):
-    """Calls that alternate between groups of ranks must not overwrite a tile before it is taken."""
-    memory, x = TileContents(), integers(4)
-    several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
+@pytest.mark.parametrize(
+    ("several", "devices"),
+    [
+        ([Groups((3,), (0,))], (0, 1, 2)),
+        # Calls alternate between groups of ranks.
+        ([Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))], (3, 1, 0, 2)),
+    ],
+    ids=["all", "groups"],
+)
+def test_calls_overtake_no_tile_buffer(several, devices, kind):
+    """Calls must not overwrite a tile before it is taken."""
+    memory, x = TileContents(), integers(len(devices))
     channels = [
-        simulated_channels(groups.channels, (3, 1, 0, 2), memory, kind=kind) for groups in several
+        simulated_channels(groups.channels, devices, memory, kind=kind) for groups in several
     ]
-    got = several_calls(x, channels, calls=7)
-    assert_same_bits(got, after_calls(x, several, calls=7))
+    # With an odd number of calls, the next kernel begins with the second set of tile buffers.
+    for calls in (7, 3):
+        got = several_calls(x, channels, calls)
+        assert_same_bits(got, after_calls(x, several, calls))
 
 
 class AlwaysTheSameSet(Endpoint):
     def _buffer(self, sender, receiver, calls, index):
         return super()._buffer(sender, receiver, calls & 0, index)
-
-
-class NeverClosed(Endpoint):
-    def close(self):
-        pass
 
 
 class ClosedTwiceByRank0(Endpoint):
@@ -296,80 +247,28 @@ class ClosedTwiceByRank0(Endpoint):
         super().close()
 
 
-class OneSetForAllSenders(Endpoint):
-    def _buffer(self, sender, receiver, calls, index):
-        return super()._buffer(receiver + 1, receiver, calls, index)
+class SendsATileMore(Endpoint):
+    def close(self):
+        self.send(3, [jnp.zeros(tile_length("float32"))] * len(self.peers))
+        super().close()
 
 
 FAULTS = {
     "one set of buffers": (AlwaysTheSameSet, 2, LateToTake, 4, "a tile of rank 1 overtakes one"),
-    "calls not counted": (NeverClosed, 2, LateToTake, 4, "a tile of rank 1 overtakes one"),
-    "senders share buffers": (OneSetForAllSenders, 3, LateToTake, 1, "overtakes"),
-    "counts that differ": (
-        ClosedTwiceByRank0, 2, SimulatedChannels, 3,
-        r"a test: rank . waits for a tile of \[.\]|overtakes",
-    ),
-}  # fmt: skip
+    "counts that differ": (ClosedTwiceByRank0, 2, SimulatedChannels, 3, "waits for a|overtakes"),
+    "tiles that nobody takes": (SendsATileMore, 2, SimulatedChannels, 1, "nobody has taken"),
+}
 
 
 @simulated
 @pytest.mark.parametrize(
-    ("endpoint", "num_ranks", "kind", "calls", "message"), quick(FAULTS, *FAULTS)
+    ("endpoint", "num_ranks", "kind", "calls", "message"), FAULTS.values(), ids=FAULTS
 )
 def test_a_faulty_endpoint_is_found(endpoint, num_ranks, kind, calls, message):
     with pytest.raises(KernelError, match=message):
         several_calls(
             integers(num_ranks), [one_axis(num_ranks, kind=kind)], calls=calls, kind=endpoint
         )
-
-
-@simulated
-def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
-    def send(self, index, tiles_of_peers, **options):
-        @pl.when(self._worker > 0)
-        def _() -> None:
-            original(self, index, tiles_of_peers, **options)
-
-    original = Endpoint.send
-    monkeypatch.setattr(Endpoint, "send", send)
-    message = r"ep_all_gather_ll: rank . waits for a tile of \[., .\]"
-    with pytest.raises(KernelError, match=message):
-        run("all_gather", operand((3, 2048), "bfloat16"), one_axis(3), TilePlan(1, 2))
-
-
-@simulated
-def test_sending_one_way_only_is_overtaken():
-    """If a rank only sends, nothing stops it from overwriting tiles: all ranks must send to all."""
-
-    def broadcast(endpoint: Endpoint, part: jax.Array) -> jax.Array:
-        @pl.when(endpoint.rank == 1)
-        def _() -> None:
-            endpoint.send(0, [part])
-
-        endpoint.delay_point(1)
-
-        @pl.when(endpoint.rank == 0)
-        def _() -> None:
-            endpoint.receive(0, part.shape, part.dtype)
-
-        endpoint.close()
-        return part
-
-    channels = one_axis(2, kind=LateToTake)
-    # Two calls work, since there are two sets of tile buffers.
-    several_calls(integers(2), [channels], calls=2, call=broadcast)
-    with pytest.raises(KernelError, match="a tile of rank 1 overtakes"):
-        several_calls(integers(2), [channels], calls=3, call=broadcast)
-
-
-@simulated
-def test_a_tile_that_nobody_takes_is_found():
-    def send(endpoint: Endpoint, part: jax.Array) -> jax.Array:
-        endpoint.send(3, [part])
-        return part
-
-    with pytest.raises(KernelError, match="nobody has taken the tiles"):
-        several_calls(integers(2), [one_axis(2)], calls=1, call=send)
 
 
 @pytest.mark.parametrize("num_gpus", [3, 5])
@@ -394,68 +293,36 @@ def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
 # ------------------------------------------------------------------ programs lowered for CUDA
 
 
-def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
-    def apply(x):
-        scale = jnp.ones((hidden,))
-        return collectives.all_reduce_rms_norm(x, x, scale, AXIS, algorithm=algorithm)[0]
-
-    program = on_ranks(apply, cuda_mesh((num_ranks,), (AXIS,)))
-    return lowered(program, jax.ShapeDtypeStruct((num_ranks * rows, hidden), jnp.bfloat16))
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "algorithm", "most_rows"),
     [
-        # Each of four rows has one tile.
-        (2, 4096, "fused_one_shot_ll", 4 * 128),
         # Each of two rows has two tiles.
         (2, 4100, "fused_one_shot_ll", 2 * 128),
         (4, 1024, "fused_one_shot_ll", 4 * 512),
         # A rank has one row of two tiles, which is sent twice.
         (2, 8192, "fused_two_shot_ll", 2 * 128),
-        (8, 1024, "fused_two_shot_ll", 8 * 512),
         (2, 8200, "fused_two_shot_ll", 0),
     ],
 )
 def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_rows):
+    def apply(x):
+        scale = jnp.ones((hidden,))
+        return collectives.all_reduce_rms_norm(x, x, scale, AXIS, algorithm=algorithm)[0]
+
+    def lower(rows):
+        program = on_ranks(apply, cuda_mesh((num_ranks,), (AXIS,)))
+        return lowered(program, jax.ShapeDtypeStruct((num_ranks * rows, hidden), jnp.bfloat16))
+
     if most_rows:
-        text = lower_norm(num_ranks, most_rows, hidden, algorithm)
-        assert text.count("custom_call @mosaic_gpu") == 1
-        assert "uses_xla_collective_metadata = true" not in text
-    with pytest.raises(
-        ValueError, match=f'"{algorithm}".*is too large for the buffers of the low-latency protocol'
-    ):
-        lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
+        assert lower(most_rows).count("custom_call @mosaic_gpu") == 1
+    with pytest.raises(ValueError, match=f'"{algorithm}".*is too large for the buffers'):
+        lower(most_rows + 1)
 
 
-@pytest.fixture
-def noted_calls(monkeypatch):
-    """Returns a list of (channels, plan), one for each low-latency call traced during the test."""
-    noted, call = [], ll.call
-
-    def note(*args, channels, plan, **options):
-        noted.append((channels, plan))
-        return call(*args, channels=channels, plan=plan, **options)
-
-    monkeypatch.setattr(ll, "call", note)
-    return noted
-
-
-def lower_all_gather(mesh: Any, axis_name: Any, rows: int) -> None:
-    program = on_ranks(lambda x: collectives.all_gather(x, axis_name, algorithm="ll"), mesh)
-    lowered(program, jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16))
-
-
-AXES_OF_A_PROGRAM = [("a", ((2, 2),)), ("b", ((1, 2),)), (("b", "a"), ((1, 2), (2, 2)))]
-
-
-@pytest.fixture
-def gpus(monkeypatch):
+def pass_for_gpus(monkeypatch):
     """Makes the first five devices pass for GPUs that share memory; returns them by GPU number."""
     devices = jax.devices()[4::-1]
-    if len(devices) < 5:
-        pytest.skip("needs 5 devices")
     domain = symmetric_memory.Domain(
         base=memory_map.BASE + 2**40,
         stride=memory_map.STRIDE,
@@ -471,27 +338,33 @@ def gpus(monkeypatch):
     return devices
 
 
+AXES_OF_A_PROGRAM = [("a", ((2, 2),)), ("b", ((1, 2),)), (("b", "a"), ((1, 2), (2, 2)))]
+
+
 @needs_kernels
+@pytest.mark.needs_devices(5)
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 4, 1)], ids=str)
-def test_channels_of_a_program(order, gpus, noted_calls):
+@pytest.mark.parametrize("order", [None, (2, 0, 4, 1)], ids=["another machine", "here"])
+def test_channels_of_a_program(order, monkeypatch):
     """A program's channels must know each place's GPU, and the strides of the ranks' axes."""
-    mesh = Mesh(np.asarray([gpus[number] for number in order]).reshape(2, 2), ("a", "b"))
-    for axis_name, axes in AXES_OF_A_PROGRAM:
-        lower_all_gather(mesh, axis_name, 16)
-        channels, _ = noted_calls[-1]
-        assert channels.axes == axes and channels.gpus == order
-        assert channels.num_ranks == math.prod(size for _, size in axes)
+    if order is None:
+        # On another machine, GPU i is assumed to be at place i of the mesh.
+        mesh, gpus = cuda_mesh((2, 2), ("a", "b")), (0, 1, 2, 3)
+        memory = TileMemory(memory_map.BASE, 4)
+    else:
+        devices = pass_for_gpus(monkeypatch)
+        mesh = Mesh(np.asarray([devices[i] for i in order]).reshape(2, 2), ("a", "b"))
         # The memory is that of all GPUs, since programs on some of them use the same tile buffers.
-        assert channels.memory == TileMemory(memory_map.BASE + 2**40, 5)
+        gpus, memory = order, TileMemory(memory_map.BASE + 2**40, 5)
+    noted, call = [], ll.call
 
+    def note(*args, channels, **options):
+        noted.append(channels)
+        return call(*args, channels=channels, **options)
 
-@needs_kernels
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the machine here is known")
-def test_channels_of_a_program_for_another_machine(noted_calls):
-    """A program for another machine must assume that GPU i is at place i of the mesh."""
-    mesh = cuda_mesh((2, 3), ("a", "b"))
-    lower_all_gather(mesh, "b", 18)
-    channels, _ = noted_calls[-1]
-    assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
-    assert channels.memory == TileMemory(memory_map.BASE, 6)
+    monkeypatch.setattr(ll, "call", note)
+    for axis_name, axes in AXES_OF_A_PROGRAM:
+        gather = functools.partial(collectives.all_gather, axis_name=axis_name, algorithm="ll")
+        lowered(on_ranks(gather, mesh), jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
+        channels = noted[-1]
+        assert channels.axes == axes and channels.gpus == gpus and channels.memory == memory

@@ -175,17 +175,6 @@ def each_rank(apply: Callable[..., jax.Array], x: np.ndarray) -> np.ndarray:
     return np.asarray(program(x))
 
 
-@on_gpus
-@on_ranks_of_gpus
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_all_ranks_runs_and_algorithms_agree_bit_for_bit(num_ranks, dtype):
-    x = operand((num_ranks, 3, 5000), dtype)
-    want = np.stack([in_rank_order(x)] * num_ranks)
-    for algorithm in ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll") * 2:
-        got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
-        assert_same_bits(got, want)
-
-
 # ------------------------------------------------------------------------ the low-latency protocol
 
 
@@ -291,24 +280,13 @@ def means(x: np.ndarray) -> np.ndarray:
 
 
 @on_gpus
-@on_ranks_of_gpus
-def test_calls_that_do_not_depend_on_each_other(num_ranks):
-    count = 12
-    x = np.random.default_rng(0).integers(-8, 8, (num_ranks, count, 8 * count**3))
-    x = x.astype(np.float32)
-    program = independent_sums(expert_mesh(num_ranks), count)
-    for _ in range(20):
-        np.testing.assert_array_equal(program(x), means(x))
-
-
-@on_gpus
-@pytest.mark.needs_devices(4)
+@pytest.mark.needs_devices(2)
 def test_programs_of_some_of_the_gpus_take_turns():
-    """Two programs, one on 2 GPUs and one on 4, must be right if they run alternately."""
+    """Programs whose calls do not depend on each other must be right if they run alternately."""
     rng = np.random.default_rng(0)
-    programs = {n: independent_sums(expert_mesh(n), 5) for n in (2, 4)}
-    operands = {n: rng.integers(-8, 8, (n, 5, 1000)).astype(np.float32) for n in programs}
-    outs = [{n: programs[n](x) for n, x in operands.items()} for _ in range(50)]
+    programs = {n: independent_sums(expert_mesh(n), 12) for n in (2, 4) if n <= jax.device_count()}
+    operands = {n: rng.integers(-8, 8, (n, 12, 8 * 12**3)).astype(np.float32) for n in programs}
+    outs = [{n: programs[n](x) for n, x in operands.items()} for _ in range(20)]
     for out in outs:
         for n, x in operands.items():
             np.testing.assert_array_equal(out[n], means(x))

@@ -1,54 +1,47 @@
-"""Tests of the dispatch kernel in the simulator, against `jax_ep.reference`."""
+"""Tests of the exchange kernels of many tokens in the simulator, against `jax_ep.reference`."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from support import stacked
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
-from support.stacked import (
-    Problem,
-    check_dispatch,
-    check_dispatch_like,
-    check_parts,
-    dispatch,
-    dispatch_like,
-    with_unused_rows,
-)
+from support.stacked import Problem
 
 from pallas_kernels.exchange import dispatch as kernel
 from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric.hardware import WARPGROUP
+from pallas_kernels.formats import FLOAT8_ROWS
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
     "bulk_lists": (Problem(2, 5, 128, 4, 4, "masked"), Plan(2, 3, 2)),
-    "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed"), Plan(1, 3)),
-    "one_choice": (Problem(2, 3, 32, 1, 2), Plan(3, 2)),
+    "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed", weighted=False), Plan(1, 3)),
+    "one_choice": (Problem(2, 3, 32, 1, 2, weighted=False), Plan(3, 2)),
     "windows": (Problem(2, 7, 32, 3, 8), Plan(1, 3, 2, window_tokens=2, step_tokens=2)),
     "windows_apart": (
         Problem(2, 22, 32, 6, 8, "masked"),
         Plan(1, 4, window_tokens=3, step_tokens=5),
     ),
     "window_within_step": (Problem(2, 5, 32, 4, 8), Plan(1, 2, window_tokens=1, step_tokens=3)),
-    "one_step": (Problem(2, 4, 32, 3, 4, "skewed"), Plan(1, 4, 3, step_tokens=8)),
     "two_stages": (Problem(2, 6, 32, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_stages=1)),
     "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_stages=1)),
     "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2, num_copy_stages=2)),
     "repeated": (Problem(2, 4, 32, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
-    "repeated_by_neighbours": (Problem(2, 4, 32, 3, 2, "repeated"), Plan(1, 3, step_tokens=2)),
     "many_experts": (Problem(2, 3, 32, 3, 160, "skewed", alignment=2), Plan(1, 3)),
-    "overflow": (Problem(2, 5, 32, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
-    "overflow_of_blocks": (Problem(2, 5, 32, 2, 8, capacity=6, alignment=4), Plan(1, 3)),
-    "one_row": (Problem(2, 3, 32, 4, 4, "one_expert", capacity=1), Plan(1, 2, step_tokens=2)),
-    "half": (Problem(2, 5, 64, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "half": (Problem(2, 5, 192, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "words": (Problem(2, 4, 64, 4, 4, "masked", "int32"), Plan(1, 3, 2)),
     "empty": (Problem(2, 3, 64, 4, 4, "empty", "float16", capacity=4), Plan(1, 3)),
     "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources", capacity=9), Plan(1, 3, 2)),
     "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
-    "fair": (
-        Problem(2, 5, 32, 4, 6, "skewed", capacity=7, overflow="fair"),
-        Plan(2, 3, step_tokens=2),
-    ),
+}
+DROPPING = {
+    "overflow": (Problem(2, 5, 32, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
+    "overflow_of_blocks": (Problem(2, 5, 32, 2, 8, capacity=6, alignment=4), Plan(1, 3)),
+    "all_dropped": (Problem(2, 4, 32, 2, 4, "one_rank", capacity=1), Plan(1)),
     "fair_of_blocks": (
         Problem(2, 5, 32, 3, 8, "skewed", capacity=9, alignment=2, overflow="fair"),
         Plan(1, 3),
@@ -62,20 +55,65 @@ CASES = {
         Problem(2, 4, 32, 4, 8, "masked", capacity=3, alignment=2, overflow="fair"),
         Plan(1, 3),
     ),
-    "fair_of_many_experts": (
-        Problem(2, 5, 32, 4, 160, "skewed", capacity=11, alignment=2, overflow="fair"),
-        Plan(1, 3),
-    ),
 }
+SUMS = {
+    "receive_buffer_of_three": (Problem(2, 9, 32, 2, 4), Plan(1, step_tokens=2, receive_steps=3)),
+    "receive_buffer_for_all": (Problem(2, 5, 32, 2, 4), Plan(1, step_tokens=3, receive_steps=8)),
+    "one_worker": (Problem(2, 4, 32, 3, 4, "skewed", weighted=False), Plan(1, num_workers=1)),
+    "more_workers_than_sums": (Problem(2, 3, 32, 2, 4), Plan(1, num_workers=7)),
+    "long_rows": (Problem(2, 2, 8224, 2, 4), Plan(1)),
+    "empty_steps": (Problem(2, 8, 32, 1, 4, "masked"), Plan(1)),
+}
+ALL = CASES | DROPPING | SUMS
+# Each kernel with its check, and the cases in which it runs.
+KERNELS = {
+    "dispatch": (stacked.dispatch, stacked.check_dispatch, CASES | DROPPING),
+    "dispatch_like": (
+        stacked.dispatch_like,
+        stacked.check_dispatch_like,
+        ("windows_apart", "one_expert", "half", "overflow_of_blocks", "fair_of_blocks"),
+    ),
+    "combine": (stacked.combine, stacked.check_combine, ALL),
+    "rank_dispatch": (stacked.rank_dispatch, stacked.check_rank_dispatch, CASES),
+    "rank_combine": (stacked.rank_combine, stacked.check_rank_combine, CASES),
+}
+# Cases in which rows also travel quantized. They then have whole blocks of 512 numbers.
+QUANTIZED = (
+    *("windows", "two_stages", "lag_of_none", "one_expert", "repeated", "half", "empty"),
+    *("overflow", "all_dropped", "receive_buffer_of_three", "one_worker", "long_rows"),
+)
+HIDDEN = {"half": 1536, "long_rows": 8704}
+
+
+def runs():
+    """Returns the kernel, check, problem, plan and wire format of each test, by name."""
+    found = {}
+    for name, (call, check, cases) in KERNELS.items():
+        for case in cases:
+            problem, plan = ALL[case]
+            # A combine adds rows, which are no integers.
+            if case != "words" or "dispatch" in name:
+                found[f"{name}-{case}"] = call, check, problem, plan, {}
+            if case in QUANTIZED:
+                wide = dataclasses.replace(problem, hidden=HIDDEN.get(case, 512))
+                found[f"{name}-{case}-float8"] = call, check, wide, plan, dict(wire=FLOAT8_ROWS)
+    return found
 
 
 @simulated
 @pytest.mark.parametrize(
-    ("problem", "plan"), quick(CASES, "overflow_of_blocks", "many_experts", "fair_of_blocks")
+    ("call", "check", "problem", "plan", "wire"),
+    quick(
+        runs(),
+        *("dispatch-overflow_of_blocks", "dispatch-many_experts", "dispatch-fair_of_blocks"),
+        *("dispatch-overflow-float8", "dispatch-lag_of_none-float8", "dispatch_like-half"),
+        *("combine-half", "combine-one_worker-float8", "rank_dispatch-windows"),
+        "rank_combine-repeated",
+    ),
 )
-def test_dispatch(problem, plan):
-    fabric = simulated_ranks(problem.num_ranks)
-    check_dispatch(problem, simulate(dispatch(problem, plan, fabric)))
+def test_kernel(call, check, problem, plan, wire):
+    results = simulate(call(problem, plan, simulated_ranks(problem.num_ranks), **wire))
+    check(problem, results, *wire.values())
 
 
 @simulated
@@ -85,37 +123,15 @@ def test_choices_are_counted_in_parts(monkeypatch):
     monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", WARPGROUP)
     problem = Problem(2, 40, 32, 8, 8, "masked")
     assert 2 * WARPGROUP < problem.topk_idx[0].size < 3 * WARPGROUP
-    check_dispatch(problem, simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2))))
+    results = simulate(stacked.dispatch(problem, Plan(2, 3), simulated_ranks(2)))
+    stacked.check_dispatch(problem, results)
 
 
 @simulated
-@pytest.mark.parametrize("call", quick([dispatch, dispatch_like], dispatch))
+@pytest.mark.parametrize("call", quick([stacked.dispatch, stacked.dispatch_like], stacked.dispatch))
 def test_rows_that_no_token_gets_may_stay_as_they_are(call):
     """Without `zero_unused`, the kernel must not write the rows past the last expert's rows."""
     problem = Problem(2, 5, 32, 2, 4, "masked", alignment=4)
     results = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False))
-    parts = results[0] if call is dispatch else results
-    check_parts(parts, [with_unused_rows(problem, problem.tokens, np.nan)])
-
-
-LIKE_CASES = [
-    "one_rank",
-    "four_ranks",
-    "windows_apart",
-    "one_expert",
-    "overflow_of_blocks",
-    "half",
-    "fewer_tokens_than_blocks",
-    "fair",
-    "fair_of_blocks",
-    "fair_of_many_experts",
-]
-
-
-@simulated
-@pytest.mark.parametrize("case", LIKE_CASES)
-@pytest.mark.slow
-def test_dispatch_like(case):
-    problem, plan = CASES[case]
-    fabric = simulated_ranks(problem.num_ranks)
-    check_dispatch_like(problem, simulate(dispatch_like(problem, plan, fabric)))
+    parts = results[0] if call is stacked.dispatch else results
+    stacked.check_parts(parts, [stacked.with_unused_rows(problem, problem.tokens, np.nan)])

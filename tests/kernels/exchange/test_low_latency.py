@@ -39,13 +39,11 @@ CASES: dict[str, Case] = {
     "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
-    "fair": (Problem(2, 5, 512, 3, 6, "skewed", capacity=5, overflow="fair"), {}),
     "fair_of_blocks": (
         Problem(2, 4, 512, 3, 8, "skewed", capacity=9, alignment=2, overflow="fair"),
         dict(max_blocks=2),
     ),
     "all_to_one_rank": (Problem(2, 3, 1024, 4, 4, "one_rank", "float16"), dict(max_stages=1)),
-    "all_dropped": (Problem(2, 4, 512, 2, 4, "one_rank", capacity=1), {}),
     "one_expert": (Problem(2, 3, 512, 6, 4, "one_expert"), dict(max_stages=4)),
     "many_experts": (Problem(2, 3, 512, 3, 160, "skewed", alignment=2), {}),
     "idle_sources": (Problem(2, 3, 512, 2, 4, "idle_sources", capacity=9), {}),
@@ -137,8 +135,7 @@ RUNS = {
     f"{kernel}-{name}": (kernel, *CASES[name])
     for kernel in CHECKS
     for name in CASES
-    if kernel != "rank_combine"
-    or name in ("tokens_of_a_block", "three_ranks", "idle_sources", "empty")
+    if kernel != "rank_combine" or name in ("tokens_of_a_block", "idle_sources", "empty")
 }
 RUNS |= {
     f"plain_combine-{name}": ("combine", without_weights(problem), limits)
@@ -196,21 +193,15 @@ PLAN = LowLatencyPlan(
         dict(num_ranks=1),
         # Five ranks are more than the four GPUs.
         dict(num_ranks=5),
-        dict(num_ranks=16, num_gpus=16),
         # These are more values than a call may send.
         dict(num_tokens=256, top_k=9, hidden=2048),
         dict(dtype="float32", num_tokens=129),
+        # A host of more GPUs has less room for each.
+        dict(num_ranks=2, num_gpus=5, num_tokens=129),
     ],
     ids=str,
 )
 def test_what_needs_more_room_than_there_is_does_not_fit(change):
-    assert PLAN.fits()
     assert dataclasses.replace(PLAN, num_tokens=256).fits()
+    assert dataclasses.replace(PLAN, num_ranks=2, num_gpus=5).fits()
     assert not dataclasses.replace(PLAN, **change).fits()
-
-
-def test_a_host_of_more_gpus_has_less_room_for_each():
-    for num_gpus, most in ((2, 256), (4, 256), (5, 128), (8, 128)):
-        plan = dataclasses.replace(PLAN, num_ranks=2, num_gpus=num_gpus, num_tokens=most)
-        assert plan.fits()
-        assert not dataclasses.replace(plan, num_tokens=most + 1).fits()

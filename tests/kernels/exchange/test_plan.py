@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.exchange.plan import Plan, Row, Sizes, Window
+from pallas_kernels.exchange.plan import Plan, Row, Sizes
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
 from pallas_kernels.formats import FLOAT8_ROWS, PLAIN
@@ -37,61 +34,17 @@ def sizes_of(num_tokens: int, num_ranks: int, top_k: int, num_experts: int = 256
     return Sizes(num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
 
 
-def nbytes(columns: int, dtype: Any) -> int:
-    return columns * jnp.dtype(dtype).itemsize
-
-
-def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="store_lag must be less than num_stages"):
-        Plan(1, 2, store_lag=2)
-    with pytest.raises(ValueError, match="store_lag"):
-        Plan(1, 2, store_lag=-1)
-    with pytest.raises(ValueError, match="receive_steps must be at least 3"):
-        Plan(1, 2, receive_steps=2)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 128, 129, 4096])
-@pytest.mark.parametrize("num_blocks", [1, 3, 64, 128])
-def test_blocks_cover_every_token(num_tokens, num_blocks):
-    tokens_per_block = Plan(num_blocks, 2).tokens_per_block(num_tokens)
-    assert num_blocks * tokens_per_block >= num_tokens
-    assert num_blocks * (tokens_per_block - 1) < num_tokens
-    of_blocks = [
-        Plan(num_blocks, 2).tokens_of_block(jnp.int32(block), num_tokens)
-        for block in range(num_blocks)
-    ]
-    served = [int(first) + i for first, count in of_blocks for i in range(int(count))]
-    assert served == list(range(num_tokens))
-
-
-@pytest.mark.parametrize("num_blocks", [1, 5])
-@pytest.mark.parametrize("window_tokens", [1, 3, 16])
-@pytest.mark.parametrize("top_k", [1, 3, 8, 16, 40])
-@pytest.mark.parametrize("num_tokens", [1, 5, 40, 301])
-def test_a_window_holds_its_tokens_and_stays_in_bounds(
-    num_tokens, top_k, window_tokens, num_blocks
-):
-    plan = Plan(num_blocks, 2, window_tokens=window_tokens)
-    tokens_per_block = plan.tokens_per_block(num_tokens)
-    window = Window.of(window_tokens, plan, num_tokens, top_k)
-    assert window.width % WARPGROUP == 0 and 1 <= window.tokens <= tokens_per_block
-    flat = jnp.arange(num_tokens * top_k)
-    padded = np.asarray(window.pad(flat, -1))
-    assert padded.shape == (window.total,)
-    for first in range(0, num_blocks * tokens_per_block, tokens_per_block):
-        for token in range(first, first + tokens_per_block, window.tokens):
-            start = int(window.start(jnp.int32(token * top_k)))
-            assert 0 <= start and start + window.width <= window.total
-            end = min(token + window.tokens, first + tokens_per_block, num_tokens)
-            for entry in range(token * top_k, end * top_k):
-                assert padded[start : start + window.width][entry - start] == entry
-
-
-def test_padded_rows_are_whole_lines():
-    assert plans.padded_hidden(1, jnp.bfloat16) == 64
-    assert plans.padded_hidden(64, jnp.bfloat16) == 64
-    assert plans.padded_hidden(33, jnp.float32) == 64
-    assert plans.padded_hidden(128, jnp.bfloat16, WIRE) == 512
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(store_lag=2), "store_lag must be less than num_stages"),
+        (dict(store_lag=-1), "store_lag"),
+        (dict(receive_steps=2), "receive_steps must be at least 3"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(1, 2, **options)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
@@ -137,34 +90,24 @@ def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
     assert WARPGROUP * vector // 2 <= tile <= 4 * WARPGROUP * vector or tile == row.hidden
 
 
-@pytest.mark.parametrize("num_blocks", [1, 20, 500])
-def test_blocks_can_be_limited(num_blocks):
-    for plan_of in (
-        plans.for_dispatch,
-        plans.for_rank_dispatch,
-        plans.for_combine,
-    ):
-        plan = plan_of(ROWS[0], sizes_of(128, 8, 8), num_blocks)
-        assert plan.num_blocks == min(num_blocks, 128)
-
-
-def test_a_signal_can_count_the_steps_of_a_block():
+@pytest.mark.parametrize(
+    ("step_tokens", "plan_of"),
+    [(1, plans.for_combine), (2, plans.for_dispatch), (2, plans.for_rank_dispatch)],
+)
+def test_a_signal_can_count_the_steps_of_a_limited_number_of_blocks(step_tokens, plan_of):
     """A plan must be refused if a block takes more steps than a signal can count."""
     row, most = ROWS[0], 2**memory_map.COUNT_BITS - 1
-    for step_tokens, plan_of in (
-        (1, plans.for_combine),
-        (2, plans.for_dispatch),
-        (2, plans.for_rank_dispatch),
-    ):
-        num_tokens = most * step_tokens
-        plan = plan_of(row, sizes_of(num_tokens, 8, 8), 1)
-        assert plan.steps_per_block(num_tokens) == most > 2**16
-        with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
-            plan_of(row, sizes_of(num_tokens + 1, 8, 8), 1)
+    assert plan_of(row, sizes_of(128, 8, 8), 20).num_blocks == 20
+    num_tokens = most * step_tokens
+    plan = plan_of(row, sizes_of(num_tokens, 8, 8), 1)
+    assert plan.steps_per_block(num_tokens) == most > 2**16
+    with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
+        plan_of(row, sizes_of(num_tokens + 1, 8, 8), 1)
 
 
-def test_rows_that_are_too_long():
-    sizes = dict(num_ranks=8, top_k=8, num_experts=256)
-    assert not plans.fits_shared_memory(Row(70016, jnp.bfloat16), **sizes)
-    assert not plans.fits_shared_memory(Row(7168, jnp.bfloat16), **{**sizes, "top_k": 300})
-    assert not plans.fits_shared_memory(Row(7168, jnp.bfloat16), **{**sizes, "num_experts": 4096})
+@pytest.mark.parametrize(
+    ("hidden", "change"), [(70016, {}), (7168, dict(top_k=300)), (7168, dict(num_experts=4096))]
+)
+def test_rows_that_are_too_long(hidden, change):
+    sizes = dict(num_ranks=8, top_k=8, num_experts=256) | change
+    assert not plans.fits_shared_memory(Row(hidden, jnp.bfloat16), **sizes)

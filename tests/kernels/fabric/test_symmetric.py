@@ -8,14 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from support.kernels import assert_kernels_alone, lowered, needs_kernels, on_ranks
+from support.kernels import lowered, needs_kernels, on_ranks
 from support.meshes import cuda_mesh
-from support.selection import quick
 
-import jax_ep
 from jax_ep.exchange.interface import Rows
 from jax_ep.runtime.fabric import of_axis
-from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import memory_map
 
@@ -26,41 +23,6 @@ def lowered_on_ranks(function: Any, num_ranks: int, *arrays: jax.ShapeDtypeStruc
     """Lowers `function` for CUDA; `arrays` have the shapes of one rank."""
     of_all = [jax.ShapeDtypeStruct((num_ranks * a.shape[0], *a.shape[1:]), a.dtype) for a in arrays]
     return lowered(on_ranks(function, cuda_mesh((num_ranks,), (AXIS,))), *of_all)
-
-
-def send(x: Any, topk_idx: Any, **options: Any) -> Any:
-    return jax_ep.dispatch(
-        x, topk_idx, num_experts=16, axis_name=AXIS, implementation="pallas", **options
-    )
-
-
-def rank_dispatch(x: Any, topk_idx: Any, weights: Any) -> Any:
-    sent = send(x, topk_idx, layout="rank", topk_weights=weights)
-    return sent.tokens, sent.topk_weights
-
-
-def there_and_back(x: Any, topk_idx: Any, weights: Any) -> Any:
-    """Computes a dispatch, a combine and their gradients."""
-    del weights
-
-    def total(x: Any) -> Any:
-        sent = send(x, topk_idx)
-        out = jax_ep.combine(sent.tokens, sent.handle, implementation="pallas")
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    return jax.grad(total)(x)
-
-
-@needs_kernels
-@pytest.mark.parametrize("num_ranks", quick([1, 2, 8], 2))
-@pytest.mark.parametrize(("op", "num_kernels"), [(rank_dispatch, 1), (there_and_back, 4)])
-def test_an_exchange_is_kernels_alone(op, num_kernels, num_ranks):
-    arrays = (
-        jax.ShapeDtypeStruct((plans.FEW_TOKENS, 512), jnp.bfloat16),
-        jax.ShapeDtypeStruct((plans.FEW_TOKENS, 4), jnp.int32),
-        jax.ShapeDtypeStruct((plans.FEW_TOKENS, 4), jnp.float32),
-    )
-    assert_kernels_alone(lowered_on_ranks(op, num_ranks, *arrays), num_kernels)
 
 
 # ---------------------------------------------------------------------------- the layout of a heap
@@ -102,14 +64,10 @@ def test_tiles_are_polled_where_a_heap_is_empty():
 
 def test_more_experts_than_values_are_refused():
     """A dispatch must be refused if it has more experts than a call can send values."""
-
-    def reason(num_experts):
-        return Rows(
-            hidden=64, dtype=jnp.bfloat16, num_ranks=1, list_words=1, num_experts=num_experts
-        ).unavailable_reason()
-
-    assert reason(memory_map.MAX_VALUES) is None
-    assert reason(memory_map.MAX_VALUES + 1) == "it supports at most 4096 experts, not 4097"
+    most, sizes = memory_map.MAX_VALUES, dict(hidden=64, dtype=jnp.bfloat16, list_words=1)
+    assert Rows(num_ranks=1, num_experts=most, **sizes).unavailable_reason() is None
+    reason = Rows(num_ranks=1, num_experts=most + 1, **sizes).unavailable_reason()
+    assert reason == "it supports at most 4096 experts, not 4097"
 
 
 # ---------------------------------------------------------------------------- arguments of a kernel
@@ -124,7 +82,7 @@ def kernel(
     def body(*refs: Any) -> None:
         fabric.connect()
         source, out = refs[reached], refs[-1]
-        out[...] = fb.load(fabric, fabric.peer(source, 0), 1)
+        out[...] = fb.load(fabric.peer(source, 0), 1)
 
     fabric = of_axis((AXIS,), like)
     return fb.kernel(
@@ -153,17 +111,9 @@ def test_a_kernel_may_have_as_much_as_there_is():
 @pytest.mark.parametrize(
     ("num_ranks", "options", "message"),
     [
-        (
-            2,
-            dict(num_blocks=memory_map.MAX_BLOCKS + 1),
-            "ep_try .* 2048 thread blocks, but has 2049",
-        ),
-        (
-            2,
-            dict(num_buffers=memory_map.MAX_BUFFERS + 1),
-            "ep_try .* 4 buffers .* but has 5 buffers and 2 ranks",
-        ),
-        (memory_map.MAX_GPUS + 1, {}, "ep_try .* 16 ranks, but has 1 buffers and 17 ranks"),
+        (2, dict(num_blocks=memory_map.MAX_BLOCKS + 1), "2048 thread blocks, but has 2049"),
+        (2, dict(num_buffers=memory_map.MAX_BUFFERS + 1), "4 buffers .* has 5 buffers and 2 ranks"),
+        (memory_map.MAX_GPUS + 1, {}, "16 ranks, but has 1 buffers and 17 ranks"),
         (2, dict(reached=1), r"try: peers cannot access .*\(128,\) and dtype int32.*`shared`"),
     ],
     ids=["blocks", "buffers", "ranks", "peer"],

@@ -1,7 +1,7 @@
 """Tests of the grouped matmuls by matrices in MXFP4, which the kernels decode.
 
 tests/matmul/test_weight_only.py compares all numbers of the format; on a GPU, these kernels decode
-them there.
+them there. It also lowers these kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support import matmuls
-from support.float8 import swiglu
+from support.float8 import scaled, swiglu
 from support.kernels import needs_kernels
 from support.selection import quick
-from support.simulator import KernelError, interpret, simulated
+from support.simulator import interpret, simulated
 
 from jax_ep.formats import MXFP4, quantize
 from jax_ep.matmul import pallas as backend
@@ -28,19 +27,14 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, align_up
 from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul.chosen_groups import chosen_groups
-from pallas_kernels.matmul.decoder import Decoder
 from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles
 from pallas_kernels.matmul.mxfp4_matmul import mxfp4_matmul
-from pallas_kernels.matmul.operand_ring import OperandRing
 
 # The number of rows, and those of each group: groups lie within a tile, are empty, start off a
 # multiple of 8 rows, or span several tiles.
 FEW = 40, [3, 0, 21]
 MORE = 136, [3, 0, 70, 21]
-
-
-SWIGLU = Elementwise(swiglu, 2)
 
 
 def operands(num_rows, sizes, depth, width):
@@ -60,31 +54,9 @@ def operands(num_rows, sizes, depth, width):
     return jnp.asarray(rows, jnp.bfloat16), matrices, jnp.asarray(sizes, jnp.int32)
 
 
-def scaled(matrices):
-    return Scaled(matrices.values, matrices.scales)
-
-
-def run_product(rows, matrices, groups, tiles, **options):
-    return mxfp4_matmul(
-        rows,
-        scaled(matrices),
-        groups,
-        tiles=tiles,
-        num_blocks=2,
-        **options,
-    )
-
-
-def run_gated(rows, matrices, groups, tiles, keep, **options):
-    return gated_matmul(
-        rows,
-        (scaled(matrices[0]), scaled(matrices[1])),
-        groups,
-        SWIGLU,
-        keep=keep,
-        tiles=tiles,
-        num_blocks=2,
-        **options,
+def run_product(rows, matrices, groups, tiles):
+    return interpret(
+        lambda: mxfp4_matmul(rows, scaled(matrices), groups, tiles=tiles, num_blocks=2)
     )
 
 
@@ -93,10 +65,6 @@ def multiplied(rows, matrices, sizes):
     dense = np.asarray(matrices.dequantize(jnp.float32)).swapaxes(1, 2)
     nothing = np.zeros((len(rows), dense.shape[2]))
     return jnp.asarray(matmuls.expected(rows, dense, sizes, nothing)[0], jnp.bfloat16)
-
-
-def gated(*products):
-    return swiglu(*(each.astype(jnp.float32) for each in products)).astype(jnp.bfloat16)
 
 
 def assert_close(got, want):
@@ -128,13 +96,16 @@ def assert_close(got, want):
 )
 def test_product(problem, depth, width, tiles):
     rows, (matrices, _), sizes = operands(*problem, depth, width)
-    got = interpret(lambda: run_product(rows, matrices, sizes, tiles))
+    got = run_product(rows, matrices, sizes, tiles)
     assert_close(got, multiplied(rows, matrices, problem[1]))
     assert not np.any(got[sum(problem[1]) :])
 
 
 @simulated
-@pytest.mark.parametrize("keep", quick([True, False], True))
+@pytest.mark.parametrize(
+    ("keep", "has_biases"),
+    quick([(True, False), (False, False), (False, True)], (True, False), (False, True)),
+)
 @pytest.mark.parametrize(
     ("problem", "depth", "width", "tiles"),
     quick(
@@ -156,111 +127,25 @@ def test_product(problem, depth, width, tiles):
         "small",
     ),
 )
-def test_gated_product(problem, depth, width, tiles, keep):
-    rows, matrices, sizes = operands(*problem, depth, width)
-    got = interpret(lambda: run_gated(rows, matrices, sizes, tiles, keep))
-    products = [multiplied(rows, each, problem[1]) for each in matrices]
-    want = [gated(*products), *products][: 3 if keep else 1]
-    assert len(got) == len(want)
+def test_gated_product(problem, depth, width, tiles, keep, has_biases):
+    rows, matrices, groups = operands(*problem, depth, width)
+    sizes = problem[1]
+    biases = matmuls.gate_biases(len(sizes), width) if has_biases else None
+    options = dict(keep=keep, tiles=tiles, num_blocks=2, biases=biases)
+    pair = scaled(matrices[0]), scaled(matrices[1])
+    got = interpret(lambda: gated_matmul(rows, pair, groups, Elementwise(swiglu, 2), **options))
+    products = [multiplied(rows, each, sizes) for each in matrices]
+    want = [matmuls.swiglu_of_groups(products, sizes, biases), *products][: 3 if keep else 1]
     for mine, theirs in zip(got, want, strict=True):
         assert_close(mine, theirs)
-        assert not np.any(mine[sum(problem[1]) :])
+        assert not np.any(mine[sum(sizes) :])
     if keep:
-        np.testing.assert_array_equal(got[0], gated(*map(jnp.asarray, got[1:])))
-
-
-@simulated
-@pytest.mark.parametrize(
-    "tiles",
-    quick(
-        {
-            "few rows, narrow": Tiles((8, 24), 64, 3, 2),
-            "several tiles": Tiles((32, 64), 128, 3, 2),
-        },
-        "few rows, narrow",
-    ),
-)
-def test_gated_product_with_biases(tiles):
-    rows, matrices, sizes = operands(*FEW, 128, 128)
-    rng, live = np.random.default_rng(1), sum(FEW[1])
-    biases = tuple(
-        jnp.asarray(rng.standard_normal((len(FEW[1]), 128)), dtype)
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    (got,) = interpret(lambda: run_gated(rows, matrices, sizes, tiles, False, biases=biases))
-    numbers = []
-    for each, bias in zip(matrices, biases, strict=True):
-        product = np.asarray(multiplied(rows, each, FEW[1])).astype(np.float32)[:live]
-        numbers.append(product + np.repeat(np.asarray(bias).astype(np.float32), FEW[1], axis=0))
-    assert_close(got[:live], swiglu(*map(jnp.asarray, numbers)).astype(jnp.bfloat16))
-
-
-@simulated
-@pytest.mark.slow
-def test_products_of_chosen_groups():
-    """The first product must read the same rows for each group, the second the group's own."""
-    given = np.asarray([[3, 0], [0, -1], [2, 3]], np.int32)
-    # Row 3 and those after it are NaN. No row chooses group 1, whose matrices are NaN, too.
-    sizes, depth, width = [1, 0, 1, 1], 192, 128
-    x, wi, _ = operands(8, sizes, depth, width)
-    _, (wo, _), _ = operands(8, sizes, width, depth + 64)
-    groups, at = chosen_groups(jnp.asarray(given), len(sizes))
-
-    def run():
-        common = dict(zero_unused=False)
-        (hidden,) = run_gated(x, wi, groups, Tiles((8,), 64, 3, 1), False, **common)
-        return hidden, run_product(hidden, wo, groups, Tiles((8,), 128, 3, 1), **common)
-
-    hidden, out = interpret(run)
-    for row, choice in np.argwhere(given >= 0):
-        own = slice(at[row, choice], at[row, choice] + 1)
-        only = (np.arange(len(sizes)) == given[row, choice]).astype(np.int32)
-        products = (multiplied(x[row : row + 1], each, only) for each in wi)
-        assert_close(hidden[own], gated(*products))
-        assert_close(out[own], multiplied(hidden[own], wo, only))
-
-
-@simulated
-@pytest.mark.slow
-def test_scales_that_are_stored_too_late_are_found(monkeypatch):
-    """A stage that is said to be full before its scales are stored must be found as a race."""
-    stage_scales, fill, arrive = Decoder.stage_scales, OperandRing.fill, plgpu.barrier_arrive
-    rings = []
-
-    def noted(ring, *args):
-        rings.append(ring)
-        return fill(ring, *args)
-
-    def late(decoder, stage, codes):
-        arrive(rings[-1].full.at[stage])
-        stage_scales(decoder, stage, codes)
-
-    without = types.SimpleNamespace(**vars(plgpu) | {"barrier_arrive": lambda barrier: None})
-    monkeypatch.setattr(OperandRing, "fill", noted)
-    monkeypatch.setattr(Decoder, "stage_scales", late)
-    # The loader warpgroup's own arrival, after it has stored the scales, is the only one there.
-    monkeypatch.setattr("pallas_kernels.matmul.mxfp4_matmul.plgpu", without)
-    rows, (matrices, _), sizes = operands(*FEW, 128, 128)
-    with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 3, 2)))
-
-
-@simulated
-@pytest.mark.slow
-def test_scales_in_a_stage_that_is_in_use_are_found(monkeypatch):
-    """Scales that overwrite those of a stage in use must be found as a race."""
-    stage_scales = Decoder.stage_scales
-    monkeypatch.setattr(
-        Decoder, "stage_scales", lambda self, stage, codes: stage_scales(self, 1 - stage, codes)
-    )
-    rows, (matrices, _), sizes = operands(*FEW, 192, 128)
-    with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run_product(rows, matrices, sizes, Tiles((16, 32), 128, 3, 2)))
+        np.testing.assert_array_equal(got[0], matmuls.swiglu_of_groups(got[1:], sizes))
 
 
 # ------------------------------------------------------------------------------------- tile sizes
 
-ROWS = 8, 100, 1000, 4096, 8192, 32768
+ROWS = 8, 100, 1000, 4096, 32768
 WIDTHS = 64, 192, 768, 2048, 2880, 14336
 
 
@@ -291,95 +176,69 @@ def shared_bytes(scratch_types):
     return total
 
 
-def types_of(num_rows, num_groups, depth, width):
-    """Returns the types of rows, of an array of matrices in MXFP4, and of group sizes."""
+def matrices_of(format, num_groups, depth, width):
+    """Returns the type of an array of matrices in bfloat16, or in MXFP4, transposed."""
     of = jax.ShapeDtypeStruct
+    if format == "bfloat16":
+        return of((num_groups, depth, width), jnp.bfloat16)
     values = of((num_groups, width, depth // 2), jnp.uint8)
-    scales = of((num_groups, width, depth // 32), MXFP4.scale_dtype)
-    rows = of((num_rows, depth), jnp.bfloat16)
-    return rows, Scaled(values, scales), of((num_groups,), jnp.int32)
+    return Scaled(values, of((num_groups, width, depth // 32), MXFP4.scale_dtype))
 
 
-def product_of(rows, matrices, groups):
-    return backend.sum_of_products([(rows, matrices)], groups, transpose_rhs=True)
+def product(rows, matrices, groups):
+    transpose_rhs = isinstance(matrices, Scaled)
+    return backend.sum_of_products([(rows, matrices)], groups, transpose_rhs=transpose_rhs)
 
 
-def gated_of(rows, matrices, groups, keep=False):
+def gated(rows, matrices, groups, keep=False):
     return backend.gated_product_by_kernel(rows, (matrices, matrices), groups, swiglu, keep)
 
 
 FUNCTIONS = {
-    "product": product_of,
-    "gated": gated_of,
-    "gated, products kept": functools.partial(gated_of, keep=True),
+    "product": product,
+    "gated": gated,
+    "gated, products kept": functools.partial(gated, keep=True),
 }
 
 
+def assert_tiles_fit(kernel, scratch_types):
+    tiles = kernel.tiles
+    assert shared_bytes(scratch_types) <= SHARED_MEMORY_BYTES
+    assert tiles.num_stages >= 3 and tiles.num_buffers >= max(kernel.outputs, 2)
+    assert kernel.width % tiles.part == 0
+
+
 @needs_kernels
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp4"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_tiles_chosen_for_many_shapes(name, launched):
+def test_tiles_chosen_for_many_shapes(name, format, launched):
     """Tiles must fit into shared memory, and the accumulators must leave registers to decode."""
-    cases = list(itertools.product(ROWS, (1, 32), (64, 768, 2048, 2880), WIDTHS))
-    for sizes in cases:
-        jax.eval_shape(FUNCTIONS[name], *types_of(*sizes))
+    cases = list(itertools.product(ROWS, (1, 32), (64, 768, 2880), WIDTHS))
+    for num_rows, num_groups, depth, width in cases:
+        rows = jax.ShapeDtypeStruct((num_rows, depth), jnp.bfloat16)
+        sizes = jax.ShapeDtypeStruct((num_groups,), jnp.int32)
+        jax.eval_shape(FUNCTIONS[name], rows, matrices_of(format, num_groups, depth, width), sizes)
     assert len(launched) == len(cases)
     for kernel, scratch_types in launched:
-        tiles = kernel.tiles
-        assert shared_bytes(scratch_types) <= SHARED_MEMORY_BYTES
-        assert tiles.num_stages >= 3 and tiles.num_buffers >= max(kernel.outputs, 2)
-        assert kernel.width % tiles.part == 0
+        assert_tiles_fit(kernel, scratch_types)
         # The accumulators may take 128 of the 232 registers of each of the 128 threads.
-        of_computer = 1 if tiles.block_n == 64 else kernel.num_matrices
-        assert tiles.part * tiles.block_m * of_computer <= 128 * 128
+        of_computer = 1 if kernel.tiles.block_n == 64 else kernel.num_matrices
+        registers = kernel.tiles.part * kernel.tiles.block_m * of_computer
+        assert format == "bfloat16" or registers <= 128 * 128
 
 
 @needs_kernels
+@pytest.mark.parametrize("format", ["bfloat16", "mxfp4"])
 @pytest.mark.parametrize("name", ["product", "gated"])
-def test_tiles_chosen_for_chosen_groups(name, launched):
-    cases = [(rows, width) for rows in (1, 8, 40, 128) for width in WIDTHS]
-    for num_rows, width in cases:
-        rows, matrices, _ = types_of(num_rows, 32, 128, width)
+def test_tiles_chosen_for_chosen_groups(name, format, launched):
+    for num_rows, width in itertools.product((1, 8, 40, 128), WIDTHS):
 
         def call(choices, rows, matrices):
             return FUNCTIONS[name](rows, matrices, chosen_groups(choices, 32)[0])
 
-        jax.eval_shape(call, jax.ShapeDtypeStruct((num_rows, 4), jnp.int32), rows, matrices)
-    for (num_rows, _), (kernel, scratch_types) in zip(cases, launched, strict=True):
+        choices = jax.ShapeDtypeStruct((num_rows, 4), jnp.int32)
+        rows = jax.ShapeDtypeStruct((num_rows, 128), jnp.bfloat16)
+        jax.eval_shape(call, choices, rows, matrices_of(format, 32, 128, width))
+        kernel, scratch_types = launched[-1]
         assert kernel.tiles.heights == (align_up(num_rows, 8),)
-        assert shared_bytes(scratch_types) <= SHARED_MEMORY_BYTES
-        assert kernel.tiles.num_stages >= 3 and kernel.width % kernel.tiles.part == 0
-
-
-# --------------------------------------------------------------------------------------- lowering
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("num_rows", quick([100, 4096], 4096))
-def test_lowers_for_cuda(name, num_rows):
-    """The kernel and its table of row tiles must lower, also with a tile cut off at the edge."""
-    traced = jax.jit(FUNCTIONS[name]).trace(*types_of(num_rows, 4, 128, 192))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kernel = "grouped_matmul_mxfp4" if name == "product" else "grouped_matmul_gated_mxfp4"
-    assert text.count("@mosaic_gpu") == 2 and kernel in text
-    assert {out.shape for out in jax.tree.leaves(traced.out_info)} == {(num_rows, 192)}
-
-
-@needs_kernels
-@pytest.mark.parametrize("num_rows", quick([1, 16], 16))
-def test_lowers_for_chosen_groups(num_rows):
-    """Each product must lower to one kernel, without a kernel for the table of row tiles."""
-
-    def both(choices, x, wi, wo):
-        groups, _ = chosen_groups(choices, 4)
-        (hidden,) = gated_of(x, wi, groups)
-        return product_of(hidden, wo, groups)
-
-    x, wi, _ = types_of(num_rows, 4, 128, 192)
-    _, wo, _ = types_of(num_rows, 4, 192, 128)
-    traced = jax.jit(both).trace(jax.ShapeDtypeStruct((num_rows, 2), jnp.int32), x, wi, wo)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu") == 2
-    assert "grouped_matmul_gated_mxfp4" in text and "grouped_matmul_mxfp4" in text
-    tiles, height = (2, 8) if num_rows == 1 else (4, 16)
-    assert traced.out_info.shape == (tiles * height, 128)
+        assert_tiles_fit(kernel, scratch_types)

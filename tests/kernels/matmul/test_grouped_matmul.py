@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.kernels import needs_kernels
@@ -13,51 +9,12 @@ from support.matmuls import assert_close, expected, operands
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
-from pallas_kernels.matmul import kernel
 from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
 
 
 def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
-    """Runs `grouped_matmul` in the interpreter, which raises an error if there is a race.
-
-    Args:
-        pairs: (rows, matrices of the groups) for each product; the products are added.
-        group_sizes: [L] int32, the rows of each group.
-        tiles: the kernel's `Tiles`.
-        transpose_rhs: whether the matrices are transposed.
-        zero_unused: whether the kernel writes zeros past the last group.
-
-    Returns:
-        The sum of the products, [R, N].
-    """
     options = dict(transpose_rhs=transpose_rhs, tiles=tiles, zero_unused=zero_unused)
     return interpret(lambda: grouped_matmul(pairs, group_sizes, num_blocks=2, **options))
-
-
-@pytest.mark.parametrize("least_tiles", [1, 8])
-@pytest.mark.parametrize("num_waves", [1, 2, 3])
-def test_waves_walk_over_all_tiles_in_order(monkeypatch, num_waves, least_tiles):
-    """Each tile belongs to one thread block, and a wave's tiles come before the next wave's."""
-    monkeypatch.setattr(kernel, "_LEAST_TILES", least_tiles)
-    walker = kernel.Kernel(Tiles((16,), 128, 3, 1), 4, 128, num_waves=num_waves)
-
-    @functools.partial(jax.vmap, axis_name="block", axis_size=4 * num_waves, in_axes=None)
-    def walked(total):
-        def body(tile, exists, found):
-            return found.at[tile].add(jnp.asarray(exists, jnp.int32))
-
-        none = jnp.zeros(100, jnp.int32)
-        tiles = walker.block_tiles(total)
-        return tiles.walk(lambda tile: tile, body, none, once_more=True)
-
-    for total in (0, 1, 3, 4, 5, 13, 32, 33, 64, 65, 99, 100):
-        found = np.asarray(jax.jit(walked)(jnp.int32(total))).reshape(num_waves, 4, 100)
-        np.testing.assert_array_equal(found.sum((0, 1)), np.arange(100) < total)
-        of_tile = found.sum(1).argmax(0)[:total]
-        assert np.all(np.diff(of_tile) >= 0)
-        most = max(-(-total // (4 * num_waves)), least_tiles)
-        assert found.sum(2).max() <= most
-        assert len(set(of_tile)) == -(-total // (4 * most))
 
 
 @simulated
@@ -117,51 +74,32 @@ def test_a_race_is_found(monkeypatch):
 
 
 @needs_kernels
-def test_tiles_chosen_for_many_shapes():
-    for num_rows in (8, 1000, 32768):
-        for num_groups in (1, 32):
-            for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
-                tiles = backend.product_tiles(num_rows, num_groups, num_cols)
-                assert num_cols % tiles.part == 0
-                assert tiles.num_stages >= 3 and tiles.num_buffers >= 2
-    # Many rows with few columns get half as high tiles, so that all multiprocessors have one.
+def test_as_many_tiles_as_there_are_multiprocessors():
+    """Few rows get lower tiles, so that all multiprocessors have one; many rows get high tiles."""
     assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
     assert backend.product_tiles(36864, 64, 2048).block_m == 256
     assert backend.product_tiles(1152, 64, 2048).block_n == 256
+    assert backend.gated_tiles(1024, 1, 768).block_m == 64
+    assert backend.gated_tiles(36864, 64, 768).block_m == 144
 
 
-def test_columns_in_bands_of_about_the_same_width():
-    for num_cols, block_n, most, want in (
-        (2048, 128, 16, 16),
-        (7168, 128, 16, 14),
-        (768, 256, 16, 3),
-        # There are 23 columns of tiles, which two bands divide: 12 in the first, 11 in the second.
-        (2880, 128, 16, 12),
-        (64, 128, 16, 1),
-    ):
-        assert backend.band(num_cols, block_n, most) == want
-
-
-def test_tiles_that_cannot_be_are_refused():
-    for heights in ((20, 64), (64, 264), (64, 32), (0, 64), ()):
-        with pytest.raises(
-            ValueError, match="heights must be multiples of 8 from 8 to 256 in rising order"
-        ):
-            Tiles(heights, 128, 3, 1)
-    for block_n in (32, 192, 512):
-        with pytest.raises(ValueError, match="block_n must be 64, 128 or 256"):
-            Tiles((64,), block_n, 3, 1)
-    for buffers, says in (
-        ((2, 1), "num_stages must be at least 3"),
-        ((3, 0), "num_buffers must be positive"),
-        ((3, 1, 0), "band at least 1"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Tiles((64,), 128, *buffers)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((20, 64), 128, 3, 1), "heights must be multiples of 8 from 8 to 256 in rising order"),
+        (((64, 264), 128, 3, 1), "heights must be multiples of 8"),
+        (((64, 32), 128, 3, 1), "heights must be multiples of 8"),
+        (((), 128, 3, 1), "heights must be multiples of 8"),
+        (((64,), 192, 3, 1), "block_n must be 64, 128 or 256"),
+        (((64,), 128, 2, 1), "num_stages must be at least 3"),
+        (((64,), 128, 3, 0), "num_buffers must be positive"),
+        (((64,), 128, 3, 1, 0), "band at least 1"),
+        (((32,), 64, 3, 1), "block_n must be at least 128 .* but is 64"),
+        (((32,), 256, 3, 1), "must be a multiple of 128 for block_n=256, but is 192"),
+    ],
+)
+def test_tiles_that_cannot_be_are_refused(arguments, message):
     lhs, rhs, group_sizes, _ = operands(64, [3, 0], "bfloat16", matrix_shape=(64, 192))
-    with pytest.raises(ValueError, match="block_n must be at least 128 .* but is 64"):
-        tiles = Tiles((32,), 64, 3, 1)
-        grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
-    with pytest.raises(ValueError, match="must be a multiple of 128 for block_n=256, but is 192"):
-        tiles = Tiles((32,), 256, 3, 1)
+    with pytest.raises(ValueError, match=message):
+        tiles = Tiles(*arguments)
         grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
