@@ -89,8 +89,7 @@ def check_array(
 ) -> None:
     """Raises TypeError or ValueError unless `array` has `ndim` dimensions and a dtype of `kind`.
 
-    `ndim` None allows any number of dimensions. `kind` is a key of `_KINDS`. Messages quote
-    `shape`, such as "[T, H]".
+    `kind` is a key of `_KINDS`. Messages quote `shape`, such as "[T, H]".
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-DTYPES = ("bfloat16", "float16", "float32")
 Args = argparse.Namespace
+_IMAGES = (".pdf", ".png", ".svg")
 _MOST = 2**31 - 1
 
 
@@ -80,36 +80,25 @@ def some(item: Callable[[str], Any], *, none: bool = False) -> Callable[[str], l
 
 
 def output(path: str) -> str:
-    """Returns the path of a file, unchanged, if the file can be written; keeps its contents."""
-    # If a pipe were opened and closed here, its reader would see the end of the file.
-    if not Path(path).is_fifo():
-        existed = os.path.lexists(path)
-        try:
-            with open(path, "a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
-        if not existed:  # `open` has made it
-            os.remove(path)
+    """Returns the path of a file, unchanged, if the file can be written."""
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path!r}")
     return path
 
 
 def image(path: str) -> str:
-    """Returns `path`, as `output` does, if matplotlib is installed and can write such a file."""
+    """Returns the path of a plot, unchanged, if matplotlib is installed and can write it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("plots need matplotlib: pip install 'jax_ep[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    if Path(path).suffix[1:].lower() not in (kinds := FigureCanvasBase.get_supported_filetypes()):
-        raise argparse.ArgumentTypeError(f"{path!r} does not end in one of .{', .'.join(kinds)}")
+    if Path(path).suffix.lower() not in _IMAGES:
+        raise argparse.ArgumentTypeError(f"{path!r} does not end in one of {', '.join(_IMAGES)}")
     return output(path)
 
 
-def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | None = None) -> None:
-    end = "" if whose is None else f" for {whose}"
+def check_experts(num_experts: int, num_ranks: int, top_k: int) -> None:
     if num_experts % num_ranks:
-        raise Error(
-            f"--num_experts must be a multiple of the {num_ranks} ranks, but is {num_experts}{end}"
-        )
+        wanted = f"a multiple of the {num_ranks} ranks"
+        raise Error(f"--num_experts must be {wanted}, but is {num_experts}")
     if top_k > num_experts:
-        raise Error(f"--top_k must be at most the {num_experts} experts, but is {top_k}{end}")
+        raise Error(f"--top_k must be at most the {num_experts} experts, but is {top_k}")

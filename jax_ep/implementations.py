@@ -68,10 +68,9 @@ class Implementations(Generic[_Kind]):
             )
 
     def select(self, name: str | None, problem: Any) -> _Kind:
-        """Returns the implementation called `name`, or for None the first that supports `problem`.
+        """Returns the implementation called `name`, or for None the first default that can run.
 
-        For None, only implementations whose `is_default(problem)` is true are considered. Raises
-        ValueError, with the reason, if the named implementation does not support `problem`.
+        Raises ValueError, with the reason, if the named implementation does not support `problem`.
         """
         if name is not None:
             try:

@@ -1,8 +1,7 @@
 """Defines in plain NumPy what the functions of the library must compute.
 
-The arrays of all ranks are in a Python list: `x_per_rank[r]` holds rank r's tokens, and
-communication is indexing that list. Code uses loops where they are clearest. The tests compare
-`dispatch` with this module bit for bit, and everything else within float tolerance.
+The arrays of all ranks are in a Python list: `x_per_rank[r]` holds rank r's tokens. The tests
+compare `dispatch` with this module bit for bit, and everything else within float tolerance.
 
 There are N ranks and E experts. Each rank has L = E / N experts: rank r owns experts
 r * L ... r * L + L - 1. Each rank has T tokens, and each token has K choices of experts (top-k). A
@@ -76,8 +75,7 @@ def dropless_capacity(
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
-    In the worst case, all N * T * K pairs go to one rank, and each expert's block is padded by
-    `expert_alignment` - 1 rows.
+    In the worst case, all N * T * K pairs go to one rank, and each expert's block is padded.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -227,8 +225,8 @@ def combine(
     Returns:
       N arrays [T, H] of y's dtype. Masked and dropped choices add nothing. A token's rows on one
       host are summed in float32, and the sum is rounded to y's dtype. The hosts' sums are then
-      added in float32, in the order of the hosts. (With one host, the library also rounds the sum
-      of a token's rows on each rank; this reference does not.)
+      added in float32, in their order. (With one host, the library also rounds the sum of a token's
+      rows on each rank; this reference does not.)
     """
     outputs, dtype = [], y_per_rank[0].dtype
     ranks_of_host = len(y_per_rank) // num_hosts
@@ -276,8 +274,7 @@ def combine_grad(
       The gradients of y, N arrays [R, H] of y's dtype: the row of choice k of token t is
       weights[t, k] * grad_out[t], and padding and unused rows are zero. And the gradients of the
       weights, N arrays [T, K] of their dtype: the inner products of grad_out[t] and
-      y[row of (t, k)], zero for masked and dropped choices. The second list is empty without
-      weights.
+      y[row of (t, k)], zero for masked and dropped choices; an empty list without weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -295,7 +292,6 @@ def combine_grad(
 
 
 def _row(y_per_rank: Sequence[Array], routes: Routes, token: int, choice: int) -> Array:
-    """Returns the row of y that a (token, choice) pair was sent to, [H] float32."""
     rank, row = routes.ranks[token, choice], routes.rows[token, choice]
     return y_per_rank[rank][row].astype(np.float32)
 
@@ -374,8 +370,7 @@ def rank_combine(
 
     Args:
       y_per_rank: N arrays [N, T, H]: each rank's weighted sum of its own experts' outputs, for
-        every (source rank, token). A rank's row is added only if the token chose one of its
-        experts.
+        every (source rank, token). It is added only if the token chose one of the rank's experts.
       local_topk_idx_per_rank: N arrays [N, T, K], as `rank_dispatch` returned them.
 
     Returns:
@@ -427,10 +422,10 @@ def top_k_routing(
     Experts are chosen by their float32 scores or, with `choose_by="logit"`, by their logits; of
     equal ones, the lower id wins. `bias` [E] is added to these for the choice only (DeepSeek-V3,
     arXiv:2412.19437, 2.1.2). With `num_groups` > 1 the experts form equal groups of consecutive
-    ids. The score of a group is the sum of its two best biased scores ("top2"), its best one
-    ("max") or its `group_score` best ones, and experts are chosen from the `groups_kept` best
-    groups. If nothing is added to scores, logits are compared, which have their order. Weights are
-    computed from logarithms of the scores, so scores that underflow still have exact ratios.
+    ids, and are chosen from the `groups_kept` best ones: by the sum of their two best biased scores
+    ("top2"), their best one ("max") or their `group_score` best ones. If nothing is added to
+    scores, logits are compared, which have their order. Weights are computed from logarithms of the
+    scores, so scores that underflow still have exact ratios.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -567,9 +562,8 @@ def moe_layer(
 # The tests allow a float8 matmul to differ from the float64 sum of its products by this factor
 # times the sum of their magnitudes, because tensor cores add 128 products with about 14 bits.
 FLOAT8_SUM_ERROR = 2.0**-12
-# If few of 128 products are much larger than the others, the error may be larger: tensor cores
-# align the products with the largest one, and cut each off at about 2^-13 of it. So the tests also
-# allow an error of this factor times the largest product, for each 128 products.
+# They also allow an error of this factor times the largest product, for each 128 products: tensor
+# cores align the products with the largest one, and cut each off at about 2^-13 of it.
 FLOAT8_CUT_OFF = 128 * 2.0**-13
 
 

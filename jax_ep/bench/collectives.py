@@ -25,7 +25,7 @@ from jax_ep.bench import runner
 from jax_ep.bench.agreement import agree
 from jax_ep.bench.machine import devices_in_words
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import AXIS, Loop
+from jax_ep.bench.timing import AXIS, Loop, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives import xla
@@ -54,7 +54,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("implementations", None, algorithms, some(choice(_ALGORITHM_NAMES)))
     flags.add("write_table", None, "The JSON file of the lookup table to update.", output)
     compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=7, seconds=1200.0, least=10)
+    runner.add_flags(flags, compared, repeats=7, least=10)
 
 
 def run(args: Args) -> int:
@@ -62,89 +62,9 @@ def run(args: Args) -> int:
     return runner.run(CollectivesBench(args))
 
 
-class CollectivesCase(runner.Case):
-    """Measures one collective on one number of ranks, for all array sizes and algorithms."""
-
-    def __init__(self, bench: CollectivesBench, op: str, ranks: int):
-        self.op, self.num_ranks, self.args = op, ranks, bench.args
-        self.hidden = 8192 if jax.default_backend() == "gpu" else 256
-        super().__init__(
-            bench,
-            [
-                {
-                    "op": op,
-                    "ranks": ranks,
-                    "rows": count,
-                    "hidden": self.hidden,
-                    "bytes": count * self.hidden * _DTYPE.itemsize,
-                    "implementation": algorithm,
-                    "auto": collectives_table.select(None, self.problem(count)),
-                }
-                for count in bench.args.rows
-                for algorithm in self.algorithms(count)
-            ],
-        )
-
-    def algorithms(self, rows: int) -> list[str]:
-        available = ALGORITHMS[self.op].available(self.problem(rows))
-        usual = [name for name in available if name in MEASURED[self.op]]
-        names = self.args.implementations or usual
-        known = [name for name in names if name in ALGORITHMS[self.op].names]
-        # On one rank nothing is sent, so only one algorithm is measured.
-        return [name for name in known if self.num_ranks > 1 or name == "xla"]
-
-    def problem(self, rows: int) -> Problem:
-        """Returns the operands of a rank; of all_gather, the result has `rows` rows."""
-        rows_of_rank = rows // self.num_ranks if self.op == "all_gather" else rows
-        shapes: list[tuple[int, ...]] = [(rows_of_rank, self.hidden)]
-        if self.op == "all_reduce_rms_norm":
-            shapes += [(rows, self.hidden), (self.hidden,)]
-        operands = [jax.ShapeDtypeStruct(shape, _DTYPE) for shape in shapes]
-        place = availability.Machine(jax.devices()[: self.num_ranks])
-        return Problem(self.op, operands, self.num_ranks, (AXIS,), place)
-
-    def prepare(self) -> dict[int, tuple[jax.Array, ...]]:
-        """Makes for each number of rows the operands, with a leading axis of ranks."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-
-        def make(rows: int) -> tuple[jax.Array, ...]:
-            found = []
-            for i, each in enumerate(self.problem(rows).operands):
-                # The residual and scale of all_reduce_rms_norm are equal on all ranks.
-                shape = self.num_ranks if i == 0 else 1, *each.shape
-                made = jax.random.normal(jax.random.key(rows + i), shape, _DTYPE)
-                found.append(jnp.broadcast_to(made, (self.num_ranks, *each.shape)))
-            return tuple(found)
-
-        compiled = jax.jit(make, static_argnums=0, out_shardings=sharding)
-        return {rows: compiled(rows) for rows in {row["rows"] for row in self.rows}}
-
-    def build(self, row: Row, shared: dict[int, tuple[jax.Array, ...]]) -> Loop:
-        loop_type: type[Loop] = Loop
-        if row["implementation"] == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
-            loop_type = _InPlaceLoop
-
-        def step(state: Any) -> Any:
-            return getattr(collectives, self.op)(*state, AXIS, algorithm=row["implementation"])
-
-        return loop_type(step, shared[row["rows"]], self.mesh, self.args.iterations or 50)
-
-    def check(self, row: Row, loop: Loop, shared: Any) -> bool:
-        if row["implementation"] == "xla":
-            return False
-        other = self.build(row | {"implementation": "xla"}, shared)
-        exact = self.op in ("all_gather", "all_to_all")
-        # XLA may round after each of the N - 1 additions of a sum over ranks.
-        tolerance = 0.0 if exact else 8 * float(jnp.finfo(_DTYPE).eps) * self.num_ranks
-        got = loop.outputs()
-        agree(got, other.outputs(), tolerance)
-        if self.op in ("all_reduce", "all_reduce_rms_norm"):
-            for result in jax.tree.leaves(got):
-                assert (result == result[:1]).all(), "ranks disagree"
-        return True
-
-
 class CollectivesBench(runner.Bench):
+    """A case is one collective on one number of ranks, for all array sizes and algorithms."""
+
     columns = (
         Column("MB", "bytes", "{:.2f}", 1e6),
         Column("vs xla", "speedup_over_xla", "{:.2f}x"),
@@ -154,14 +74,71 @@ class CollectivesBench(runner.Bench):
     def default_ranks(self, num_devices: int) -> list[int]:
         return [count for count in (2, 4, 8) if count <= num_devices] or [1]
 
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[CollectivesCase]:
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
         args, on_gpu = self.args, devices[0].platform == "gpu"
         if args.write_table:
             read_table(args.write_table)
         args.rows = args.rows or (_GPU_ROWS if on_gpu else _CPU_ROWS)
         self._check_flags(ranks)
         self.facts = {"nccl_nvls_enable": os.environ["NCCL_NVLS_ENABLE"]}
-        return [CollectivesCase(self, op, num_ranks) for num_ranks in ranks for op in args.ops]
+        return [self._rows(op, num_ranks) for num_ranks in ranks for op in args.ops]
+
+    def _rows(self, op: str, num_ranks: int) -> list[Row]:
+        rows = []
+        for count in self.args.rows:
+            size = {"op": op, "ranks": num_ranks, "rows": count, "hidden": _hidden()}
+            size["bytes"] = count * _hidden() * _DTYPE.itemsize
+            problem = problem_of(size)
+            chosen = {"auto": collectives_table.select(None, problem)}
+            available = ALGORITHMS[op].available(problem)
+            usual = [name for name in MEASURED[op] if name in available]
+            for name in self.args.implementations or usual:
+                # On one rank nothing is sent, so only one algorithm is measured.
+                if name in ALGORITHMS[op].names and (num_ranks > 1 or name == "xla"):
+                    rows.append(size | chosen | {"implementation": name})
+        return rows
+
+    def prepare(self, row: Row) -> dict[int, tuple[jax.Array, ...]]:
+        """Makes for each number of rows the operands, with a leading axis of ranks."""
+        num_ranks = row["ranks"]
+        sharding = NamedSharding(expert_mesh(num_ranks), PartitionSpec(AXIS))
+
+        def make(rows: int) -> tuple[jax.Array, ...]:
+            found = []
+            for i, each in enumerate(problem_of(row | {"rows": rows}).operands):
+                # The residual and scale of all_reduce_rms_norm are equal on all ranks.
+                shape = num_ranks if i == 0 else 1, *each.shape
+                made = jax.random.normal(jax.random.key(rows + i), shape, _DTYPE)
+                found.append(jnp.broadcast_to(made, (num_ranks, *each.shape)))
+            return tuple(found)
+
+        compiled = jax.jit(make, static_argnums=0, out_shardings=sharding)
+        return {rows: compiled(rows) for rows in self.args.rows}
+
+    def build(self, row: Row, shared: dict[int, tuple[jax.Array, ...]]) -> Loop:
+        loop_type: type[Loop] = Loop
+        if row["implementation"] == "xla" and row["op"] in ("all_reduce", "all_reduce_rms_norm"):
+            loop_type = _InPlaceLoop
+
+        def step(state: Any) -> Any:
+            return getattr(collectives, row["op"])(*state, AXIS, algorithm=row["implementation"])
+
+        mesh = expert_mesh(row["ranks"])
+        return loop_type(step, shared[row["rows"]], mesh, self.args.iterations or 50)
+
+    def check(self, row: Row, loop: Loop, shared: Any) -> bool:
+        if row["implementation"] == "xla":
+            return False
+        other = self.build(row | {"implementation": "xla"}, shared)
+        exact = row["op"] in ("all_gather", "all_to_all")
+        # XLA may round after each of the N - 1 additions of a sum over ranks.
+        tolerance = 0.0 if exact else 8 * float(jnp.finfo(_DTYPE).eps) * row["ranks"]
+        got = loop.outputs()
+        agree(got, other.outputs(), tolerance)
+        if row["op"] in ("all_reduce", "all_reduce_rms_norm"):
+            for result in jax.tree.leaves(got):
+                assert (result == result[:1]).all(), "ranks disagree"
+        return True
 
     def header(self) -> list[str]:
         enabled = self.facts["nccl_nvls_enable"]
@@ -187,6 +164,22 @@ class CollectivesBench(runner.Bench):
             for count in args.rows:
                 if count % num_ranks:
                     raise Error(f"--rows: {count} is not a multiple of {num_ranks} ranks")
+
+
+def _hidden() -> int:
+    return 8192 if jax.default_backend() == "gpu" else 256
+
+
+def problem_of(row: Row) -> Problem:
+    """Returns the operands of a rank; of all_gather, the result has row["rows"] rows."""
+    op, num_rows, hidden, num_ranks = (row[key] for key in ("op", "rows", "hidden", "ranks"))
+    rows_of_rank = num_rows // num_ranks if op == "all_gather" else num_rows
+    shapes: list[tuple[int, ...]] = [(rows_of_rank, hidden)]
+    if op == "all_reduce_rms_norm":
+        shapes += [(num_rows, hidden), (hidden,)]
+    operands = [jax.ShapeDtypeStruct(shape, _DTYPE) for shape in shapes]
+    place = availability.Machine(jax.devices()[:num_ranks])
+    return Problem(op, operands, num_ranks, (AXIS,), place)
 
 
 class _InPlaceLoop(Loop):

@@ -32,7 +32,7 @@ from jax_ep.bench.layer import (
 )
 from jax_ep.bench.operations import random_rows, rank_seeds
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import AXIS, Loop, on_ranks
+from jax_ep.bench.timing import AXIS, Loop, expert_mesh, on_ranks
 from jax_ep.flags import Args, Flags, choice, integer, some
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import QuantizedExperts
@@ -78,7 +78,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("layers", None, "Layers in a step. Default: 1,8; on CPUs 1,2.", some(integer))
     flags.add("formats", ",".join(FORMATS), "The experts' formats.", some(choice(FORMATS)))
     compared = "the outputs of all programs of the same layers and batch with each other"
-    runner.add_flags(flags, compared, repeats=5, seconds=600.0, least=2)
+    runner.add_flags(flags, compared, repeats=5, least=2)
 
 
 def run(args: Args) -> int:
@@ -89,49 +89,77 @@ def run(args: Args) -> int:
 Stack = list[tuple[MoEParams, QuantizedExperts | None]]
 
 
-class DecodeCase(runner.Case):
-    """Measures one stack of MoE layers at every batch size."""
+class DecodeBench(runner.Bench):
+    """A case is one stack of MoE layers at every batch size."""
 
     spaced = False
+    columns = (
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("chosen experts", "experts_hit", "{:.1f}"),
+        Column("MB to read", "bytes", "{:.1f}", 1e6),
+    )
 
-    def __init__(self, bench: DecodeBench, shape: Shape, facts: Row, batches: Sequence[int]):
-        super().__init__(bench, [facts | {"batch": batch} for batch in batches])
-        self.shape = shape
-        self.config = MoEConfig(
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
+        args, on_cpus = self.args, devices[0].platform == "cpu"
+        self.shapes = chosen_shapes(args, ranks)
+        self.measure_bandwidths(devices[:1])
+        batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
+        return [
+            [
+                {
+                    "shape": name,
+                    "layers": layers,
+                    "ranks": num_ranks,
+                    "format": format,
+                    "implementation": "jax_ep",
+                    "batch": batch,
+                }
+                for batch in batches
+            ]
+            for name in self.shapes
+            for layers in args.layers or ((1, 2) if on_cpus else (1, 8))
+            for num_ranks in ranks
+            for format in args.formats
+        ]
+
+    def config(self, row: Row) -> MoEConfig:
+        shape = self.shapes[row["shape"]]
+        return MoEConfig(
             num_experts=shape.num_experts,
             num_experts_per_token=shape.top_k,
             score=shape.score,
             expert_axis=AXIS,
-            matmul_dtype=FORMATS[facts["format"]].matmul_dtype,
+            matmul_dtype=FORMATS[row["format"]].matmul_dtype,
         )
 
-    def prepare(self) -> Stack:
-        row = self.rows[0]
+    def prepare(self, row: Row) -> Stack:
+        shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
         stored = FORMATS[row["format"]].stored
-        return make_stack(self.shape, self.config, row["layers"], self.mesh, stored)
+        return make_stack(shape, self.config(row), row["layers"], mesh, stored)
 
     def build(self, row: Row, shared: Stack) -> Loop:
-        mesh = self.mesh
+        config, mesh = self.config(row), expert_mesh(row["ranks"])
         tokens = -(-row["batch"] // mesh.size)
-        size = tokens, self.shape.hidden
+        size = tokens, self.shapes[row["shape"]].hidden
         make = on_ranks(lambda seed: random_rows(seed + 400, size, jnp.bfloat16), mesh)
         state = shared, make(rank_seeds(mesh.size))
 
         def step(state: tuple[Stack, jax.Array]) -> jax.Array:
-            return step_of_layers(state, self.config, row["batch"])[0]
+            return step_of_layers(state, config, row["batch"])[0]
 
         calls = runner.iterations(self.args, tokens, on_cpus=2, many=20, few=50)
         return Loop(step, state, mesh, calls)
 
     def compiled(self, row: Row, loop: Loop) -> Row:
         """Returns the bytes that the rank with the most chosen experts must read, and the floor."""
-        hits = experts_hit(loop.state, loop.mesh, self.config, row["batch"])
-        matrix = self.shape.hidden * self.shape.mlp_dim
+        shape = self.shapes[row["shape"]]
+        hits = experts_hit(loop.state, loop.mesh, self.config(row), row["batch"])
+        matrix = shape.hidden * shape.mlp_dim
         read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
         # The router of each layer reads its matrix, the gate, [H, E] float32.
-        read += row["layers"] * self.shape.hidden * self.shape.num_experts * 4
+        read += row["layers"] * shape.hidden * shape.num_experts * 4
         found = {"experts_hit": float(hits.sum(axis=1).mean()), "bytes": float(read)}
-        if (bandwidth := self.bench.bandwidths.memory) is not None:
+        if (bandwidth := self.bandwidths.memory) is not None:
             found["floor_us"] = read / bandwidth * 1e6
         return found | {"iterations": loop.iterations}
 
@@ -141,44 +169,12 @@ class DecodeCase(runner.Case):
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
         outputs, tolerance = loop.outputs(), FORMATS[row["format"]].tolerance
-        expected, other_tolerance = self.bench.first.setdefault(work, (outputs, tolerance))
+        expected, other_tolerance = self.first.setdefault(work, (outputs, tolerance))
         agree(outputs, expected, max(other_tolerance, tolerance), exceptions=1e-4)
         return True
 
     def results(self, row: Row) -> Row:
         return {"tokens_per_s": row["batch"] / row["wall"]["median_us"] * 1e6}
-
-
-class DecodeBench(runner.Bench):
-    columns = (
-        Column("tokens/s", "tokens_per_s", "{:.0f}"),
-        Column("chosen experts", "experts_hit", "{:.1f}"),
-        Column("MB to read", "bytes", "{:.1f}", 1e6),
-    )
-
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[DecodeCase]:
-        args, on_cpus = self.args, devices[0].platform == "cpu"
-        self.shapes = chosen_shapes(args, ranks)
-        self.measure_bandwidths(devices[:1])
-        batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
-        return [
-            DecodeCase(
-                self,
-                shape,
-                {
-                    "shape": name,
-                    "layers": layers,
-                    "ranks": num_ranks,
-                    "format": format,
-                    "implementation": "jax_ep",
-                },
-                batches,
-            )
-            for name, shape in self.shapes.items()
-            for layers in args.layers or ((1, 2) if on_cpus else (1, 8))
-            for num_ranks in ranks
-            for format in args.formats
-        ]
 
     def header(self) -> list[str]:
         return sizes_in_words(self.shapes)

@@ -34,7 +34,7 @@ from jax_ep.bench.operations import (
     without_handles,
 )
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import Loop, compiled, on_ranks
+from jax_ep.bench.timing import Loop, compiled, expert_mesh, on_ranks
 from jax_ep.exchange import interface
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.primitives import IMPLEMENTATIONS, Problem
@@ -66,7 +66,7 @@ def add_flags(flags: Flags) -> None:
     outputs = choice(("dequantized", "quantized"))
     flags.add("output", "dequantized", "What a dispatch with a wire dtype returns.", outputs)
     compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=5, seconds=3600.0, least=10)
+    runner.add_flags(flags, compared, repeats=5, least=10)
 
 
 def add_capacity_factor(flags: Flags) -> None:
@@ -78,11 +78,28 @@ def run(args: Args) -> int:
     return runner.run(ExchangeBench(args))
 
 
-class ExchangeCase(runner.Case):
-    """Measures one operation on one number of tokens and ranks, in all ways to compute it."""
+class ExchangeBench(runner.Bench):
+    """A case is one operation on one number of tokens and ranks, in all ways to compute it."""
+
+    columns = (
+        Column("wire GB/s", "wire_gb_per_s", "{:.3g}"),
+        report.text("floor set by", "floor_set_by"),
+    )
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
+        platform = devices[0].platform
+        self.args.hidden = self.args.hidden or (7168 if platform == "gpu" else 256)
+        self._check_flags(ranks)
+        self.measure_bandwidths(devices[: max(ranks)])
+        return [
+            list(self._rows(op, num_tokens, num_ranks))
+            for num_ranks in ranks
+            for num_tokens in self.args.tokens or ([128, 4096] if platform == "gpu" else [32, 128])
+            for op in self.args.ops
+        ]
 
     def build(self, row: Row, shared: None) -> Loop:
-        work, mesh = make_work(row), self.mesh
+        work, mesh = make_work(row), expert_mesh(row["ranks"])
         prepare, step = make_operation(row["op"], work, row["implementation"])
         arrays = rank_seeds(mesh.size), work.topk_idx
         state = compiled(on_ranks(prepare, mesh), *arrays)(*arrays)
@@ -102,28 +119,9 @@ class ExchangeCase(runner.Case):
         if (sent := sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
         must_cross = sent_bytes(row["op"], work) or 0.0
-        if least := floor(must_cross, local_bytes(row["op"], work), self.bench.bandwidths):
+        if least := floor(must_cross, local_bytes(row["op"], work), self.bandwidths):
             found |= {"floor_us": least[0], "floor_set_by": least[1]}
         return found
-
-
-class ExchangeBench(runner.Bench):
-    columns = (
-        Column("wire GB/s", "wire_gb_per_s", "{:.3g}"),
-        report.text("floor set by", "floor_set_by"),
-    )
-
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[ExchangeCase]:
-        platform = devices[0].platform
-        self.args.hidden = self.args.hidden or (7168 if platform == "gpu" else 256)
-        self._check_flags(ranks)
-        self.measure_bandwidths(devices[: max(ranks)])
-        return [
-            ExchangeCase(self, list(self._rows(op, num_tokens, num_ranks)))
-            for num_ranks in ranks
-            for num_tokens in self.args.tokens or ([128, 4096] if platform == "gpu" else [32, 128])
-            for op in self.args.ops
-        ]
 
     def header(self) -> list[str]:
         return ["bfloat16, H={hidden}, E={num_experts}, K={top_k}".format(**vars(self.args))]

@@ -31,7 +31,7 @@ from jax_ep.bench.agreement import agree
 from jax_ep.bench.exchange import add_capacity_factor
 from jax_ep.bench.operations import random_rows, rank_seeds, rows_needed
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import AXIS, Loop, on_ranks
+from jax_ep.bench.timing import AXIS, Loop, expert_mesh, on_ranks
 from jax_ep.flags import Args, Error, Flags, check_experts, choice, integer, some
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig
@@ -70,15 +70,6 @@ SHAPES = {
 }
 
 
-# The sizes of a shape that are flags, and their help.
-_SIZES = {
-    "hidden": "H, the width of a token.",
-    "mlp_dim": "F, the width of each expert's MLP.",
-    "num_experts": "E, the number of experts of all ranks together.",
-    "top_k": "K, the number of distinct experts that each token chooses.",
-}
-
-
 def chosen_shapes(args: Args, ranks: Sequence[int]) -> dict[str, Shape]:
     """Returns the shapes of --shapes by name; small ones, under names that say so, on CPUs."""
     found = {}
@@ -88,10 +79,11 @@ def chosen_shapes(args: Args, ranks: Sequence[int]) -> dict[str, Shape]:
             experts, top_k = min(shape.num_experts, 16), min(shape.top_k, 4)
             shape = shape._replace(hidden=128, mlp_dim=128, num_experts=experts, top_k=top_k)
             name = f"small {name}"
-        given = {size: value for size in _SIZES if (value := getattr(args, size, None)) is not None}
-        found[name] = shape._replace(**given)
+        if (num_experts := getattr(args, "num_experts", None)) is not None:
+            shape = shape._replace(num_experts=num_experts)
+        found[name] = shape
         for num_ranks in ranks:
-            check_experts(found[name].num_experts, num_ranks, found[name].top_k, name)
+            check_experts(found[name].num_experts, num_ranks, found[name].top_k)
     return found
 
 
@@ -106,8 +98,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("shapes", ",".join(SHAPES), "The models whose layers run.", some(choice(SHAPES)))
     flags.add("directions", ",".join(DIRECTIONS), "The passes to time.", some(choice(DIRECTIONS)))
     flags.add("tokens", None, "T, tokens per rank. Default: 4096; on CPUs 64.", some(integer))
-    for name, help in _SIZES.items():
-        flags.add(name, None, f"{help} Default: that of each shape.", integer)
+    flags.add("num_experts", None, "E, experts of all ranks. Default: that of a shape.", integer)
     others = some(choice(BASELINES), none=True)
     flags.add("baselines", "xla", "The layer with XLA's exchange, or empty.", others)
     add_capacity_factor(flags)
@@ -120,29 +111,53 @@ def add_flags(flags: Flags) -> None:
     remat = "What the backward pass of jax_ep computes again; full: the whole layer."
     flags.add("remat", "none", remat, some(choice(("none", "full"))))
     compared = "the outputs and gradients of all layers with each other"
-    runner.add_flags(flags, compared, repeats=5, seconds=600.0, least=2)
+    runner.add_flags(flags, compared, repeats=5, least=2)
 
 
 def run(args: Args) -> int:
     return runner.run(LayerBench(args))
 
 
-class LayerCase(runner.Case):
-    """Measures all layers of one model shape and number of tokens, forward and with gradients."""
+class LayerBench(runner.Bench):
+    """A case is all layers of one model shape and number of tokens, forward and with gradients."""
 
     spaced = False
+    columns = (
+        Column("matmul us", "matmul_us", "{:.1f}"),
+        Column("exchange us", "exchange_us", "{:.1f}"),
+        Column("if hidden us", "if_hidden_us", "{:.1f}"),
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
+        Column("peak MiB", "peak_bytes", "{:.1f}", 2**20),
+        Column("temp MiB", "temp_bytes", "{:.1f}", 2**20),
+        Column("vs xla", "speedup_over_xla", "{:.2f}x"),
+        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
+    )
 
-    @property
-    def shape(self) -> Shape:
-        return self.bench.shapes[self.rows[0]["shape"]]
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
+        args = self.args
+        if args.quantize == "once" and set(args.matmul_dtype) == {"none"}:
+            raise Error("--quantize needs --matmul_dtype=float8_e4m3fn")
+        if max(args.token_chunks) > 1 and args.capacity_factor:
+            raise Error(
+                "--token_chunks above 1 needs --capacity_factor=0: with a capacity factor, each "
+                "chunk has a capacity of its own, so rows could be dropped"
+            )
+        self.shapes = chosen_shapes(args, ranks)
+        return [
+            self._rows(name, shape, num_ranks, num_tokens)
+            for num_ranks in ranks
+            for name, shape in self.shapes.items()
+            for num_tokens in args.tokens or [64 if devices[0].platform == "cpu" else 4096]
+        ]
 
-    def prepare(self) -> tuple[Any, MoEConfig, Any]:
+    def prepare(self, row: Row) -> tuple[Any, MoEConfig, Any]:
         """Makes the operands, the configuration and, with --quantize=once, the float8 experts."""
-        mesh = self.mesh
-        state = make_state(self.shape, self.rows[0]["tokens"], mesh)
-        config, self.load = make_config(self.shape, state, mesh, self.args.capacity_factor)
+        shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
+        state = make_state(shape, row["tokens"], mesh)
+        config, self.load = make_config(shape, state, mesh, self.args.capacity_factor)
         quantized = None
-        if any(row.get("quantize") == "once" for row in self.rows):
+        if self.args.quantize == "once":
             float8 = dataclasses.replace(config, matmul_dtype=jnp.float8_e4m3fn)
             quantized = on_ranks(lambda params: quantize_experts(params, float8), mesh)(state[0])
         return state, config, quantized
@@ -160,7 +175,7 @@ class LayerCase(runner.Case):
         step = make_step(row["implementation"], row["direction"], config, row["remat"])
         if row.get("quantize") == "once":
             state = (*state, quantized)
-        loop = Loop(step, state, self.mesh, iterations)
+        loop = Loop(step, state, expert_mesh(row["ranks"]), iterations)
         _ = loop.call  # compiled here, in parallel to other programs
         return loop
 
@@ -174,7 +189,7 @@ class LayerCase(runner.Case):
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs = loop.outputs()
         work = tuple(row[key] for key in ("shape", "tokens", "ranks", "direction"))
-        other, expected = self.bench.first.setdefault(work, (row, outputs))
+        other, expected = self.first.setdefault(work, (row, outputs))
         # A row has the field "quantize" if its layer sends and multiplies float8.
         tolerance = _FLOAT8_TOLERANCE if "quantize" in row or "quantize" in other else TOLERANCE
         # Rounding may swap two experts whose scores are nearly equal.
@@ -190,37 +205,6 @@ class LayerCase(runner.Case):
             "tflops_per_rank": flops / seconds / 1e12,
             **({} if row["device"] is None else parts_of(row["device"])),
         }
-
-
-class LayerBench(runner.Bench):
-    columns = (
-        Column("matmul us", "matmul_us", "{:.1f}"),
-        Column("exchange us", "exchange_us", "{:.1f}"),
-        Column("if hidden us", "if_hidden_us", "{:.1f}"),
-        Column("tokens/s", "tokens_per_s", "{:.0f}"),
-        Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
-        Column("peak MiB", "peak_bytes", "{:.1f}", 2**20),
-        Column("temp MiB", "temp_bytes", "{:.1f}", 2**20),
-        Column("vs xla", "speedup_over_xla", "{:.2f}x"),
-        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
-    )
-
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[LayerCase]:
-        args = self.args
-        if args.quantize == "once" and set(args.matmul_dtype) == {"none"}:
-            raise Error("--quantize needs --matmul_dtype=float8_e4m3fn")
-        if max(args.token_chunks) > 1 and args.capacity_factor:
-            raise Error(
-                "--token_chunks above 1 needs --capacity_factor=0: with a capacity factor, each "
-                "chunk has a capacity of its own, so rows could be dropped"
-            )
-        self.shapes = chosen_shapes(args, ranks)
-        return [
-            LayerCase(self, self._rows(name, shape, num_ranks, num_tokens))
-            for num_ranks in ranks
-            for name, shape in self.shapes.items()
-            for num_tokens in args.tokens or [64 if devices[0].platform == "cpu" else 4096]
-        ]
 
     def header(self) -> list[str]:
         return ["bfloat16", *sizes_in_words(self.shapes)]
@@ -271,10 +255,7 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Splits a layer's device time by the names of kernels, into matmuls and exchange.
-
-    "matmul_us" and "if_hidden_us" are None if no kernel has the name of an expert matmul.
-    """
+    """Splits a layer's device time by the names of kernels; None without expert matmuls."""
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
         sum(us for name, us in by_kernel.items() if kind.search(name))
@@ -329,8 +310,8 @@ def make_config(
     """Makes the configuration of the measured layers, with a receive buffer that drops no rows.
 
     Also returns "rows", the rows that a rank receives, mean over ranks; "rows_needed", those of the
-    most loaded rank; and "capacity", the rows of the buffer. `state` is that of `make_state`. A
-    `capacity_factor` of 0 makes room for any routing.
+    most loaded rank; and "capacity", the rows of the buffer. A `capacity_factor` of 0 makes room
+    for any routing.
     """
     config = MoEConfig(
         num_experts=shape.num_experts,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from jax_ep.bench import matmul_operations as operations
 from jax_ep.bench import runner
 from jax_ep.bench.agreement import agree
 from jax_ep.bench.layer import MATMUL_DTYPES
-from jax_ep.bench.matmul_baselines import BASELINES
 from jax_ep.bench.matmul_operations import (
     CASES,
     OF_TWO_PAIRS,
@@ -35,7 +34,7 @@ from jax_ep.bench.matmul_operations import (
     Operands,
 )
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import Loop
+from jax_ep.bench.timing import Loop, expert_mesh
 from jax_ep.flags import Args, Error, Flags, choice, some
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul import float8, primitives
@@ -54,13 +53,11 @@ def add_flags(flags: Flags) -> None:
         f"{'; '.join(case.name for case in SMALL_CASES)}.",
     )
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
-    of_library = "Of this library. Default: pallas, and in a few cases also the slow xla."
-    flags.add("implementations", None, of_library, some(choice(BACKENDS), none=True))
-    of_others = "Of other libraries. Default: all that run here."
-    flags.add("baselines", None, of_others, some(choice(BASELINES), none=True))
+    names = "Default: pallas and tokamax, and in a few cases also the slow ones."
+    flags.add("implementations", None, names, some(choice(BACKENDS)))
     dtypes = "The dtypes that are multiplied, each measured; none: bfloat16."
     flags.add("matmul_dtype", "none", dtypes, some(choice(MATMUL_DTYPES)))
-    runner.add_flags(flags, "three groups of the results with float32", repeats=10, seconds=600.0)
+    runner.add_flags(flags, "three groups of the results with float32", repeats=10)
 
 
 def run(args: Args) -> int:
@@ -70,15 +67,33 @@ def run(args: Args) -> int:
     return runner.run(MatmulBench(args))
 
 
-class MatmulCase(runner.Case):
-    """Measures one operation on operands of one size, by every backend and in each matmul dtype."""
+class MatmulBench(runner.Bench):
+    """A case is one operation on operands of one size, by every backend and in each dtype."""
 
+    columns = (
+        Column("TFLOP/s", "tflops", "{:.3g}"),
+        Column("of dense", "share_of_dense", "{:.0%}"),
+        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
+    )
     in_turns = True
     spaced = False
 
-    def __init__(self, bench: MatmulBench, case: Case, op: str):
-        self.case, self.op = case, op
-        self.functions = programs(case, op, bench.args)
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
+        args = self.args
+        every_case = SMALL_CASES if devices[0].platform == "cpu" else CASES
+        self.sizes = {case.name: case for case in every_case if args.case in case.name}
+        if not self.sizes:
+            names = "; ".join(case.name for case in every_case)
+            raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
+        for name in args.implementations or []:
+            # A program may lack a dtype or a case, but not all of them.
+            cases = self.sizes.values()
+            why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
+            runner.check_available("implementations", {name: why[0] if all(why) else None})
+        return [self._rows(case, op) for case in self.sizes.values() for op in args.ops]
+
+    def _rows(self, case: Case, op: str) -> list[Row]:
+        """Returns a row for each program; for each dtype, "dense" comes first."""
         facts = {
             "ranks": 1,
             "case": case.name,
@@ -89,53 +104,60 @@ class MatmulCase(runner.Case):
             "num_groups": case.num_groups,
             "op": op,
         }
-        rows = [
-            facts | {"implementation": name, "matmul_dtype": matmul_dtype}
-            for name, matmul_dtype in self.functions
-        ]
-        super().__init__(bench, rows)
+        usual = ["pallas", "tokamax", *(["blocks", "xla"] if case.slow else [])]
+        names = self.args.implementations or usual
+        rows = []
+        for dtype in self.args.matmul_dtype:
+            able = [name for name in names if not unavailable_reason(name, case, dtype)]
+            for name in ["dense", *able] if able else []:
+                rows.append(facts | {"implementation": name, "matmul_dtype": dtype})
+        return rows
 
-    def prepare(self) -> tuple[Operands, Float8Operands | None]:
-        operands = operations.random_operands(self.case)
-        has_float8 = any(matmul_dtype != "none" for _, matmul_dtype in self.functions)
+    def prepare(self, row: Row) -> tuple[Operands, Float8Operands | None]:
+        operands = operations.random_operands(self.sizes[row["case"]])
+        has_float8 = any(dtype != "none" for dtype in self.args.matmul_dtype)
         return operands, operations.quantized(operands) if has_float8 else None
 
     def build(self, row: Row, shared: tuple[Operands, Float8Operands | None]) -> Loop:
-        is_plain = row["matmul_dtype"] == "none"
-        function = self.functions[row["implementation"], row["matmul_dtype"]]
-        operands = shared[0] if is_plain else shared[1]
-        return Loop(function, operands, self.mesh, self.args.iterations or 5)
+        name, op, dtype = row["implementation"], row["op"], row["matmul_dtype"]
+        function: Any
+        if name == "dense":
+            function = operations.dense_operation(op, dtype)
+        elif dtype == "none":
+            function = operations.operation(BACKENDS[name], op)
+        else:
+            function = operations.float8_operation(name, op)
+        operands = shared[0] if dtype == "none" else shared[1]
+        return Loop(function, operands, expert_mesh(1), self.args.iterations or 5)
 
     def check(self, row: Row, loop: Loop, shared: tuple[Operands, Float8Operands | None]) -> bool:
+        op, case = row["op"], self.sizes[row["case"]]
         if row["implementation"] == "dense":
             return False
-        limit = operations.tolerance(self.op, row["matmul_dtype"])
-        out, last = loop.outputs(), self.case.num_groups - 1
+        limit = operations.tolerance(op, row["matmul_dtype"])
+        out, last = loop.outputs(), case.num_groups - 1
         if isinstance(out, QuantizedArray):  # whose rows past the last group are undefined
             out = out.dequantize(jnp.float32)
-        elif self.op != "drhs":
-            assert not jnp.any(out[:, self.case.live :] != 0), "rows past the last group"
+        elif op != "drhs":
+            assert not jnp.any(out[:, case.live :] != 0), "rows past the last group"
         for group in sorted({0, last // 2, last}):
-            wanted, rows = operations.group_in_float32(self.op, shared[0], group)
-            agree(out[:, group : group + 1] if self.op == "drhs" else out[:, rows], wanted, limit)
+            wanted, rows = operations.group_in_float32(op, shared[0], group)
+            agree(out[:, group : group + 1] if op == "drhs" else out[:, rows], wanted, limit)
         return True
 
     def results(self, row: Row) -> Row:
-        flops = self._dense_flops(row)
-        if row["implementation"] != "dense":
-            flops = self.case.flops(self.op, self.case.live)
+        case, op, rows = self.sizes[row["case"]], row["op"], row["live_rows"]
+        flops = case.flops(op, rows)
+        if row["implementation"] == "dense":  # which multiplies rows of no group, too
+            rows = case.num_rows
+            if op == "drhs" and row["matmul_dtype"] != "none":
+                rows = padded_rows(rows, case.num_groups)
+            flops = case.flops(op, rows) / (2 if op in OF_TWO_PAIRS else 1)
         return {"flops": flops, "tflops": flops / row["wall"]["median_us"] * 1e-6}
 
-    def _dense_flops(self, row: Row) -> float:
-        """Returns the FLOPs of the dense matmul, which multiplies rows of no group, too."""
-        rows = self.case.num_rows
-        if self.op == "drhs" and row["matmul_dtype"] != "none":
-            rows = padded_rows(rows, self.case.num_groups)
-        return self.case.flops(self.op, rows) / (2 if self.op in OF_TWO_PAIRS else 1)
-
-    def measure(self) -> list[Row]:
+    def measure(self, case: Sequence[Row]) -> list[Row]:
         """Returns the results of the dense matmul first, then of the others, the fastest first."""
-        rows = super().measure()
+        rows = super().measure(case)
         timed = [row for row in rows if "wall" in row]
         dense = {row["matmul_dtype"]: row for row in timed if row["implementation"] == "dense"}
         for row in timed:
@@ -148,27 +170,9 @@ class MatmulCase(runner.Case):
         others.sort(key=lambda row: row["wall"]["median_us"] if "wall" in row else math.inf)
         return [first, *others]
 
-
-class MatmulBench(runner.Bench):
-    columns = (
-        Column("TFLOP/s", "tflops", "{:.3g}"),
-        Column("of dense", "share_of_dense", "{:.0%}"),
-        Column("vs plain", "speedup_of_float8", "{:.2f}x"),
-    )
-
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[MatmulCase]:
-        args = self.args
-        every_case = SMALL_CASES if devices[0].platform == "cpu" else CASES
-        cases = [case for case in every_case if args.case in case.name]
-        if not cases:
-            names = "; ".join(case.name for case in every_case)
-            raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
-        for flag in ("implementations", "baselines"):
-            for name in getattr(args, flag) or []:
-                # A program may lack a dtype or a case, but not all of them.
-                why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
-                runner.check_available(flag, {name: why[0] if all(why) else None})
-        return [MatmulCase(self, case, op) for case in cases for op in args.ops]
+    def compare(self, rows: list[Row]) -> None:
+        keys = "case", "op", "implementation"
+        runner.speedups(rows, "speedup_of_float8", keys, matmul_dtype="none")
 
     def header(self) -> list[str]:
         return ["bfloat16"]
@@ -180,39 +184,10 @@ class MatmulBench(runner.Bench):
         plain = row["matmul_dtype"] == "none"
         return row["implementation"] if plain else "{implementation}, {matmul_dtype}".format(**row)
 
-    def compare(self, rows: list[Row]) -> None:
-        keys = "case", "op", "implementation"
-        runner.speedups(rows, "speedup_of_float8", keys, matmul_dtype="none")
-
 
 def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
-    """Returns why a backend or baseline cannot run on this machine, or None if it can."""
+    """Returns why a backend cannot run on this machine, or None if it can."""
     dtype = jnp.dtype("bfloat16" if matmul_dtype == "none" else matmul_dtype)
     platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
-    return (BACKENDS | BASELINES)[name].unavailable_reason(problem)
-
-
-def programs(case: Case, op: str, args: Args) -> dict[tuple[str, str], Callable[[Any], Any]]:
-    """Returns the programs to measure for an operation on operands of the size `case`.
-
-    The keys are pairs (name of a backend or "dense", matmul dtype). For each matmul dtype, "dense"
-    comes first; the dtype has no programs if no backend can run the operation in it.
-    """
-    usual = ["pallas", "tokamax", *(["blocks", "xla"] if case.slow else [])]
-    names = list(usual if args.implementations is None else args.implementations)
-    names += [name for name in BASELINES if args.baselines is None or name in args.baselines]
-    found: dict[tuple[str, str], Callable[[Any], Any]] = {}
-    for dtype in args.matmul_dtype:
-        able = [name for name in names if not unavailable_reason(name, case, dtype)]
-        # Other libraries' matmuls have no scales.
-        if dtype != "none":
-            able = [name for name in able if name in BACKENDS]
-        if able:
-            found["dense", dtype] = operations.dense_operation(op, dtype)
-        for name in able:
-            if dtype == "none":
-                found[name, dtype] = operations.operation((BACKENDS | BASELINES)[name], op)
-            else:
-                found[name, dtype] = operations.float8_operation(name, op)
-    return found
+    return BACKENDS[name].unavailable_reason(problem)

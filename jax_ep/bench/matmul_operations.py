@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.checkpoints.functions import swiglu
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul import float8, xla
 from jax_ep.matmul.backend import Backend
@@ -126,10 +127,6 @@ def quantized(operands: Operands) -> Float8Operands:
         group_sizes=o.group_sizes,
     )
     return jax.tree.map(lambda leaf: leaf[None], found)
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
 
 
 def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:

@@ -1,8 +1,7 @@
 """The operations that `bench` times: dispatch, combine, their gradients, and XLA's collectives.
 
 A baseline is an XLA collective alone: it sends all tokens to all ranks ("out"), or brings back and
-sums a row for each (token, rank) ("back"). So its time is a lower bound for a dispatch or combine
-that is built from it.
+sums a row for each (token, rank) ("back"). No dispatch or combine that is built from it is faster.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Work:
 
     @property
     def wire(self) -> RowFormat:
-        """The row format for `wire_dtype`: which values and scales are sent for a row."""
+        """The format of a row that is sent."""
         return interface.wire_format(self.wire_dtype)
 
     @property

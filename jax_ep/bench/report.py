@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -116,11 +115,8 @@ def plot(
 
     panels = list(dict.fromkeys(group(row)[0] for row in rows)) or ["nothing measured"]
     bars = list(dict.fromkeys(bar(row) for row in rows))
-    colors = matplotlib.colormaps["tab10" if len(bars) <= 10 else "tab20"]
-    largest = max(len({group(row)[1] for row in rows if group(row)[0] == p}) for p in panels)
-    width = 2 + max(2.5, 0.5 * len(bars)) * max(largest, 1)
     figure, axes = plt.subplots(
-        len(panels), 1, figsize=(width, 4 * len(panels)), squeeze=False, layout="constrained"
+        len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained"
     )
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         found = [row for row in rows if group(row)[0] == panel]
@@ -130,18 +126,14 @@ def plot(
             offset = (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
             places = [groups.index(group(row)[1]) + offset for row in own]
             times = [row["wall"]["median_us"] if "wall" in row else 0.0 for row in own]
-            drawn = axis.bar(places, times, 0.8 / len(bars), color=colors(i % 20), label=name)
+            drawn = axis.bar(places, times, 0.8 / len(bars), color=f"C{i}", label=name)
             labels = [f"{time:.4g}" if time else "failed" for time in times]
             axis.bar_label(drawn, labels, fontsize=7, rotation=90, padding=2)
         axis.set_xticks(range(len(groups)), groups, fontsize="small")
-        axis.set_xlim(-0.5, len(groups) - 0.5)
         axis.margins(y=0.2)
         axis.set(title=panel, ylabel="in-loop wall time, us")
-    if bars:
-        handles = [plt.Rectangle((0, 0), 1, 1, color=colors(i % 20)) for i in range(len(bars))]
-        figure.legend(handles, bars, loc="outside lower center", fontsize="small")
-    # About 13 characters of the title fit on an inch.
-    figure.suptitle("\n".join(textwrap.wrap(title, int(width * 13))), fontsize="medium")
+        axis.legend(fontsize="small")
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -151,10 +143,9 @@ def record(**facts: Any) -> dict[str, Any]:
 
 
 def save_json(path: str | None, found: dict[str, Any]) -> None:
-    """Writes JSON to the file of --json, if there is one.
+    """Writes JSON to the file of --json, if there is one; atomically, if possible.
 
-    Call it before printing, which fails if a pipe's reader, such as `head`, has ended. If possible,
-    it writes atomically, so that an interrupt leaves an older file whole.
+    Call it before printing, which fails if a pipe's reader, such as `head`, has ended.
     """
     if path is None:
         return

@@ -1,54 +1,68 @@
 """Runs a bench command: measures all its programs, and prints, saves and plots the results.
 
-A command is a `Bench`, which lists its cases and says how results are shown. A `Case` is one piece
-of work and the programs that do it, such as this library's implementations and the baselines they
-are compared with. Each program gives one row of results: a dict with its times, or with its error.
-A case's programs are compiled in parallel; then they are checked and timed one at a time.
+A command is a `Bench`. Each program gives one row of results: a dict with its times, or with its
+error. The programs of a case are compiled in parallel, then checked and timed one at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jax_ep.bench import report
 from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import Loop, expert_mesh
-from jax_ep.flags import Args, Error, Flags, choice, image, integer, number, some
+from jax_ep.bench.timing import Loop
+from jax_ep.flags import Args, Error, Flags, choice, image, integer, some
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
-# A pair: the row of results of a program, and the compiled loop that calls the program.
+# A program's row of results, and the compiled loop that calls it.
 Program = tuple[Row, Loop]
 
 
-class Case:
-    """One piece of work, and the programs that do it, to be measured and compared.
+class Bench:
+    """A bench command: the programs that it measures, and how it shows their results.
 
-    `rows` has the fields that identify each program, among them "implementation" and "ranks", which
-    all rows share. With `in_turns`, each program's loop runs once per round, so that a drifting
-    clock affects all alike. `spaced` is that of `Loop.device_time`.
+    A *case* is the rows of programs that do the same work. A row first has the fields that identify
+    its program, among them "implementation" and "ranks". `columns` of the table follow on those of
+    all benchmarks: work, sizes, program, times and, if `results` give "floor_us", that lower bound.
+    `facts` are the fields of the JSON file besides the rows.
     """
 
+    columns: Sequence[Column] = ()
+    # Whether each program of a case runs once per round: a drifting clock then affects all alike.
     in_turns = False
-    spaced = True
+    spaced = True  # as for `Loop.device_time`
 
-    def __init__(self, bench: Any, rows: Sequence[Row]):
-        self.bench, self.args, self.rows = bench, bench.args, list(rows)
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.facts: dict[str, Any] = {}
+        self.copies: list[str] = []
+        # The results of the first checked program of each kind, which others are compared with.
+        self.first: dict[Any, Any] = {}
 
-    @property
-    def mesh(self) -> Mesh:
-        return expert_mesh(self.rows[0]["ranks"])
+    def measure_bandwidths(self, devices: Sequence[jax.Device]) -> None:
+        """Measures plain copies, whose rates are printed and saved."""
+        self.bandwidths = measure_bandwidths(devices)
+        self.facts["bandwidths"] = self.bandwidths._asdict()
+        for place, per_second in self.bandwidths._asdict().items():
+            if per_second is not None:
+                self.copies.append(f"copies, {place}: {per_second / 1e9:.0f} GB/s")
 
-    def prepare(self) -> Any:
-        """Makes the `shared` of `build` and `check`, such as operands."""
+    def default_ranks(self, num_devices: int) -> list[int]:
+        return [num_devices]
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> Iterable[list[Row]]:
+        """Returns the cases to measure; raises `Error` if flags cannot be followed."""
+        raise NotImplementedError
+
+    def prepare(self, row: Row) -> Any:
+        """Makes the `shared` of a case, such as operands; `row` is the first of the case."""
 
     def build(self, row: Row, shared: Any) -> Loop:
         """Compiles the program of a row."""
@@ -66,23 +80,47 @@ class Case:
         """Returns fields to add to `row` that follow from its times."""
         return {}
 
-    def measure(self) -> list[Row]:
-        """Compiles, checks and times all programs; returns their rows, some with an "error"."""
-        rows = [dict(row) for row in self.rows]
+    def compare(self, rows: list[Row]) -> None:
+        """Adds fields to rows that follow from other rows, such as speed-ups."""
+
+    def header(self) -> list[str]:
+        """Returns lines to print before measuring."""
+        return []
+
+    def group(self, row: Row) -> tuple[str, str]:
+        """Returns in words the row's operation, and the sizes at which programs are compared."""
+        raise NotImplementedError
+
+    def program(self, row: Row) -> str:
+        """Describes what distinguishes a row's program from others of its group."""
+        return row["implementation"]
+
+    def name(self, row: Row) -> str:
+        return ", ".join([*self.group(row), self.program(row)])
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        words = (
+            Column("work", lambda row: self.group(row)[0], left=True),
+            Column("sizes", lambda row: self.group(row)[1], left=True),
+            Column("program", self.program, left=True),
+        )
+        return report.table((*words, *report.COMMON, *self.columns), rows)
+
+    def measure(self, case: Sequence[Row]) -> list[Row]:
+        """Compiles, checks and times all programs; returns new rows, some with an "error"."""
+        rows = [dict(row) for row in case]
         try:
-            shared = self.prepare()
+            shared = self.prepare(rows[0])
         except Exception as error:
             return [row | {"error": _first_line(error)} for row in rows]
 
         def build(row: Row) -> Loop:
-            report.progress(f"{self.bench.name(row)}: compiling")
-            self._check_time()
+            report.progress(f"{self.name(row)}: compiling")
             return self.build(row, shared)
 
         with ThreadPoolExecutor(min(len(rows), 16)) as pool:
             futures = [pool.submit(build, row) for row in rows]
         pairs = list(zip(rows, futures, strict=True))
-        # The programs of a group are timed in turns.
         for group in [pairs] if self.in_turns else [[pair] for pair in pairs]:
             ready = [(row, self._ready(row, future, shared)) for row, future in group]
             self._time([(row, loop) for row, loop in ready if loop is not None])
@@ -90,22 +128,16 @@ class Case:
 
     def _ready(self, row: Row, future: Future[Loop], shared: Any) -> Loop | None:
         """Checks a compiled program and runs it once; returns None after an error."""
-        report.progress(self.bench.name(row))
+        report.progress(self.name(row))
         with _errors_go_into(row):
             loop = future.result()
             row |= self.compiled(row, loop)
-            self._check_time()
             row["checked"] = self.args.check and self.check(row, loop, shared)
             loop.run()
             return loop
         return None
 
-    def _check_time(self) -> None:
-        if time.monotonic() - self.args.started > self.args.seconds:
-            raise TimeoutError(f"not started, because --seconds={self.args.seconds:g} had passed")
-
     def _time(self, programs: Sequence[Program]) -> None:
-        """Adds wall times, device times and `results` to the rows of programs."""
         with _errors_go_into(*(row for row, _ in programs)):
             turns = [[loop.run() for _, loop in programs] for _ in range(self.args.repeats)]
             for i, (row, loop) in enumerate(programs):
@@ -131,74 +163,14 @@ class Case:
             return {"device": None, "device_error": _first_line(error)}
 
 
-class Bench:
-    """A bench command.
-
-    `columns` follow in its table on those of all benchmarks, which are work, sizes, program, times
-    and, if a case gives "floor_us", that lower bound. `facts` are the fields of its JSON file
-    besides the rows.
-    """
-
-    columns: Sequence[Column]
-
-    def __init__(self, args: Args) -> None:
-        self.args = args
-        self.facts: dict[str, Any] = {}
-        self.copies: list[str] = []
-        # The results of the first checked program of each kind, which others are compared with.
-        self.first: dict[Any, Any] = {}
-
-    def measure_bandwidths(self, devices: Sequence[jax.Device]) -> None:
-        """Measures plain copies, which the command prints, and saves with its rows."""
-        self.bandwidths = measure_bandwidths(devices)
-        self.facts["bandwidths"] = self.bandwidths._asdict()
-        for place, per_second in self.bandwidths._asdict().items():
-            if per_second is not None:
-                self.copies.append(f"copies, {place}: {per_second / 1e9:.0f} GB/s")
-
-    def default_ranks(self, num_devices: int) -> list[int]:
-        return [num_devices]
-
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> Iterable[Case]:
-        """Returns the cases to measure; raises `Error` if flags cannot be followed."""
-        raise NotImplementedError
-
-    def header(self) -> list[str]:
-        """Returns lines to print before measuring."""
-        return []
-
-    def name(self, row: Row) -> str:
-        return ", ".join([*self.group(row), self.program(row)])
-
-    def group(self, row: Row) -> tuple[str, str]:
-        """Returns in words the row's operation, and the sizes at which programs are compared."""
-        raise NotImplementedError
-
-    def program(self, row: Row) -> str:
-        """Describes what distinguishes a row's program from others of its group."""
-        return row["implementation"]
-
-    def compare(self, rows: list[Row]) -> None:
-        """Adds fields to rows that follow from other rows, such as speed-ups."""
-
-    def table(self, rows: Sequence[Row]) -> list[str]:
-        words = (
-            Column("work", lambda row: self.group(row)[0], left=True),
-            Column("sizes", lambda row: self.group(row)[1], left=True),
-            Column("program", self.program, left=True),
-        )
-        return report.table((*words, *report.COMMON, *self.columns), rows)
-
-
 def run(bench: Bench) -> int:
     """Runs a bench command; returns its exit status: 1 if a program failed, else 0."""
     args = bench.args
-    args.started = time.monotonic()
     devices = find_devices(max(args.ranks or [8]))
     ranks = args.ranks or bench.default_ranks(len(devices))
     if max(ranks) > len(devices):
         raise Error(f"--ranks is {max(ranks)}, but there are only {len(devices)} devices")
-    cases = [case for case in bench.cases(devices, ranks) if case.rows]
+    cases = [case for case in bench.cases(devices, ranks) if case]
     if not cases:
         raise Error("--implementations and --baselines leave nothing to measure")
     machine = f"{devices_in_words(devices[: max(ranks)])}, jax {jax.__version__}"
@@ -212,7 +184,7 @@ def run(bench: Bench) -> int:
         report.save_json(args.json, report.record(**facts))
 
     for case in cases:
-        rows += case.measure()
+        rows += bench.measure(case)
         report.progress("")
         save()  # after each case, so that an interrupted run keeps its results
     bench.compare(rows)
@@ -226,7 +198,7 @@ def run(bench: Bench) -> int:
     return 1 if any("error" in row for row in rows) else 0
 
 
-def add_flags(flags: Flags, check: str, repeats: int, seconds: float, least: int = 1) -> None:
+def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
     calls = "Dependent calls in one timed loop. Default: more for few tokens."
     flags.add("iterations", None, calls, lambda text: integer(text, least))
@@ -235,8 +207,6 @@ def add_flags(flags: Flags, check: str, repeats: int, seconds: float, least: int
     flags.add("device_timer", "auto", timers, choice(("auto", "none")))
     flags.switch("by_kernel", "Print each result's device time by kernel, below the table.")
     flags.switch("check", f"Before timing, compare {check}; a difference is an error.")
-    last = "Seconds from the start, after which no further measurement is begun."
-    flags.add("seconds", f"{seconds:g}", last, number)
     flags.json()
     flags.add(
         "plot", None, "The file for a plot of the wall times; its ending is its format.", image

@@ -1,9 +1,8 @@
 """Divides the device time of a training step among its parts, such as attention and experts.
 
-A profile names, for each kernel, the HLO operation that the kernel runs. The text of the compiled
-program has an `op_name` for each operation: the named scopes in which JAX traced it. The part that
-a kernel belongs to follows from this `op_name` or, for kernels of this library, from the kernel's
-name.
+A profile names, for each kernel, the HLO operation that it runs. The text of the compiled program
+has an `op_name` for each operation: the named scopes in which JAX traced it. They tell the part; of
+kernels of this library, their own names do.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import Any
 
 from jax_ep.bench.layer import MATMUL
 
-# Maps each part of a training step to a regular expression for the `op_name` of its operations: the
-# path of Flax modules and named scopes in which JAX traced an operation. The modules are those of
-# `jax_ep.models.decoder`. An operation belongs to the first part whose expression matches.
+# Maps each part of a training step to a regular expression for the `op_name` of its operations, by
+# the scopes of `jax_ep.models.decoder`. An operation belongs to the first part that matches.
 _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",

@@ -1,7 +1,7 @@
 """`python -m jax_ep bench all`: runs the benchmarks of exchange, layer, matmul and collectives.
 
-Each runs in its own process with its own timeout, so that the others run even if one hangs or
-crashes. Their results are written to the file of `--json` as soon as each has ended.
+Each runs in its own process with its own timeout, so that the others run even if one hangs. Their
+results are written to the file of `--json` as soon as each has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 
 from jax_ep.bench import report
 from jax_ep.bench.report import Column
-from jax_ep.flags import Args, Error, Flags, choice, number, some
+from jax_ep.flags import Args, Error, Flags
 
+# A step that still runs after so many seconds is ended; its file has the cases that it measured.
+_STEP_SECONDS = 900
 STEPS = {
     "exchange": ["bench"],
     "short-rows": ["bench", "--hidden=2048"],
@@ -30,27 +32,19 @@ STEPS = {
 
 
 def add_flags(flags: Flags) -> None:
-    flags.add("steps", ",".join(STEPS), "The benchmarks to run, in order.", some(choice(STEPS)))
-    flags.add(
-        "flags",
-        "",
-        "Flags for every step, such as --flags='--check --repeats=2'. Default: none.",
-    )
-    flags.add("step_seconds", "900", "Seconds after which a step that still runs is ended.", number)
+    help = "Flags for every step, such as --flags='--check --repeats=2'. Default: none."
+    flags.add("flags", "", help)
     flags.json()
 
 
 def run(args: Args) -> int:
     if not args.json:
         raise Error("--json is required: name the file to write the results to")
-    if not args.step_seconds:
-        raise Error("--step_seconds must be above 0, but is 0")
     steps: list[dict[str, Any]] = []
-    for name in args.steps:
-        command = [sys.executable, "-m", "jax_ep", *STEPS[name], *shlex.split(args.flags)]
+    for name, step in STEPS.items():
+        command = [sys.executable, "-m", "jax_ep", *step, *shlex.split(args.flags)]
         print(f"\n{name}: {shlex.join(command)}", flush=True)
-        # Past --seconds, a step begins no further measurement, and prints what it has.
-        found = run_step([*command, f"--seconds={0.8 * args.step_seconds:g}"], args.step_seconds)
+        found = run_step(command, _STEP_SECONDS)
         print(found["output"], end="", flush=True)
         steps.append({"step": name} | found)
         report.save_json(args.json, report.record(steps=steps))
@@ -62,8 +56,8 @@ def run(args: Args) -> int:
 def run_step(command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Runs a bench command in a new process, and ends it after a timeout.
 
-    Returns a dict: "command"; "ended", how it ended, in words; "seconds", how long it took;
-    "output", what it printed; and "measured", the contents of its JSON file, or None.
+    Returns a dict: "command"; "ended", how, in words; "seconds"; "output", what it printed; and
+    "measured", the contents of its JSON file, or None.
     """
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:

@@ -4,11 +4,10 @@ Both times are measured on a compiled loop that calls the function. Each iterati
 previous one, so XLA can neither hoist a call out of the loop, nor drop it, nor overlap it with the
 next one.
 
-The host limits the speed of a loop of short calls: it launches kernels on one device after the
-other, and kernels on the first devices wait for their peers on the last one. The wall time includes
-this wait. The device time excludes it: while device time is measured, a kernel that only waits (the
-spacer) runs after each call, so that the host's launches get ahead of the devices. The time of the
-loop's own kernels (its counter and a copy of it) is subtracted from the device time.
+The host launches kernels on one device after the other, which limits a loop of short calls: first
+devices wait for their peers. The wall time includes this wait. For the device time, a kernel that
+only waits (the spacer) runs after each call, so that the host gets ahead, and the time of the
+loop's own kernels is subtracted.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.runtime import jax_compat
 
-# One launch of a kernel: the kernel's name, and the launch's duration in microseconds.
+# One launch of a kernel: its name, and its microseconds.
 Kernel = tuple[str, float]
-# The name of the spacer, a kernel that only waits between two calls, and how long it waits.
 SPACER = "spacer"
 SPACER_MICROSECONDS = 250
 
@@ -72,10 +70,8 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
-    """Compiles a jitted function for the arguments' shapes. Several threads may do this at once.
-
-    Only one of them traces: when several did, with jax 0.11.2, one failed once with StoreException.
-    """
+    """Compiles a jitted function for the arguments' shapes; several threads may call it at once."""
+    # When several threads traced, with jax 0.11.2, one failed once with StoreException.
     with _tracing:
         traced = function.trace(*arguments)
     return traced.lower().compile()
@@ -131,14 +127,13 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, carry, unroll=unroll)
 
     def _varying(self, tree: Any) -> Any:
-        """Casts arrays to vary (vma) over the mesh's axis."""
         return jax.tree.map(lambda leaf: jax_compat.match_varying([leaf], (AXIS,))[0], tree)
 
     def outputs(self) -> Any:
         """Calls `step` once; returns its result, with a leading axis of ranks.
 
-        Before, arrays of the results' sizes are filled with NaN and freed. The results most likely
-        get this memory, so that an element that `step` does not write is NaN.
+        Before, memory of the results' sizes is filled with NaN and freed, so that an element that
+        `step` does not write is most likely NaN.
         """
         call = self.call  # compiled first, since that may take the memory that is filled
         shapes = jax.eval_shape(on_ranks(self.step, self.mesh), self.state)
@@ -161,8 +156,7 @@ class Loop:
     def device_time(self, repeats: int, spaced: bool = True) -> DeviceTime:
         """Measures the device time of one call of `step`.
 
-        If `spaced`, the spacer follows each call, and the time of the loop's own kernels is
-        subtracted. Calls that take milliseconds need neither.
+        Calls that take milliseconds need no spacer and no subtraction: they are not `spaced`.
         """
         device = self._traced_time(repeats, spaced)
         if not spaced:

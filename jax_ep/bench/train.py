@@ -34,7 +34,7 @@ from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DeviceTime
 from jax_ep.flags import Args, Error, Flags, check_experts, choice, integer, number, some
 from jax_ep.models.axes import FSDP_AXIS, decoder_mesh
-from jax_ep.models.config import MODELS, SIZES, DecoderConfig
+from jax_ep.models.config import MODELS, SIZES
 from jax_ep.models.decoder import REMAT, Decoder
 
 # Maps each model to sizes that replace its own, so that the model and its AdamW state fit on one
@@ -68,7 +68,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("fsdp", "1", "Ranks over which every matrix is also split.", integer)
     flags.add("remat", "none", "What layers keep for the backward pass.", some(choice(REMAT)))
     compared = "the first loss and the norm of its gradient with the first program's"
-    runner.add_flags(flags, compared, repeats=7, seconds=1500.0)
+    runner.add_flags(flags, compared, repeats=7)
 
 
 def run(args: Args) -> int:
@@ -130,71 +130,9 @@ class StepLoop:
         return timing.summarize(launches, repeats * self.iterations)
 
 
-class TrainCase(runner.Case):
-    """Measures one program: a model's training step with one implementation of the MoE layer."""
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self.bench.configs[self.rows[0]["shape"]]
-
-    def build(self, row: Row, shared: Any) -> Any:
-        sizes = {"data": 1, FSDP_AXIS: row["fsdp"], "expert": row["ranks"] // row["fsdp"]}
-        mesh = decoder_mesh(jax.devices()[: row["ranks"]], sizes)
-        model = Decoder(
-            config=self.config.replace(
-                matmul_dtype=None if row["matmul_dtype"] == "none" else row["matmul_dtype"],
-                capacity_factor=self.args.capacity_factor or None,
-                implementation="xla" if row["implementation"] == "xla" else None,
-            ),
-            dtype=jnp.bfloat16,
-            param_dtype=jnp.bfloat16,
-            remat=row["remat"],
-            loss_chunk=8192,
-        )
-        shape = 1, row["ranks"] * row["batch"], row["sequence"] + 1
-        batch = np.random.default_rng(0).integers(self.config.vocab, size=shape, dtype=np.int32)
-        # A step takes long enough that the number of tokens does not matter.
-        iterations = runner.iterations(self.args, num_tokens=0, on_cpus=2, many=10, few=10)
-        return StepLoop(model, mesh, batch, iterations)
-
-    def compiled(self, row: Row, loop: Any) -> Row:
-        choices = row["ranks"] * row["batch"] * row["sequence"] * self.config.num_experts_per_token
-        return runner.held_bytes(loop.compiled) | {
-            "compile_s": loop.compile_s,
-            "iterations": loop.iterations,
-            "loss": loop.first["loss"],
-            "grad_norm": loop.first["grad_norm"],
-            "dropped": loop.first["num_dropped"] / (choices * self.config.num_layers),
-        }
-
-    def check(self, row: Row, loop: Any, shared: Any) -> bool:
-        first = self.bench.first.setdefault((row["shape"], row["ranks"]), loop.first)
-        for name, tolerance in (("loss", _LOSS_TOLERANCE), ("grad_norm", _NORM_TOLERANCE)):
-            if not abs(loop.first[name] - first[name]) <= tolerance * abs(first[name]):
-                raise AssertionError(
-                    f"{name} is {loop.first[name]:.6g}, but that of the first program "
-                    f"{first[name]:.6g} (tolerance {tolerance:.0%})"
-                )
-        return True
-
-    def results(self, row: Row) -> Row:
-        seconds = row["wall"]["median_us"] * 1e-6
-        tokens = row["ranks"] * row["batch"] * row["sequence"]
-        flops = tokens * self.config.training_flops_per_token(row["sequence"])
-        per_rank = flops / seconds / row["ranks"]
-        peak = peak_flops(jax.devices()[0].device_kind)
-        found: Row = {
-            "tokens_per_s": tokens / seconds,
-            "tflops_per_rank": per_rank / 1e12,
-            "share_of_peak": per_rank / peak if peak else None,
-        }
-        if row["device"] is not None:
-            parts = step_parts.sums(row["device"]["by_kernel_us"])
-            found["parts_us"] = parts | {"idle": row["wall"]["median_us"] - sum(parts.values())}
-        return found
-
-
 class TrainBench(runner.Bench):
+    """A case is one program: a model's training step with one implementation of the MoE layer."""
+
     columns = (
         Column("tokens/s", "tokens_per_s", "{:.0f}"),
         Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
@@ -209,7 +147,7 @@ class TrainBench(runner.Bench):
     def default_ranks(self, num_devices: int) -> list[int]:
         return sorted({min(self.args.fsdp, num_devices), num_devices})
 
-    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[TrainCase]:
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
         args, on_cpus = self.args, devices[0].platform == "cpu"
         args.sequence = args.sequence or (64 if on_cpus else 4096)
         args.batch = args.batch or (1 if on_cpus else 2)
@@ -224,30 +162,85 @@ class TrainBench(runner.Bench):
                 if num_ranks % args.fsdp:
                     raise Error(f"--fsdp must divide {num_ranks} ranks, but is {args.fsdp}")
                 split = num_ranks // args.fsdp
-                check_experts(config.num_experts, split, config.num_experts_per_token, name)
+                check_experts(config.num_experts, split, config.num_experts_per_token)
         programs = [("jax_ep", dtype) for dtype in args.matmul_dtype]
         programs += [(name, "none") for name in args.baselines]
         return [
-            TrainCase(
-                self,
-                [
-                    {
-                        "shape": shape,
-                        "ranks": num_ranks,
-                        "fsdp": args.fsdp,
-                        "sequence": args.sequence,
-                        "batch": args.batch,
-                        "implementation": name,
-                        "matmul_dtype": matmul_dtype,
-                        "remat": remat,
-                    }
-                ],
-            )
+            [
+                {
+                    "shape": shape,
+                    "ranks": num_ranks,
+                    "fsdp": args.fsdp,
+                    "sequence": args.sequence,
+                    "batch": args.batch,
+                    "implementation": name,
+                    "matmul_dtype": matmul_dtype,
+                    "remat": remat,
+                }
+            ]
             for shape in self.configs
             for num_ranks in ranks
             for name, matmul_dtype in programs
             for remat in args.remat
         ]
+
+    def build(self, row: Row, shared: Any) -> Any:
+        config = self.configs[row["shape"]]
+        sizes = {"data": 1, FSDP_AXIS: row["fsdp"], "expert": row["ranks"] // row["fsdp"]}
+        mesh = decoder_mesh(jax.devices()[: row["ranks"]], sizes)
+        model = Decoder(
+            config=config.replace(
+                matmul_dtype=None if row["matmul_dtype"] == "none" else row["matmul_dtype"],
+                capacity_factor=self.args.capacity_factor or None,
+                implementation="xla" if row["implementation"] == "xla" else None,
+            ),
+            dtype=jnp.bfloat16,
+            param_dtype=jnp.bfloat16,
+            remat=row["remat"],
+            loss_chunk=8192,
+        )
+        shape = 1, row["ranks"] * row["batch"], row["sequence"] + 1
+        batch = np.random.default_rng(0).integers(config.vocab, size=shape, dtype=np.int32)
+        # A step takes long enough that the number of tokens does not matter.
+        iterations = runner.iterations(self.args, num_tokens=0, on_cpus=2, many=10, few=10)
+        return StepLoop(model, mesh, batch, iterations)
+
+    def compiled(self, row: Row, loop: Any) -> Row:
+        config = self.configs[row["shape"]]
+        choices = row["ranks"] * row["batch"] * row["sequence"] * config.num_experts_per_token
+        return runner.held_bytes(loop.compiled) | {
+            "compile_s": loop.compile_s,
+            "iterations": loop.iterations,
+            "loss": loop.first["loss"],
+            "grad_norm": loop.first["grad_norm"],
+            "dropped": loop.first["num_dropped"] / (choices * config.num_layers),
+        }
+
+    def check(self, row: Row, loop: Any, shared: Any) -> bool:
+        first = self.first.setdefault((row["shape"], row["ranks"]), loop.first)
+        for name, tolerance in (("loss", _LOSS_TOLERANCE), ("grad_norm", _NORM_TOLERANCE)):
+            if not abs(loop.first[name] - first[name]) <= tolerance * abs(first[name]):
+                raise AssertionError(
+                    f"{name} is {loop.first[name]:.6g}, but that of the first program "
+                    f"{first[name]:.6g} (tolerance {tolerance:.0%})"
+                )
+        return True
+
+    def results(self, row: Row) -> Row:
+        seconds = row["wall"]["median_us"] * 1e-6
+        tokens = row["ranks"] * row["batch"] * row["sequence"]
+        flops = tokens * self.configs[row["shape"]].training_flops_per_token(row["sequence"])
+        per_rank = flops / seconds / row["ranks"]
+        peak = peak_flops(jax.devices()[0].device_kind)
+        found: Row = {
+            "tokens_per_s": tokens / seconds,
+            "tflops_per_rank": per_rank / 1e12,
+            "share_of_peak": per_rank / peak if peak else None,
+        }
+        if row["device"] is not None:
+            parts = step_parts.sums(row["device"]["by_kernel_us"])
+            found["parts_us"] = parts | {"idle": row["wall"]["median_us"] - sum(parts.values())}
+        return found
 
     def header(self) -> list[str]:
         lines = [

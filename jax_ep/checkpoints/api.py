@@ -32,13 +32,12 @@ from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
 
-# A callback that is called with the bytes loaded so far and the bytes to load in total.
+# Called with the bytes loaded so far, and the bytes to load in total.
 Progress = Callable[[int, int], None]
 
 PathLike = str | os.PathLike[str]
 
-# Says which parameters are loaded as a `QuantizedArray`. None: no parameter. "keep": the matrices
-# that are quantized in the files. A format: the routed experts' matrices, quantized to this format.
+# See `load_moe_params`.
 Quantized = Literal["keep"] | Format | None
 
 
@@ -55,9 +54,8 @@ def load_moe_params(
 ) -> tuple[MoEConfig, MoEParams]:
     """Loads the configuration and parameters of one layer's MoE block.
 
-    Files are memory-mapped, and each device's shard is read separately. A process reads only the
-    experts of its own devices. Besides the results it holds at most one shard of one parameter in
-    memory.
+    Files are memory-mapped. A process reads only the shards of its own devices, and holds at most
+    one of them in memory besides the results.
 
     Args:
         directory: a directory as published, with config.json and safetensors files.
@@ -67,18 +65,17 @@ def load_moe_params(
             mesh, or else one device.
         param_dtype: the dtype of the parameters, floating and of 16 bits or more; the selection
             bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
-            Quantized parameters dequantize to it. The layer computes in the field `dtype`.
+            Quantized parameters dequantize to it.
         quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
             matrices of routed and shared experts that the files hold as float8 or MXFP4 become
             `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
-            `jax_ep.formats.FLOAT8_MATRICES` or `MXFP4`: the routed experts' matrices are quantized
-            to this format while they are loaded; matrices that the files hold in this format keep
-            their bytes. With a format, values and scales are stored as [out, in]
-            (`jax_ep.formats.Transposed`). Quantized parameters have no gradient.
+            `jax_ep.formats.MXFP4`: the routed experts' matrices are quantized to this format, with
+            values and scales stored as [out, in] (`jax_ep.formats.Transposed`); matrices that the
+            files hold in it keep their bytes. Quantized parameters have no gradient.
         partial: whether the block may have tensors that the layer does not hold, and that
-            `load_others` returns. The layer is then only a part of the block.
-        progress: called as progress(bytes loaded, bytes to load); both count this process only.
-            None draws a progress bar on standard error if standard error is a terminal.
+            `load_others` returns.
+        progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
+            a progress bar on standard error if that is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
             `num_slots`, slot s holds a copy of expert s % E (`Placement.in_order`).
 
@@ -87,12 +84,9 @@ def load_moe_params(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the architecture or quantization is unknown; the layer has no MoE block; a
-            tensor of it is missing, misshapen or unknown; a field has a value that the block or the
-            layer does not support; the mesh does not divide the experts, slots or F; or `quantized`
-            does not fit the matrices. The message names the cause.
-        TypeError: an argument has the wrong type, or a keyword is not a field of
-            `jax_ep.MoEConfig`.
+        ValueError: the model is not supported; a tensor is missing, misshapen or unknown; a field
+            or `quantized` does not suit the block; or the mesh does not divide it.
+        TypeError: an argument has the wrong type, or a keyword is no field of `jax_ep.MoEConfig`.
     """
     check_arguments(mesh, param_dtype, quantized)
     planned = plan_load(Directory(directory), layer, mesh, param_dtype, quantized, fields, partial)
@@ -120,10 +114,7 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLoad:
-    """How each parameter of a block is to be loaded, by the parameter's name.
-
-    `formats` has only the parameters that become a `QuantizedArray`.
-    """
+    """How each parameter of a block is to be loaded, by its name; `formats`: if it is quantized."""
 
     block: Block
     config: MoEConfig
@@ -141,7 +132,6 @@ class PlannedLoad:
         )
 
     def _struct(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns a parameter of `shape` as it is loaded, with `ShapeDtypeStruct` leaves."""
         format, dtype = self.formats.get(name), self.dtypes[name]
         if format is None:
             return jax.ShapeDtypeStruct(shape, dtype)
@@ -166,12 +156,11 @@ class PlannedLoad:
         if config.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
             placement = Placement.in_order(**sizes, num_ranks=1)[0]
-            sizes_of_mesh = {} if config.mesh is None else config.mesh.shape
-            along = (sizes_of_mesh.get(axis, 1) for axis in as_axes(config.expert_axis))
-            placement = dataclasses.replace(placement, num_ranks=math.prod(along))
-        # `config` may name implementations that this machine lacks, if another machine will call
-        # the layer. So the call is traced with "xla", which every machine has. A `MoEConfig` with a
-        # host_capacity_factor does not allow it, but None, which chooses what can run here.
+            of_mesh = {} if config.mesh is None else config.mesh.shape
+            along = (of_mesh.get(axis, 1) for axis in as_axes(config.expert_axis))
+            placement = Placement.in_order(**sizes, num_ranks=math.prod(along))[0]
+        # `config` may name implementations of another machine, so the call is traced with "xla",
+        # which every machine has. With a host_capacity_factor, only None is allowed.
         between_hosts = config.host_capacity_factor is not None
         config = dataclasses.replace(
             config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
@@ -253,8 +242,7 @@ def load_moe(
     The other arguments and the errors are those of `jax_ep.checkpoints.load_moe_params`.
 
     Args:
-        lora_rank: the inner size of the low-rank adapters that the experts get; 0 means none. See
-            `jax_ep.init_lora`.
+        lora_rank: the inner size of the experts' low-rank adapters (`jax_ep.init_lora`); 0: none.
         rngs: the random number generators of the adapters; None: `nnx.Rngs(0)`.
     """
     config, params = load_moe_params(
@@ -275,8 +263,7 @@ def load_moe(
 def load_others(directory: PathLike, layer: int) -> dict[str, np.ndarray]:
     """Loads the tensors of a layer's MoE block that are no parameters of the layer.
 
-    The caller of the layer applies them; the page "Published models" shows how. Most models have
-    none.
+    The caller of the layer applies them; the page "Published models" shows how.
 
     Returns:
         A dict that maps the name of each tensor after "layers.<layer>." to its array, as it is
@@ -299,13 +286,13 @@ def save_moe(
 ) -> None:
     """Writes one layer's MoE block into a directory, in the published format.
 
-    If the directory has the layer's block, its tensors are overwritten in place, and keep their
-    names, shapes, dtypes and encodings. Numbers that have not changed keep their bytes, so loading
-    and saving again changes no byte of a file. Changed numbers are rounded to the stored dtype. In
-    float8 and MXFP4 tensors, blocks with changed numbers get new scales. A `QuantizedArray` in the
-    stored format is written with its own values and scales. Each file of the block is copied,
-    changed and then replaced, which needs free space for the copies. Only one save at a time may
-    write to a directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
+    If the directory has the layer's block, its tensors keep their names, shapes, dtypes and
+    encodings. Numbers that have not changed keep their bytes, so loading and saving again changes
+    no byte of a file. Changed numbers are rounded to the stored dtype; in float8 and MXFP4 tensors,
+    blocks with changed numbers get new scales. A `QuantizedArray` in the stored format is written
+    with its own values and scales. Each file of the block is copied, changed and then replaced.
+    Only one save at a time may write to a directory. A save that was killed leaves a folder
+    .rewriting-*, which may be removed.
 
     If the directory has config.json but not the block, the block is written to a new file and added
     to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
@@ -313,9 +300,8 @@ def save_moe(
     `quantization_config` states. Tensors that are not encoded have the dtypes of the parameters.
 
     Args:
-        layer_or_params: the layer, or its parameters. Low-rank adapters of a layer are merged into
-            the experts' matrices. Each array is on devices of this process
-            only, or replicated on all of its devices.
+        layer_or_params: the layer, or its parameters. A layer's low-rank adapters are merged into
+            the experts' matrices. Arrays are on devices of this process, or replicated.
         directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
         layer: the number of the decoder's layer, from 0.
@@ -325,8 +311,7 @@ def save_moe(
             directory has as they are.
         overwrite: whether the block may be written into a directory that holds another model: one
             whose tensors, or whose options of an NNX layer, differ from what config.json says. If
-            tensors of this layer differ, the block takes their place in the index; tensors of other
-            layers always stay.
+            tensors of this layer differ, the block takes their place in the index.
 
     Raises:
         FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the directory holds
@@ -358,7 +343,9 @@ def save_moe(
             f"{block.directory.path}, but are {', '.join(given_others) or '(none)'}."
         )
     check_placement(placement, block.sizes["E"], num_slots)
-    _check_saved(dataclasses.replace(block, num_slots=num_slots), given)
+    hint = "; if they have a matrix for each slot, give placement"
+    dataclasses.replace(block, num_slots=num_slots).check_shapes(given, "layer_or_params", hint)
+    _check_is_here(given)
     if added:
         dtypes = {name: value.dtype for name, value in given.items()}
         tensors = block.new_tensors(dtypes, given_others)
@@ -480,8 +467,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         strict=True,
     )
     for size, letter, logical, further in dims:
-        # The field with the mesh axes over which this dimension is split. `further` has the axes in
-        # `fsdp_axes`, which may split any dimension.
+        # The field that splits this dimension; `further` are axes of `fsdp_axes`.
         field = fields.get(logical or "", "fsdp_axes")
         in_field = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
         axes = tuple(axis for axis in (*in_field, *further) if axis in mesh.shape)
@@ -519,7 +505,7 @@ class Counter:
 def print_progress(loaded: int, total: int) -> None:
     """Draws a progress bar on standard error, if it is a terminal."""
     width = 40
-    # Draws at even percentages only, since every call is a write.
+    # Draws at even percentages only.
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
         end = "\n" if loaded == total else ""
@@ -573,15 +559,7 @@ def _check_options(block: Block, config: MoEConfig) -> None:
             )
 
 
-def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless names, shapes and devices of `given` allow to save them."""
-    wanted = {name: block.shape(name) for name in block.params()}
-    shapes = {name: value.shape for name, value in given.items()}
-    if shapes != wanted:
-        raise ValueError(
-            f"layer_or_params must have the shapes of the block in {block.directory.path}, "
-            f"{wanted}, but has {shapes}; if they have a matrix for each slot, give placement."
-        )
+def _check_is_here(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if not all(
             getattr(part, "is_fully_addressable", True) or part.is_fully_replicated

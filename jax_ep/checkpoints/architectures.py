@@ -70,9 +70,8 @@ class OneOf(NamedTuple):
 class Architecture:
     """Describes how models of one architecture are published: config.json and tensors.
 
-    In `sizes` and `fields`, a key may be written as "a|b": the first of the keys a and b that
-    config.json has. In `sizes`, it may also be written as "a*b": the product of the values of the
-    keys a and b. "a.b" is the key b of the object that config.json has as a.
+    In `sizes` and `fields`, a key "a|b" is the first of the keys a and b that config.json has, and
+    "a.b" is the key b of the object a. In `sizes`, "a*b" is the product of two keys' values.
 
     Attributes:
         models: the names of the models.
@@ -83,11 +82,9 @@ class Architecture:
         fields: maps fields of `jax_ep.MoEConfig` to the keys of config.json that hold their values.
         fixed: fields of `jax_ep.MoEConfig` that have the same value in all these models.
         defaults: maps keys that config.json may omit or set to null to their values in this case.
-        only: maps keys of config.json to the values that this library supports. A key may be
-            missing.
+        only: maps keys of config.json, which may be missing, to the values that are supported.
         tensors: the tensors that hold the weights.
-        unused: names of tensors that are ignored. Some files hold them for experts that compute
-            nothing and so need no weights.
+        unused: names of tensors that are ignored, of experts that compute nothing.
     """
 
     models: str
@@ -144,9 +141,8 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
     )
 
 
-# Each expert has its own tensors, or two tensors hold all experts. The first is preferred when a
-# first MoE block is saved to a directory. In _STACKED, the second is preferred, but each expert of
-# a float8 model still has its own tensors.
+# Each expert has its own tensors, or two tensors hold all experts. In _STACKED, the second is
+# preferred, but each expert of a float8 model still has its own tensors.
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )

@@ -1,8 +1,4 @@
-"""Finds the MoE block of a layer in a directory of safetensors files, and reads and writes it.
-
-A block is the part of a decoder layer with router and experts. `jax_ep.checkpoints.architectures`
-says which tensors hold its parameters.
-"""
+"""Finds the MoE block of a layer in a directory of safetensors files, and reads and writes it."""
 
 from __future__ import annotations
 
@@ -50,9 +46,8 @@ from jax_ep.moe.params import MATRICES
 # A parameter or a slice of one: an np.ndarray, or a QuantizedArray of NumPy arrays.
 Parameter = Any
 
-# _WRAPPERS are prefixes that PEFT, torch.compile, data parallelism and activation checkpointing add
-# to the names of a PyTorch module. _ROOTS are all words that may precede "layers." in the name of a
-# decoder's tensor.
+# Prefixes that PEFT, torch.compile, data parallelism and activation checkpointing add to the names
+# of a PyTorch module.
 _WRAPPERS = (
     "base_model",
     "module",
@@ -61,26 +56,25 @@ _WRAPPERS = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
+# All words that may precede "layers." in the name of a decoder's tensor.
 _ROOTS = (*root_parts(), *_WRAPPERS)
 
 # The roots of several decoders with experts in one directory: Qwen3-Omni's.
 _DECODERS = {"thinker", "talker"}
 
-# Matches the beginning of a decoder layer's tensor names, such as "model.layers.3.". Its groups are
-# the part that ends with "layers." or "blocks.", the layer's number, and the "." with any _WRAPPERS
-# after it.
+# Matches the beginning of a decoder layer's tensor names, such as "model.layers.3.", in three
+# groups: up to "layers." or "blocks.", the layer's number, and the rest.
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*(?:layers|blocks)\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# Matches the names of a decoder's embedding and last norm. The group is the part of the name before
-# the embedding's or norm's own name, such as "model.".
+# Matches the names of a decoder's embedding and last norm. The group precedes the own name.
 _OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
-# Matches the names of those among them whose last axis surely is the model's hidden size.
+# Matches those of them whose last axis surely is the model's hidden size.
 _OUTSIDE_WIDTH = re.compile(rf"(?:(?:{'|'.join(_ROOTS)})\.)*(?:embed_tokens|norm)\.weight")
 
-# A stored matrix is read in pieces of _ROWS rows. Each piece is copied, and transposed if that is
-# needed, in tiles of _COLUMNS columns, because such a tile fits in the CPU's caches.
+# A stored matrix is read in pieces of _ROWS rows, each of which is copied, and perhaps transposed,
+# in tiles of _COLUMNS columns that fit in the CPU's caches.
 _ROWS, _COLUMNS = 256, 64
 
 
@@ -125,6 +119,16 @@ class Block:
         num_matrices = self.sizes["E"] if self.num_slots is None else self.num_slots
         sizes = self.sizes | {"E": num_matrices}
         return tuple(sizes[letter] for letter in self.axes(param))
+
+    def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
+        """Raises ValueError, about `subject`, unless `params` are the block's, in shape."""
+        wanted = {name: self.shape(name) for name in self.params()}
+        shapes = {name: value.shape for name, value in params.items()}
+        if shapes != wanted:
+            raise ValueError(
+                f"{subject} must have the shapes of the block in {self.directory.path}, {wanted}, "
+                f"but has {shapes}{hint}."
+            )
 
     def dtype(self, param: str) -> np.dtype:
         """Returns the stored dtype that has all experts' numbers; bfloat16 if quantized."""
@@ -246,18 +250,12 @@ class Block:
         done: Callable[[int], None],
         format: Format | None = None,
     ) -> Parameter:
-        """Reads a slice of a parameter, without reading bytes that the slice does not need.
+        """Reads a slice of a parameter, and no bytes that the slice does not need.
 
-        Args:
-            param: the parameter's name in `jax_ep.MoEParams`.
-            index: a slice for each axis of the parameter.
-            dtype: the dtype of the result.
-            done: called with a number of bytes when these have been read.
-            format: the quantized format of the result, of which the slice must have whole blocks.
-                Numbers that are stored in this format are not quantized again. None: a plain array.
-
-        Returns: An np.ndarray, or a `QuantizedArray` of NumPy arrays, in newly allocated memory
-            that a CPU device can use without a copy.
+        `index` has a slice for each axis. `done` is called with numbers of bytes that have been
+        read. With a quantized `format`, the slice has whole blocks, and the result is a
+        `QuantizedArray`; numbers that are stored in this format are not quantized again. The
+        result's new memory is such that a CPU device can use it without a copy.
         """
         tensor, axes = self._tensor(param), self.axes(param)
         shape = self.shape(param)
@@ -305,7 +303,7 @@ class Block:
         into: Directory,
         others: Mapping[str, np.ndarray] = {},
     ) -> None:
-        """Writes all parameters of the block to `into`, a directory that has the block's tensors.
+        """Writes the parameters to `into`, a directory that has the block's tensors.
 
         `params` are NumPy arrays or `QuantizedArray`s of them. One in the stored format is written
         with its own values and scales; another is dequantized and encoded like the tensor. `others`
@@ -388,8 +386,7 @@ class Block:
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Returns the dtype and shape of each tensor, scales included, of a block to be added.
 
-        `dtypes` are those of the parameters, which tensors that are not quantized get; `others` are
-        the arrays of tensors that hold no parameter, by name.
+        `dtypes` are those of the parameters, and `others` as in `write`.
         """
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
@@ -455,14 +452,9 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     With `replaces`, the block takes the place of what the directory holds for this layer, and takes
     no names and encodings from its other blocks. Returns None if the directory has the block.
 
-    The names of the new block's tensors begin with a prefix, such as "model.layers.3." for layer 3.
-    The prefix is the first of these:
-
-    1. If the directory has MoE blocks: the prefix of the nearest one, with the new layer's number.
-    2. If it has tensors of layers: the prefix of the nearest layer, with the new layer's number.
-    3. If it has an embedding or a last norm: the words before this tensor's own name, such as
-       "model.", followed by "layers.3.".
-    4. Otherwise: the prefix in the published model.
+    The prefix of the tensors' names, such as "model.layers.3.", is the first of these, with the
+    layer's number: that of the nearest MoE block; that of the nearest layer; "layers.3." after the
+    words before an embedding's or last norm's own name; that of the published model.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -493,7 +485,7 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 
 
 def new_block(config: Mapping[str, Any], layer: int, path: Path) -> Block:
-    """Makes the `Block` of a layer of a model that is to be written to `path`, from its `config`.
+    """Makes the `Block` of a layer of a model that is to be written to `path`.
 
     `config` has the contents of config.json. Raises ValueError as `open_block` does.
     """
@@ -547,7 +539,6 @@ def _find_prefix(directory: Directory, keys: Keys, layer: int) -> str | None:
 
 
 def _not_found(directory: Directory, keys: Keys) -> str:
-    """Returns the error for a layer without an MoE block, with tensors that may be renamed."""
     gate, layer = _gate(keys.row), keys.layer
     blocks, others = _routers(directory, keys)
     message = (
@@ -555,18 +546,13 @@ def _not_found(directory: Directory, keys: Keys) -> str:
         f"{keys.root}{layer}.{gate}, but has none; "
         + (f"layers {sorted(blocks)} have one." if blocks else "no layer has one.")
     )
-    if others:
-        subject = "Other routers there"
-    elif not blocks:
-        subject = "Tensors there"
+    if not blocks:
         module = gate.removesuffix("weight")
-        others = [name for name in directory.files if module in name]
-        others = others or [name for name in directory.files if f"layers.{layer}." in name]
+        others = others or [name for name in directory.files if module in name]
         others = others or list(directory.files)
     if others:
-        more = ", .." if len(others) > 3 else ""
         message += (
-            f" {subject} are {', '.join(sorted(others)[:3])}{more}: names must be "
+            f" Tensors there are {', '.join(sorted(others)[:3])}: names must be "
             f"<root>layers.{layer}.{gate}, with a root that is empty or made of "
             f"{', '.join(part + '.' for part in _ROOTS)}; rename the tensors, or save the model "
             "merged and without what wraps it."
@@ -575,7 +561,6 @@ def _not_found(directory: Directory, keys: Keys) -> str:
 
 
 def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = None) -> Block:
-    """Makes the `Block` of one layer; `like` is as in `Block`."""
     row = keys.row
     quantization = quantization_of(keys.config, keys.file.parent)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -650,7 +635,6 @@ def _stored(
 
 
 def _names(row: Architecture) -> list[str]:
-    """Lists the names, without prefix, of the tensors in all layouts of an architecture."""
     layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
     return [tensor.name for options in layouts for layout in options for tensor in layout]
 
@@ -671,8 +655,7 @@ def _place(
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
-        # The tensor may have an axis "1", of one element, which the parameter lacks. The element is
-        # taken. All other axes of the tensor are axes of the parameter.
+        # The parameter lacks an axis "1" of the tensor, which has one element.
         part = taken.get(letter, slice(0, 1))
         if letter == "EF":
             first = taken["E"].start * sizes["F"]

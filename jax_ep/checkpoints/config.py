@@ -123,7 +123,6 @@ def _of_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
-    """Returns the first row of the table that a config.json fits; ValueError if none does."""
     model_type = config.get("model_type")
     rows = [row for row in TABLE if model_type in row.model_types]
     if not rows:

@@ -1,10 +1,8 @@
 """Reads and writes tensors of published models: plain ones, float8 with scales, and MXFP4.
 
-Other quantized tensors are read only: `Scaled`.
-
-Each class reads slices of a stored tensor as decoded numbers, and encodes numbers to write them to
-slices. A block is the numbers of a quantized tensor that share a scale. A block is written only if
-its new numbers differ from the decoded old ones, so writing unchanged numbers changes no bytes.
+`Scaled` tensors, quantized otherwise, are read only. A block is the numbers of a quantized tensor
+that share a scale. A block is written only if its new numbers differ from the decoded old ones, so
+writing unchanged numbers changes no bytes.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ class Plain:
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Rounds `values` to the stored dtype and writes them to a slice of the tensor.
-
-        Numbers that have not changed, in the dtype of `values`, keep their stored bits.
-        """
+        """Writes `values` to a slice; unchanged numbers, in their dtype, keep their stored bits."""
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
@@ -97,10 +92,7 @@ class _InBlocks:
         return numbers[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Encodes `values` and writes them to a slice, which must consist of whole blocks.
-
-        A stored block that already decodes to the new numbers keeps its bytes.
-        """
+        """Encodes `values` and writes them to a slice of whole blocks; see the module."""
         blocks, within = self._blocks(index)
         old = self._load(blocks)
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
@@ -162,7 +154,6 @@ class _InBlocks:
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
-        """Pads an array [.., rows, columns] with zeros at the ends of its axes, to whole blocks."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -196,8 +187,8 @@ class _InBlocks:
 class Float8(_InBlocks):
     """A tensor of float8_e4m3fn values, with a scale for each block of a matrix (DeepSeek-V3).
 
-    A number is its stored value times the scale of its block. The scales are in the tensor
-    `<name>_scale_inv`, [.., ceil(rows / block rows), ceil(columns / block columns)].
+    The scales are in the tensor `<name>_scale_inv`, [.., ceil(rows / block rows), ceil(columns /
+    block columns)].
     """
 
     block: tuple[int, int]  # rows and columns
@@ -274,9 +265,9 @@ class Float8(_InBlocks):
 class MXFP4(_InBlocks):
     """A tensor of float4_e2m1 numbers, two in a byte, with a scale for 32 numbers (GPT-OSS).
 
-    The last axis of the tensor is divided into G blocks of 32 numbers. The stored tensor
-    `<...>_blocks` [.., G, 16] uint8 holds the values, in the form of `jax_ep.formats.MXFP4`. The
-    stored tensor `<...>_scales` [.., G] uint8 holds the scales, which are exponents of two.
+    The last axis of the tensor is divided into G blocks. The stored tensor `<...>_blocks` [.., G,
+    16] uint8 holds the values, in the form of `jax_ep.formats.MXFP4`, and `<...>_scales` [.., G]
+    uint8 the scales, which are exponents of two.
     """
 
     @property
@@ -385,7 +376,6 @@ class Scaled:
         return numbers * factor.astype(np.float32).ravel() / divisor.astype(np.float32).ravel()
 
     def _decoded(self, values: np.ndarray) -> np.ndarray:
-        """Returns the numbers in stored values as float32, before they are multiplied by scales."""
         if self._per_value == 1:
             return values.astype(np.float32)
         if self._per_value == 2:
@@ -396,7 +386,6 @@ class Scaled:
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
     def _scales_of(self, index: Index) -> np.ndarray:
-        """Reads the scale of each number in a slice of the tensor."""
         stored = self.directory.entry(self.scales).shape
         # The number of blocks along each axis: all 1 if the whole tensor has one scale.
         counts = () if np.prod(stored) == 1 else stored

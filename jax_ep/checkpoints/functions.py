@@ -1,7 +1,7 @@
 """Defines the activation, gating and router functions that a published model's config.json selects.
 
-`gpt_oss_gating`, `step_gating` and `sparse_mixer` make a function from a number. They return the
-same object for the same number, so that equal layers have equal `jax_ep.MoEConfig`.
+Those that are made from a number are the same object for the same number, so that equal layers have
+equal `jax_ep.MoEConfig`.
 """
 
 from __future__ import annotations

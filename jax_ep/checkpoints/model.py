@@ -1,7 +1,4 @@
-"""Loads all weights of a published model at once, and writes a model as a published directory.
-
-MoE blocks become `jax_ep.MoEParams`. All other weights keep their published names and shapes.
-"""
+"""Loads all weights of a published model at once, and writes a model as a published directory."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ class PublishedModel(NamedTuple):
 
     Attributes:
         config: the contents of config.json.
-        moe_configs: the configuration of each MoE block, by the number of its layer.
-        moe: the parameters of each MoE block, by the number of its layer.
+        moe_configs, moe: the configuration and the parameters of each MoE block, by the number of
+            its layer.
         weights: all weights that are in no MoE block, by their published names, in their published
             shapes, such as [out, in] for a projection.
     """
@@ -85,17 +82,16 @@ def load_model(
     Several threads read at a time. A process reads only the shards of its own devices, and holds at
     most four shards besides the results.
 
-    To train the model, give `param_dtype=jnp.float32`: the stored dtype is bfloat16 in most
-    published models, in which updates smaller than 1/512 of a value are lost.
+    To train the model, give `param_dtype=jnp.float32`: in bfloat16, in which most published models
+    are stored, updates smaller than 1/512 of a value are lost.
 
     Args:
         directory, mesh, quantized, progress, fields: as in `jax_ep.checkpoints.load_moe_params`,
             for all MoE blocks.
-        layers: the numbers of the layers to load. None: all layers. Weights that belong to no layer
-            are loaded in any case.
+        layers: the numbers of the layers to load; None: all. Weights that belong to no layer are
+            loaded in any case.
         param_dtype: the dtype of all parameters, as in `jax_ep.checkpoints.load_moe_params`.
-            Weights that are stored as integers stay so. Float8 weights outside of MoE blocks are
-            dequantized.
+            Weights that are stored as integers stay so; other float8 weights are dequantized.
         sharding: a function (name, shape) -> `jax.sharding.Sharding` for weights outside of MoE
             blocks. None: they are replicated on the mesh.
 
@@ -195,12 +191,11 @@ def save_model(
         moe: the parameters of each MoE block, by the number of its layer, or in the order of the
             layers. Parameters with a matrix for each slot: see `jax_ep.placement.to_experts`.
         weights: all other weights, by their published names.
-        dtype: the dtype that floating-point weights are written in, except selection biases. None:
+        dtype: the dtype in which floating-point weights but selection biases are written. None:
             their own; quantized matrices are dequantized.
         max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
         overwrite: whether the model may take the place of one that is in the directory.
-        progress: called as progress(bytes written, bytes to write); both count this process only.
-            None draws a progress bar on standard error if standard error is a terminal.
+        progress: as in `load_model`, of the bytes written.
 
     Raises:
         ValueError: the directory holds a model, and `overwrite` is False; the architecture is
@@ -267,17 +262,11 @@ class _Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """Arrays that are stored together: a weight, or the parameters of one tensor of a block.
+    """Arrays that are stored together: a weight, or the parameters of one tensor of a block."""
 
-    Attributes:
-        arrays: the arrays by name, each of which may be a `QuantizedArray`.
-        dtype: the dtype in which they are written.
-        block, tensor: the block and its tensor; None for a weight outside of blocks.
-    """
-
-    arrays: dict[str, Any]
+    arrays: dict[str, Any]  # by name, each perhaps a `QuantizedArray`
     dtype: np.dtype
-    block: Block | None = None
+    block: Block | None = None  # with `tensor`, unless it is a weight outside of blocks
     tensor: Tensor | None = None
 
     def entries(self) -> list[_Entry]:
@@ -320,7 +309,6 @@ class _Stored:
     def _write(
         self, block: Block, arrays: dict[str, Any], experts: range | None, counter: Counter
     ) -> None:
-        """Writes the `experts` of a block's tensor, or the whole tensor if they are None."""
         assert self.tensor is not None
         parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
         block.write_tensor(self.tensor, parts, experts)
@@ -337,10 +325,7 @@ class _Stored:
         return self.tensor is not None and "{e}" in self.tensor.name
 
     def _owners(self) -> tuple[list[int], dict[str, Any]]:
-        """Returns who writes the tensor, or each expert's, and the shardings to gather it to.
-
-        The arrays are gathered as far as it takes for one process to hold all parts of a tensor.
-        """
+        """Returns who writes the tensor, or each expert's, and the shardings to gather it to."""
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
         for kept in (None, 1, 0):
@@ -360,7 +345,6 @@ def _arrays(
     weights: Mapping[str, jax.Array],
     dtype: np.dtype | None,
 ) -> Iterator[_Stored]:
-    """Lists what is to be written; checks names and shapes of the blocks' parameters."""
 
     def dtype_of(array: Any, name: str = "") -> np.dtype:
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
@@ -371,12 +355,7 @@ def _arrays(
     for layer, params in moe.items():
         block = new_block(config, layer, path)
         given = {name: value for name, value in params._asdict().items() if value is not None}
-        wanted = {name: block.shape(name) for name in block.params()}
-        shapes = {name: value.shape for name, value in given.items()}
-        if shapes != wanted:
-            raise ValueError(
-                f"moe[{layer}] must have the shapes that config says, {wanted}, but has {shapes}."
-            )
+        block.check_shapes(given, f"moe[{layer}]")
         for tensor in block.tensors:
             first = tensor.params[0]
             arrays = {name: given[name] for name in tensor.params}
@@ -420,7 +399,6 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
 
 
 def _gathered(sharding: Sharding, kept: int) -> Sharding:
-    """Returns the sharding with only the first `kept` axes split."""
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             "arrays of several processes must have a jax.sharding.NamedSharding to be saved, but "

@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype; ValueError if it is not supported, as a file may hold unless it is read."""
+        """The dtype; ValueError if it is not supported, which a file's other tensors may be."""
         if self.kind not in _DTYPES:
             raise ValueError(
                 f"{self.name} in {self.file} must have a dtype among {', '.join(_DTYPES)} to be "
@@ -76,9 +76,8 @@ class Entry:
 class Directory:
     """Reads and writes the tensors in a directory of safetensors files, by name.
 
-    A file is memory-mapped when it is first needed. Methods may be called from several threads.
-    `files` maps tensors to names of files, and `bytes_read` counts the bytes of tensors read so
-    far.
+    A file is memory-mapped when it is first needed. Several threads may call methods. `files` maps
+    tensors to names of files; `bytes_read` counts the bytes of tensors read so far.
     """
 
     def __init__(
@@ -141,7 +140,6 @@ class Directory:
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Yields a view of a slice of the memory-mapped tensor `name`."""
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
@@ -157,7 +155,6 @@ class Directory:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapped(self, file: str) -> mmap.mmap:
-        """Returns the memory map of a file; opens it in the first call."""
         with self._lock:
             if file not in self._maps:
                 mode = "r+b" if self._access == mmap.ACCESS_WRITE else "rb"
@@ -167,16 +164,13 @@ class Directory:
 
 
 def _read_index(file: Path) -> dict[str, Any]:
-    """Reads the JSON index of a directory, whose "weight_map" maps tensor names to file names."""
     try:
         index = json.loads(file.read_text(), object_pairs_hook=_without_duplicates)
         files = index["weight_map"]
         if not all(isinstance(name, str) for name in files.values()):
             raise TypeError
-    except _DuplicateError as error:
-        raise ValueError(f"{file} must name each tensor once, but has {error} twice.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} must have a weight_map from tensors to files.") from error
+        raise ValueError(f"{file} must have a weight_map from tensors to files; {error}") from error
     for name in set(files.values()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{file} must name files in its own folder, but names {name!r}.")
@@ -236,13 +230,9 @@ def _json_header(file: Path) -> tuple[dict[str, Any], int, int]:
             )
         try:
             header = json.loads(opened.read(length), object_pairs_hook=_without_duplicates)
-        except _DuplicateError as error:
-            raise ValueError(
-                f"{file} must name each tensor once, but has {error} twice."
-            ) from error
         except ValueError as error:
             raise ValueError(
-                f"{file} is not a safetensors file: its header is not JSON."
+                f"{file} is not a safetensors file: its header is not JSON; {error}"
             ) from error
     if not isinstance(header, dict):
         raise ValueError(f"{file} is not a safetensors file: its header names no tensors.")
@@ -250,16 +240,13 @@ def _json_header(file: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-class _DuplicateError(ValueError):
-    """A JSON object has a key twice; `json` would keep the last value and say nothing."""
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dict; raises `_DuplicateError` if a key is there twice."""
+    """Returns a JSON object as a dict; ValueError if a key is there twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _DuplicateError(next(name for name in names if names.count(name) > 1))
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"each tensor must be named once, but {twice} is named twice")
     return out
 
 
@@ -285,10 +272,9 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
     """Copies the files that hold the tensors `names`; puts the changed copies in their place.
 
-    Yields a writable `Directory` of the copies, which the caller changes. On exit, the copies
-    replace the files of `directory`, each atomically: a reader sees either the old or the new file,
-    even if the process is killed. A symbolic link, for example into a shared cache, is replaced by
-    a file; its target stays unchanged.
+    Yields a writable `Directory` of the copies, which the caller changes. On exit, each copy
+    atomically replaces its file. A symbolic link, for example into a shared cache, is replaced by a
+    file; its target stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -311,8 +297,8 @@ def adding(
 ) -> Iterator[Directory]:
     """Creates a file with tensors of zeros, to be filled and then added to a directory.
 
-    Yields a writable `Directory` that holds only the new file. On exit, the file and the names of
-    its tensors are added to `directory` and its index, which names those `removed` no longer.
+    Yields a writable `Directory` that holds only the new file. On exit, the file and its tensors
+    are added to `directory` and its index, which names those `removed` no longer.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():
@@ -368,7 +354,6 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """Yields a new temporary folder inside the directory `path`; removes the folder on exit."""
     scratch = Path(tempfile.mkdtemp(prefix=".rewriting-", dir=path))
     try:
         yield scratch

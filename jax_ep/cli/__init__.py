@@ -1,12 +1,10 @@
 """The command line `python -m jax_ep`.
 
-Each command is a module with `add_flags(flags)`, which adds the command's flags, and `run(args)`,
-which runs it with their values and returns the exit status.
+The module of a command has `add_flags(flags)`, and `run(args)`, which returns the exit status.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import itertools
 import os
@@ -17,7 +15,7 @@ from jax_ep.flags import Error, Flags
 
 # Maps a command to its module, which is not imported before the command runs, and its summary.
 COMMANDS = {
-    "info": ("cli.info", "print versions, devices, peer access, and what runs here"),
+    "info": ("cli.info", "print versions, devices, and what runs here"),
     "memory": ("cli.memory", "compute the bytes that communication holds per rank"),
     "estimate": ("bench.estimate", "predict bytes and least time of an exchange between hosts"),
     "placement": ("cli.placement", "compare ways to place experts, on a trace of routing"),
@@ -27,10 +25,7 @@ COMMANDS = {
     "bench decode": ("bench.decode", "time the MoE layers of a decoding step by batch"),
     "bench train": ("bench.train", "time a training step of a whole model and its parts"),
     "bench collectives": ("bench.collectives", "time all_reduce and the other collectives"),
-    "bench all": (
-        "bench.suite",
-        "run bench, layer, matmul and collectives, each in its own process",
-    ),
+    "bench all": ("bench.suite", "run the other benchmarks, each in its own process"),
 }
 
 
@@ -50,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     leading = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     name = " ".join(leading)
     if name not in COMMANDS:
-        print(_no_such_command(leading or words) if words else usage(), file=sys.stderr)
+        if words:
+            print(f"There is no command {' '.join(leading) or words[0]!r}.\n", file=sys.stderr)
+        print(usage(), file=sys.stderr)
         return 2
     path, summary = COMMANDS[name]
     command = importlib.import_module(f"jax_ep.{path}")
@@ -65,17 +62,9 @@ def main(argv: Sequence[str]) -> int:
         return int(end.code or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        # 130 is the exit status that shells report for a program that SIGINT ended.
+        # The exit status that shells report for SIGINT.
         return 130
     except BrokenPipeError:
-        # The reader of the output's pipe, such as `head`, has ended. Standard output now goes to
-        # /dev/null, so that Python does not fail again when it flushes it at exit.
+        # A reader such as `head` has ended. Python must not fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _no_such_command(words: Sequence[str]) -> str:
-    guesses = [" ".join(words[:2]), words[0]]
-    nearest = [near for guess in guesses for near in difflib.get_close_matches(guess, COMMANDS, 1)]
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"There is no command {guesses[0]!r}.{hint}\n\n{usage()}"

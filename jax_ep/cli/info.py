@@ -1,15 +1,8 @@
-"""`python -m jax_ep info`: prints versions, devices and which implementations run on them.
-
-A bug report should include this output.
-"""
+"""`python -m jax_ep info`: prints versions, devices and which implementations run on them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,19 +12,7 @@ from jax_ep.bench import report
 from jax_ep.exchange.primitives import IMPLEMENTATIONS, Problem
 from jax_ep.flags import Args, Error, Flags
 from jax_ep.matmul import backend, primitives
-from jax_ep.runtime import (
-    assembler,
-    availability,
-    cuda_driver,
-    environment,
-    jax_compat,
-    symmetric_memory,
-)
-
-
-def add_flags(flags: Flags) -> None:
-    flags.json()
-
+from jax_ep.runtime import assembler, availability, environment, jax_compat, symmetric_memory
 
 # The grouped matmul of which `info` reports: [rows, K] x [groups, K, N] in bfloat16.
 _ROWS, _GROUPS, _K, _N = 4096, 8, 2048, 768
@@ -43,12 +24,10 @@ dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32
 product = functools.partial(jax_ep.grouped_matmul, implementation="pallas")
 jax.jit(product).lower(*map(jax.ShapeDtypeStruct, shapes, dtypes)).compile()
 """
-_SAMPLE_ENVIRONMENT = assembler.REPORTS | {
-    # A program from the cache is not assembled.
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
-    # This process has allocated most of the GPU's memory.
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-}
+
+
+def add_flags(flags: Flags) -> None:
+    flags.json()
 
 
 def run(args: Args) -> int:
@@ -63,18 +42,13 @@ def collect() -> dict[str, dict[str, Any]]:
 
     If JAX finds no device, there are only the versions and, as "devices", the reason.
     """
-    found = {
-        "versions": {name: version or "none" for name, version in environment.versions().items()}
-    }
+    versions = {name: version or "none" for name, version in environment.versions().items()}
     try:
         devices = jax_compat.devices()
     except RuntimeError as error:
-        return found | {"machine": {"devices": f"none: {error}"}}
-    return found | {
-        "machine": _machine(devices),
-        "exchange": _exchange(devices),
-        "matmuls": _matmuls(),
-    }
+        return {"versions": versions, "machine": {"devices": f"none: {error}"}}
+    sections = {"machine": _machine(devices), "exchange": _exchange(devices)}
+    return {"versions": versions, **sections, "matmuls": _matmuls()}
 
 
 def render(facts: dict[str, dict[str, Any]]) -> str:
@@ -90,27 +64,20 @@ def render(facts: dict[str, dict[str, Any]]) -> str:
 def _machine(devices: list[jax.Device]) -> dict[str, Any]:
     """Raises `Error` if JAX_EP_DEVICES_PER_HOST is set to something but a number of devices."""
     try:
-        host_of_device = environment.hosts_of(devices)
+        counts = Counter(environment.hosts_of(devices))
     except ValueError as error:
         raise Error(str(error)) from error
-    counts = Counter(host_of_device)
     on_hosts = f"{len(counts)} with {' + '.join(map(str, counts.values()))} devices"
     if None in counts:
-        on_hosts = "unknown: JAX does not say which devices share a host; set "
-        on_hosts += "JAX_EP_DEVICES_PER_HOST"
-    kinds = Counter(_describe(device) for device in devices)
-    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    reasons = [
-        availability.jax_unavailable_reason(),
-        availability.mosaic_unavailable_reason(),
-        jax_compat.devices_unavailable_reason(),
-    ]
-    missing = "; ".join(reason for reason in reasons if reason)
+        on_hosts = f"unknown: {environment.NO_HOSTS}"
+    kinds = Counter(map(_describe, devices)).items()
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+    of_jax = availability.jax_unavailable_reason(), availability.mosaic_unavailable_reason()
+    missing = "; ".join(filter(None, (*of_jax, jax_compat.devices_unavailable_reason())))
     return {
         "devices": f"{listed} on {jax.default_backend()}",
         "processes": jax.process_count(),
         "hosts": on_hosts,
-        "peer access": peer_access(devices),
         "shared memory": symmetric_memory.describe(),
         "kernels need": missing or "no name that this JAX lacks",
         "JAX lacks": jax_compat.optional_names_missing(),
@@ -120,18 +87,6 @@ def _machine(devices: list[jax.Device]) -> dict[str, Any]:
 def _describe(device: jax.Device) -> str:
     capability = getattr(device, "compute_capability", None)
     return device.device_kind + (f" (compute capability {capability})" if capability else "")
-
-
-def peer_access(devices: Sequence[jax.Device]) -> str:
-    """Says in words which GPUs of this process can access each other's memory."""
-    local = [d for d in devices if d.process_index == jax.process_index()]
-    if len(local) < 2 or local[0].platform != "gpu":
-        return "not applicable: asked of two GPUs of one process"
-    peers = cuda_driver.peer_access([d.local_hardware_id for d in local])
-    if peers is None:
-        return "unknown: the driver does not say"
-    missing = [f"{i}->{j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
-    return f"missing between GPUs {', '.join(missing)}" if missing else "between all GPUs"
 
 
 def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
@@ -167,16 +122,9 @@ def _matmuls() -> dict[str, Any]:
 
 def _compile_sample(used: str) -> tuple[str, str]:
     """Compiles the sample; describes the assembler, expected to be `used`, and its kernel."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SAMPLE],
-        env=os.environ | _SAMPLE_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-    log = done.stdout + done.stderr
+    succeeded, log = assembler.run_reporting(_SAMPLE)
     kernels = [each for each in assembler.reported(log) if "matmul" in each.name]
-    if done.returncode or not kernels:
+    if not succeeded or not kernels:
         (*_, why) = log.splitlines() or ["nothing is reported"]
         return used, f"not compiled: {why}"
     if assembler.author(log) != assembler.name():

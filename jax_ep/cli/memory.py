@@ -1,8 +1,4 @@
-"""`python -m jax_ep memory`: prints the bytes per rank that dispatch and combine hold in buffers.
-
-Prints, for each operation, the size of each buffer of its workspace and of its results. The largest
-result is the array of received tokens.
-"""
+"""`python -m jax_ep memory`: prints the bytes per rank of dispatch's and combine's buffers."""
 
 from __future__ import annotations
 
@@ -13,13 +9,12 @@ from typing import Any
 from jax_ep.bench import report
 from jax_ep.bench.report import Column, Row
 from jax_ep.exchange import interface, memory
-from jax_ep.flags import DTYPES, Args, Error, Flags, check_experts, choice, integer
+from jax_ep.flags import Args, Error, Flags, check_experts, choice, integer
 from pallas_kernels.fabric import memory_map
 
 _MIB = 2**20
-# The fields of a row that say how the operation is run.
+# The fields of a row that say how the operation is run: arguments of `memory.workspace_bytes`.
 _WAY = ("implementation", "layout", "operation", "wire_dtype", "output")
-_OUTPUTS = ("dequantized", "quantized")
 
 
 def add_flags(flags: Flags) -> None:
@@ -30,7 +25,8 @@ def add_flags(flags: Flags) -> None:
     flags.add("hidden", "7168", "H, the number of values of a token.", integer)
     flags.add("num_experts", "256", "E, the number of experts of all ranks.", integer)
     flags.add("top_k", "8", "K, the number of experts that each token chooses.", integer)
-    flags.add("dtype", "bfloat16", "The dtype of the tokens' rows.", choice(DTYPES))
+    dtypes = choice(("bfloat16", "float16", "float32"))
+    flags.add("dtype", "bfloat16", "The dtype of the tokens' rows.", dtypes)
     flags.add("capacity", None, "R, rows of a buffer. Default: for any routing.", integer)
     flags.json()
 
@@ -51,11 +47,8 @@ def run(args: Args) -> int:
     columns += [Column(n, f"{n}_bytes", "{:.2f}", _MIB) for n in ("workspace", "results")]
     columns += [report.text("buffers", "words")]
     print("MiB per rank, without the caller's inputs\n")
-
-    def name(row: Row) -> str:
-        return ", ".join(str(row[key]) for key in _WAY if row[key] is not None)
-
-    print("\n".join([*report.table(columns, rows), *report.notes(rows, name)]))
+    notes = report.notes(rows, lambda row: ", ".join(str(row[key]) for key in _WAY if row[key]))
+    print("\n".join([*report.table(columns, rows), *notes]))
     print(f"\nheap of symmetric memory, once for all kernels: {heap / _MIB:.2f} MiB")
     return 0
 
@@ -64,7 +57,7 @@ def _row(way: Row, sizes: dict[str, Any]) -> Row:
     try:
         buffers = memory.workspace_bytes(**way, **sizes)
         results = memory.result_bytes(**way, **sizes)
-    except ValueError as error:  # this way to run the operation does not support these sizes
+    except ValueError as error:  # these sizes are not supported
         return way | {"error": str(error)}
     both = [f"{name} {size / _MIB:.2f}" for name, size in [*buffers.items(), *results.items()]]
     return way | {
@@ -77,15 +70,13 @@ def _row(way: Row, sizes: dict[str, Any]) -> Row:
 
 
 def _ways() -> Iterator[Row]:
-    """Yields the ways to run an operation that exist, as fields `_WAY` of a row."""
-    wire_dtypes = [None, *(dtype.name for dtype in interface.WIRE_DTYPES)]
-    choices = (memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, wire_dtypes, _OUTPUTS)
-    for way in itertools.product(*choices):
+    wires, outputs = [None, *(d.name for d in interface.WIRE_DTYPES)], ["dequantized", "quantized"]
+    kinds = memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, wires, outputs
+    for way in itertools.product(*kinds):
         _, layout, operation, wire_dtype, output = way
+        is_local = operation in memory.LOCAL
         # Operations on one rank need the layout "rank", and have no wire dtype.
-        if operation in memory.LOCAL and (layout != "rank" or wire_dtype is not None):
-            continue
+        exists = not is_local or (layout == "rank" and wire_dtype is None)
         # Only a dispatch with a wire dtype can return quantized rows.
-        if output == "quantized" and (operation != "dispatch" or wire_dtype is None):
-            continue
-        yield dict(zip(_WAY, way, strict=True))
+        if exists and (output == "dequantized" or (operation == "dispatch" and wire_dtype)):
+            yield dict(zip(_WAY, way, strict=True))

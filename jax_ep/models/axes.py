@@ -37,15 +37,12 @@ def mesh_of(
 ) -> Mesh:
     """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
 
-    `data` has the ranks that remain. By default `expert` has as many ranks as can be: the greatest
-    number that divides both the number of experts and the number of ranks left.
-
-    Raises:
-        ValueError: a number of ranks does not divide what it splits; the message names it.
+    `data` has the ranks that remain. By default, the size of `expert` is the greatest common
+    divisor of the number of experts and the number of ranks left. Raises ValueError, which names
+    the argument, if a number of ranks does not divide what it splits.
     """
     left = len(devices) // tensor_parallel
-    # (an argument, its value, the sizes that it must divide)
-    for name, ranks, sizes in (
+    wanted: list[tuple[str, int, dict[str, int]]] = [
         (
             "tensor_parallel",
             tensor_parallel,
@@ -69,8 +66,9 @@ def mesh_of(
                 "experts": config.num_experts,
             },
         ),
-    ):
-        for what, size in sizes.items():
+    ]
+    for name, ranks, divided in wanted:
+        for what, size in divided.items():
             if size % ranks:
                 raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
     experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
@@ -79,11 +77,11 @@ def mesh_of(
 
 
 def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """Returns the option `fsdp_axes` of the MoE layers for a mesh.
+    """Returns the option `fsdp_axes` of the MoE layers for a mesh; {} without an axis "fsdp".
 
-    Over the mesh axis "fsdp", it splits the experts if their number is a multiple of the ranks
-    along "expert" and "fsdp", because shards of whole experts are gathered without transposing
-    them. Otherwise, and for parameters without experts, it splits H. Without "fsdp", it is {}.
+    It splits the experts if their number is a multiple of the ranks along "expert" and "fsdp",
+    because shards of whole experts are gathered without transposing them. Otherwise, and for
+    parameters without experts, it splits H.
     """
     if FSDP_AXIS not in mesh.axis_names:
         return {}

@@ -22,9 +22,6 @@ NO_WINDOW = 2**30
 class Yarn(NamedTuple):
     """How YaRN (Peng et al., 2023) stretches a rotary embedding to longer contexts.
 
-    It divides the frequency of pairs that rotate seldom within the original context by `factor`,
-    and keeps the frequency of pairs that rotate often.
-
     Attributes:
         factor: by how much the context is longer.
         context: the number of tokens of the original context.
@@ -117,12 +114,8 @@ class DecoderConfig:
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
         """Makes the configuration of a published Qwen3-MoE or GPT-OSS.
 
-        Args:
-            published: the contents of config.json.
-            path: the directory of config.json, for error messages.
-
-        Raises:
-            ValueError: it is another model, or a value is not supported.
+        `published` has the contents of config.json, and `path` is its directory, for errors. Raises
+        ValueError for another model or a value that is not supported.
         """
         model_type = published.get("model_type")
         # Maps a key to its value and the supported values.
@@ -201,11 +194,10 @@ class DecoderConfig:
         return self.windows[layer % len(self.windows)]
 
     def active_params(self) -> int:
-        """Returns the number of parameters that are used to compute one token.
+        """Returns the number of parameters that are used to compute one token, without biases.
 
-        In every layer, they are the matrices of K routed experts and of the shared experts, and
-        the parameters of attention, router and norms. The output matrix [V, H] counts, too, but not
-        the embedding, which is only looked up. Biases are left out.
+        They are K routed experts and the shared experts, attention, routers, norms and the output
+        matrix [V, H], but not the embedding, which is only looked up.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim * self.qk_norm
@@ -218,15 +210,13 @@ class DecoderConfig:
         """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
 
         Each active parameter takes 6 FLOPs. Causal attention takes 6 * S * num_heads * head_dim
-        FLOPs in each layer, because a token attends to S / 2 keys on average; S is `seq_len`.
-        Recomputation by rematerialization does not count.
+        FLOPs in each layer, because a token attends to S / 2 keys on average.
         """
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
 
 
 def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> Yarn | None:
-    """Returns the YaRN options in config.json, or None; ValueError for another `rope_type`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

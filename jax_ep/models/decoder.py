@@ -240,9 +240,9 @@ def masked_attention(
 ) -> jax.Array:
     """Computes attention of q [B, S, heads, D] to k and v [B, M, groups, D], masked by `seen`.
 
-    The heads form `groups` groups of equal size; the heads of a group share one key and one value
-    per token. `seen` [B, S, M] bool says which keys a query attends to. `sinks` [heads], if given,
-    is one more score per head in the softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
+    Equally many neighbouring heads share a group's keys and values. `seen` [B, S, M] bool says
+    which keys a query attends to. `sinks` [heads], if given, is one more score per head in the
+    softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
@@ -345,14 +345,12 @@ class Decoder:
             tokens: [B, S] int32, token ids.
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
             biases: [layers, E] float32, the routers' selection biases, or None.
-            quantized_experts: the result of `quantize_experts`. None: each layer quantizes its
-                experts by itself, if it multiplies float8.
+            quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.
             documents: [B, S] int32, the number of each token's document: tokens attend only to
                 tokens of their document. None: to all earlier tokens of their sequence.
 
         Returns:
-            The loss, [] float32, and the metrics of the MoE blocks, each with a leading axis of
-            layers.
+            The loss, [] float32, and the metrics of the MoE blocks, with an axis of layers first.
         """
         x, metrics = self._hidden_states(params, tokens, biases, quantized_experts, documents)
         with jax.named_scope("loss"):
@@ -421,7 +419,6 @@ class Decoder:
 
 
 def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the rows of the embedding table [V, H] that belong to the tokens [B, S]."""
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     # The table is gathered over "fsdp" first. Otherwise XLA would gather the results of the lookup,
     # for the tokens of all devices.

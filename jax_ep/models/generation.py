@@ -1,8 +1,7 @@
 """Decodes with a `jax_ep.models` decoder: prompts of any lengths, and a compiled loop over tokens.
 
-`prefill` reads prompts of different lengths, in chunks, padded on either side. `decode` continues
-the prompts in one compiled loop on the devices, and `step` is one iteration of that loop.
-`generate` makes these calls. All of them run on the ambient mesh (`jax.set_mesh`).
+`prefill` reads prompts in chunks, padded on either side. `decode` continues them in one compiled
+loop, of which `step` is an iteration. `generate` makes these calls. All run on the ambient mesh.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Model(NamedTuple):
 
 
 def _one_qkv(weights: Weights) -> Weights:
-    """Joins the projections of queries, keys and values, so that one matmul computes all three."""
     weights = dict(weights)
     for kind in ("weight", "bias"):
         names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
@@ -135,11 +133,8 @@ def hidden_states(
 ) -> tuple[jax.Array, Cache, jax.Array]:
     """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
 
-    `mask` [B, S] bool is False where a column is padding.
-
-    Returns:
-        The last layer's output [B, S, H], the new cache, and how many tokens chose each expert,
-        [layers, E] int32.
+    `mask` [B, S] bool is False where a column is padding. Returns the last layer's output
+    [B, S, H], the new cache, and how many tokens chose each expert, [layers, E] int32.
     """
     # Columns of padding have the position of the last token before them.
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
@@ -177,10 +172,7 @@ def logits_of(config: DecoderConfig, model: Model, x: jax.Array) -> jax.Array:
 
 
 def empty_cache(config: DecoderConfig, batch: int, room: int, dtype: Any, mesh: Mesh) -> Cache:
-    """Allocates a cache of `room` slots per sequence.
-
-    The batch axis is split over the mesh if the number of devices divides it.
-    """
+    """Allocates a cache of `room` slots per sequence; the devices share the batch if they can."""
     axes = mesh.axis_names if batch % mesh.size == 0 else None
     rows, everywhere = (NamedSharding(mesh, PartitionSpec(a)) for a in (axes, None))
     shape = batch, room, config.num_key_value_heads, config.head_dim
@@ -215,12 +207,10 @@ def prefill(
     cache: Cache,
     chunk: int,
 ) -> tuple[jax.Array, Cache]:
-    """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
+    """Reads prompts [B, S] of one token or more, `chunk` columns at a time.
 
-    Every prompt must have at least one token.
-
-    Returns:
-        The logits [B, V] float32 of each prompt's next token, and the cache.
+    `mask` [B, S] is False at padding. Returns the logits [B, V] float32 of each prompt's next
+    token, and the cache.
     """
     batch, length = tokens.shape
     chunk = min(chunk, length)
@@ -245,10 +235,7 @@ def prefill(
 
 
 def choose(config: DecoderConfig, sampling: Sampling, logits: jax.Array, state: State) -> State:
-    """Chooses a next token for each sequence from logits [B, V]; returns the new state.
-
-    A sequence that has ended gets PADDING.
-    """
+    """Chooses each sequence's next token from logits [B, V], PADDING if it has ended."""
     if sampling.temperature:
         key = jax.random.fold_in(jax.random.key(sampling.seed), state.done)
         chosen = jax.random.categorical(key, logits / sampling.temperature)
@@ -281,9 +268,8 @@ def step(
 ) -> tuple[State, jax.Array, jax.Array]:
     """Decodes one token of each sequence.
 
-    Returns:
-        The new state, the logits [B, V] float32 from which the tokens were chosen, and how many
-        tokens chose each expert, [layers, E] int32.
+    Returns the new state, the logits [B, V] float32 from which the tokens were chosen, and how many
+    tokens chose each expert, [layers, E] int32.
     """
     # A finished sequence reads padding.
     last = jnp.where(state.finished, 0, state.last)[:, None]
@@ -320,11 +306,8 @@ def generate(
 
     Generation runs twice: the first run compiles, the second is timed. `padding` is the side on
     which short prompts are padded, "left" or "right". With `loop` "device", `decode` runs all
-    steps; with "host", each is a call of `step`.
-
-    Returns:
-        The new tokens of each sequence, the state after the last step, and the times of the second
-        run.
+    steps; with "host", each is a call of `step`. Returns the new tokens of each sequence, the state
+    after the last step, and the times of the second run.
     """
     tokens, mask = padded(prompts, padding)
     batch, length = tokens.shape

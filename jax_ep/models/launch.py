@@ -81,16 +81,14 @@ def run(
         main: the program.
         coordinator: HOST:PORT at which process 0 waits for the others. Under SLURM's `srun` and
             Open MPI's `mpirun`, None in all processes joins them; otherwise None is one process.
-        num_processes: the number of processes that run the program together.
-        process_id: the number of this process, from 0.
+        num_processes, process_id: how many processes run the program, and the number of this one.
         heartbeat_seconds: see above.
         cpu_devices: the number of devices of all processes together on a machine without GPUs,
             unless XLA_FLAGS or JAX's configuration says it. None: one for each process.
 
     Raises:
-        SystemExit: only some of `coordinator`, `num_processes` and `process_id` are given,
-            `process_id` is not below `num_processes`, or `coordinator` has no port. The message
-            names the flag.
+        SystemExit: `coordinator`, `num_processes` and `process_id` do not fit each other, or
+            `coordinator` has no port. The message names the flag.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -127,7 +125,6 @@ def run(
 
 
 def _is_started_by_cluster() -> bool:
-    """Returns whether `srun` or `mpirun` started this process together with others."""
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", 1)) > 1
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1

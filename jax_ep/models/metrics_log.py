@@ -15,10 +15,9 @@ import numpy as np
 class MetricsLog:
     """Writes metrics in process 0, a line for each step and one for each evaluation.
 
-    A resumed run repeats the steps after its checkpoint; the file then still has each step once.
-
     Args:
-        path: the file of JSON lines, or None. What it has of steps before `start` is kept.
+        path: the file of JSON lines, or None. What it has of steps before `start` is kept, so that
+            a resumed run has each step once.
         tensorboard_dir: the folder for TensorBoard, or None; needs the package tensorboardX. Of
             "expert_counts" [layers, E], it gets the greatest ratio of an expert's load to the mean.
         start: the first step of this run.

@@ -34,12 +34,8 @@ _COPIED = (
 def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
 
-    `sizes` maps keys of a Qwen3-MoE's config.json, such as "num_hidden_layers", to values.
-
-    Raises:
-        FileNotFoundError: the directory has no config.json.
-        ValueError: of a directory, another size than "num_hidden_layers" is given, or more layers
-            than it has. The message names the size as `DecoderConfig` does.
+    `sizes` maps keys of a Qwen3-MoE's config.json, such as "num_hidden_layers", to values. Raises
+    ValueError if another size of a directory's model is given, or more layers than it has.
     """
     if isinstance(model, Path):
         published = read_config(model)
@@ -99,13 +95,9 @@ def save_params(
 ) -> None:
     """Writes parameters as a published directory, see `jax_ep.checkpoints.save_model`.
 
-    Args:
-        directory: the directory.
-        published: the model's config.json. Its "num_hidden_layers", "dtype" and
-            "quantization_config" become those of what is written.
-        params: the parameters.
-        dtype: the dtype of what is written; None: that of the parameters.
-        source: the directory from which the tokenizer and the generation options are copied.
+    `published` is the model's config.json, of which "num_hidden_layers", "dtype" and
+    "quantization_config" become those of what is written: of `dtype`, or None for the parameters'
+    own. The tokenizer and the generation options are copied from the directory `source`, if given.
     """
     config = dict(published) | {"num_hidden_layers": len(params.moe)}
     config.pop("quantization_config", None)
@@ -131,13 +123,8 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    Args:
-        directory: the directory, with config.json and safetensors files.
-        mesh: the mesh, with the axis "expert".
-        dtype: the dtype of the weights that are not quantized.
-        quantized: as in `jax_ep.checkpoints.load_model`.
-        progress: as in `jax_ep.checkpoints.load_model`.
-        fields: further fields of `jax_ep.MoEConfig`.
+    The mesh has the axis "expert". Weights that are not quantized get `dtype`; `quantized` and
+    `progress` are as in `jax_ep.checkpoints.load_model`, `fields` are of `jax_ep.MoEConfig`.
     """
     published = read_config(directory)
     generation = directory / "generation_config.json"

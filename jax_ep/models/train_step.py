@@ -38,9 +38,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: [] int32, the number of steps made.
         params: the model's parameters.
-        biases: [layers, E] float32, the routers' selection biases, which are added to scores to
-            choose experts, so that the experts' loads are balanced without a loss. None if the
-            model has none.
+        biases: [layers, E] float32, the routers' selection biases (`Decoder.init_biases`), or None.
         opt_state: the state of the optimizer.
     """
 
@@ -74,12 +72,11 @@ class Layout(NamedTuple):
     """The shardings of the training step's arrays on the mesh.
 
     Attributes:
-        state: the shardings of a `TrainState`. Each device holds, and updates, a different part of
-            the parameters.
-        params: the shardings of the parameters while a step computes gradients.
-        batch: the sharding of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences
-            of S tokens, each with one more token as the target of the last.
-        everywhere: the sharding of a fully replicated array.
+        state: of a `TrainState`. Each device holds, and updates, a part of the parameters.
+        params: of the parameters while a step computes gradients.
+        batch: of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences of S tokens,
+            each with one more token as the target of the last.
+        everywhere: of a fully replicated array.
     """
 
     state: TrainState
@@ -122,8 +119,7 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
 
-    It splits the first dimension whose shards all of these axes divide, since collectives of parts
-    of an early dimension need few transposed copies.
+    It splits the first dimension that allows it: parts of an early one need few transposed copies.
     """
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
@@ -153,14 +149,9 @@ def init_state(
 ) -> TrainState:
     """Makes the training state before the first step, sharded as `layout` says.
 
-    Args:
-        model: the model.
-        optimizer: the optimizer, whose state is initialized.
-        layout: the shardings, from `make_layout`.
-        seed: the seed of random parameters.
-        params: the parameters to start from, which are donated; None: random ones.
-        only_shapes: whether nothing is computed, and `jax.ShapeDtypeStruct` objects with shardings
-            are returned in place of arrays, for example to restore a checkpoint.
+    `params` to start from are donated; None: random ones, of `seed`. With `only_shapes`, nothing is
+    computed, and `jax.ShapeDtypeStruct` objects with shardings are returned, for example to restore
+    a checkpoint.
     """
 
     def init(key: jax.Array, params: Params | None) -> TrainState:
@@ -217,7 +208,7 @@ def make_train_step(
         return lax.with_sharding_constraint(grads, layout.state.params), *found
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
-        """Returns the means of gradients and losses over microbatches, and the sums of counts."""
+        # Returns the means of gradients and losses over microbatches, and the sums of counts.
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])
         quantized = model.quantize_experts(state.params)

@@ -1,10 +1,9 @@
 """Decides which rank holds which experts, and how many copies an expert has.
 
 A slot is the memory for one expert's weights; each of the N ranks has P / N of the P slots.
-`balance` decides by the loads of experts, `place_by_affinity` by what tokens choose in successive
-layers. Both run on the host, in NumPy, and return a `Placement`, small arrays whose shapes depend
-only on the numbers of layers, experts and slots: a layer that takes them as arguments compiles once
-for all placements. `choose_slots` runs in the traced program.
+`balance` and `place_by_affinity` run on the host, in NumPy, and return a `Placement`: small arrays
+whose shapes depend only on sizes, so that a layer compiles once for all placements. `choose_slots`
+runs in the traced program.
 """
 
 from jax_ep.placement.by_affinity import place_by_affinity as place_by_affinity

@@ -12,8 +12,8 @@ from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
 
-# An integer program with more variables than this is not tried, because it would exceed its time
-# limit. A program has one variable for each expert of a layer and each host or rank.
+# An integer program with more variables (experts of a layer times hosts or ranks) would exceed its
+# time limit, and is not tried.
 _LARGEST_PROGRAM = 1024
 
 
@@ -27,8 +27,8 @@ def place_by_affinity(
 ) -> Placement:
     """Places experts so that a token's experts of successive layers are often on one rank.
 
-    The idea is ExFlow's (arXiv:2401.08383): a token whose next expert is on its present rank needs
-    no communication. Experts are first split among hosts, then among the ranks of each host. A
+    A token whose next expert is on its present rank needs no communication (ExFlow,
+    arXiv:2401.08383). Experts are first split among hosts, then among the ranks of each host. A
     split clusters the first layer's experts by the choices of their tokens, then assigns the
     experts of one layer after the other, given its neighbours. Small layers are finally assigned by
     integer programs (MoETuner, arXiv:2502.06643), within ten seconds for all layers.
@@ -38,7 +38,7 @@ def place_by_affinity(
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts.
         max_imbalance: the limit of a rank's load in a layer, divided by the mean load; at least 1.
-            A layer may exceed the limit if no assignment within it is found.
+            A layer may exceed it if no assignment within it is found.
         num_experts: E, the number of experts of a layer; None: the largest id in the trace + 1.
 
     Returns:
@@ -90,12 +90,10 @@ def _visits(choices: Array, num_experts: int) -> Any:
 def _split(
     experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
-    """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave.
-
-    By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P] how
-    often a token chose expert e there and expert f in the next layer, `load` [P] how often each
-    expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] per part.
-    """
+    """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave."""
+    # By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P]
+    # how often a token chose expert e there and f in the next layer, `load` [P] how often each
+    # expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] each.
     if parts == 1:
         return [experts]
     # `together` and `load` of the given experts alone, in their order.
@@ -163,11 +161,9 @@ def _sweep(
     assign: Any,
     most: int,
 ) -> float:
-    """Reassigns experts, layer by layer, while more choices share a part with the next layer's.
-
-    Updates `part` [layers, n] by at most `most` sweeps; `near` [n, n] counts pairs of choices.
-    Returns how many of these pairs then share a part. `assign` is `_assign` or `_assign_exactly`.
-    """
+    """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
+    # Updates `part` [layers, n] by at most `most` sweeps; `near` [n, n] counts pairs of choices.
+    # Returns how many of these pairs then share a part.
 
     def kept(part: Array) -> float:
         same = (a[:, None] == b[None] for a, b in zip(part, part[1:], strict=False))

@@ -9,8 +9,7 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.table import Array, Placement, check_ranks, check_slots, checked_load
 
-# A swap of two experts counts as an improvement only if the new load is below the old load times
-# this factor, so that rounding errors do not count.
+# A swap must lower the load to below this factor times the old load: rounding does not count.
 LESS = 1 - 1e-9
 
 
@@ -26,15 +25,13 @@ def balance(
 ) -> Placement:
     """Decides which experts get copies, and where, so that the busiest rank's load is small.
 
-    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB), and then makes
-    changes as long as they lower the busiest rank's load: it swaps two copies between ranks, or
-    gives an expert of the busiest rank one more copy in place of a copy of another expert that has
-    several. The busiest rank's load is therefore at most that of EPLB.
+    Starts from the placement of EPLB (DeepSeek-V3, github.com/deepseek-ai/EPLB), and then swaps two
+    copies between ranks, or gives an expert of the busiest rank one more copy in place of a copy of
+    another expert, as long as this lowers the busiest rank's load.
 
     Args:
         load: [layers, E] numbers of at least 0: the load of each expert, in any unit.
-        num_slots: P, the number of slots of all ranks, each for one expert's weights; a multiple of
-            num_ranks, at least E.
+        num_slots: P, the number of slots of all ranks, a multiple of num_ranks, at least E.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
         num_hosts: the number of hosts. It has an effect only if num_groups is a multiple of it.
         num_groups: the router's number of groups, equal runs of consecutive expert ids (see
@@ -91,9 +88,8 @@ def _balance_layer(
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
     best, least = np.empty(0), np.inf
-    # Tries two ways to place the router's groups of experts on hosts, and takes the better: the
-    # greedy one; and the greedy one, with groups then swapped to even out the hosts' loads. The
-    # second way usually, but not always, gives a lower load of the busiest rank.
+    # Tries two ways to place the router's groups on hosts: the greedy one, and that with groups
+    # then swapped to even out the hosts' loads, which usually, but not always, is better.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
         slots, busiest = [], 0.0
         for host in range(num_hosts):
@@ -143,8 +139,7 @@ def _pack(load: Array, num_packs: int) -> Array:
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
     """Swaps items between packs as long as the heaviest pack gets lighter; updates `pack`."""
     totals = np.bincount(pack, load, num_packs)
-    # The loop ends, because a swap never leads back to earlier loads: it makes the packs' loads,
-    # sorted from the largest down, lexicographically smaller.
+    # The loop ends, because a swap makes the packs' loads, sorted, lexicographically smaller.
     for _ in range(100 * len(load)):
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
@@ -173,8 +168,7 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     # Tries each pair of an expert a that loses the copy in a slot of `victims`, and an expert b of
     # the busiest rank that gains a copy in this slot.
     a, b = expert[victims], wanted
-    # The new load per copy, of each of the experts a if it loses a copy, and of each of the experts
-    # b if it gains one.
+    # The new load per copy, of experts a that lose a copy and of experts b that gain one.
     less = load[a] / (copies[a] - 1)
     more = load[b] / (copies[b] + 1)
     of_a = held[a] * (less - load[a] / copies[a])[:, None]

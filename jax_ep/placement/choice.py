@@ -23,10 +23,9 @@ def choose_slots(
 ) -> jax.Array:
     """Turns tokens' choices of experts into choices of slots. Call it inside `jax.shard_map`.
 
-    A slot holds one copy of an expert's weights. If this rank has a copy of the chosen expert, the
-    choice takes this copy. Otherwise this rank's choices of the expert are spread over the expert's
-    copies round-robin; rank r starts with copy r modulo the number of copies. The result is
-    deterministic.
+    If this rank has a copy of the chosen expert, the choice takes this copy. Otherwise this rank's
+    choices of the expert are spread over the expert's copies round-robin; rank r starts with copy r
+    modulo the number of copies.
 
     Args:
         topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as

@@ -31,10 +31,8 @@ class Placement:
 
     A slot holds the weights of one expert. There are E experts and P slots; slot s is on rank
     s // (P / num_ranks). An expert has at most C = P - E + 1 copies. Make a placement with
-    `Placement.of` or `Placement.in_order`.
-
-    A layer's call takes the placement of one layer, whose arrays lack the leading `layers` axis:
-    `placement[layer]`, or what the body of a `jax.lax.scan` over a placement gets.
+    `Placement.of` or `Placement.in_order`. A layer's call takes the placement of one layer, whose
+    arrays lack the leading axis: `placement[layer]`, or what `jax.lax.scan` gives its body.
 
     Attributes:
         expert_of_slot: [layers, P] int32, the expert that each slot holds; -1 for an empty slot.
@@ -50,7 +48,6 @@ class Placement:
     num_ranks: int
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether two placements (not traced ones) hold the same expert in every slot."""
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
@@ -94,10 +91,7 @@ class Placement:
     def in_order(
         cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
     ) -> Placement:
-        """Makes the placement that has expert s % E in slot s, in all layers.
-
-        The weights of a newly initialized layer have this placement.
-        """
+        """Makes the placement of a new layer, with expert s % E in slot s, for all layers."""
         num_slots = checks.check_integer("num_slots", num_slots)
         slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
         layers = checks.check_integer("layers", layers)
@@ -105,7 +99,6 @@ class Placement:
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:
-        """Returns the placement of one layer, whose arrays lack the axis of layers."""
         if np.ndim(self.expert_of_slot) != 2:
             raise TypeError("this Placement describes one layer, so it cannot be indexed by layer.")
         # Without this check, an index out of bounds would be clamped if the arrays are JAX arrays.
@@ -119,13 +112,8 @@ class Placement:
     def rank_load(self, load: Any) -> Array:
         """Returns the load of each rank: float64 [layers, N], or [N] for one layer's placement.
 
-        The copies of an expert share its load evenly.
-
-        Args:
-            load: [layers, E] numbers, or [E] for one layer: the load of each expert, in any unit.
-
-        Raises:
-            ValueError: `load` has another shape, or is negative or not finite.
+        The copies of an expert share its load, `load` [layers, E] or [E], evenly. Raises ValueError
+        if `load` has another shape, or is negative or not finite.
         """
         copies = np.asarray(self.num_copies)
         shape = "[layers, E]" if copies.ndim == 2 else "[E]"

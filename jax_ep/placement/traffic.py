@@ -14,14 +14,36 @@ from jax_ep.placement.table import Array, Placement
 
 
 class Traffic(NamedTuple):
-    """The rows of one training step's tokens under a placement, by layer, for N ranks."""
+    """The rows of one training step's tokens under a placement, by layer, for N ranks.
 
-    rows: Array  # [layers, N]: rows that each rank's experts compute, one for each choice
-    # [layers, N]: rows that each rank receives from other ranks, one for each (token, rank)
+    Attributes:
+        rows: [layers, N], the rows that each rank's experts compute, one for each choice.
+        wire_rows: [layers, N], the rows that each rank receives from other ranks, one for each
+            token.
+        rank_changes: [layers - 1], the share of pairs (a token's choice in a layer, its choice in
+            the next layer) whose experts are on different ranks.
+    """
+
+    rows: Array
     wire_rows: Array
-    # [layers - 1]: the share of pairs (a token's choice in a layer, its choice in the next layer)
-    # whose experts are on different ranks
     rank_changes: Array
+
+
+def means(steps: Array, placement: Placement) -> dict[str, float]:
+    """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
+
+    "balance" is the rows of the busiest rank over the mean, "wire_rows" the rows sent between ranks
+    for a token, and "rank_changes" the mean of `Traffic.rank_changes`.
+    """
+    tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
+    counted = [traffic(step, placement) for step in steps]
+    rows = np.stack([each.rows for each in counted])
+    changes = np.stack([each.rank_changes for each in counted])
+    busiest = rows.max(axis=2) / np.maximum(rows.mean(axis=2), 1e-30)
+    wire_rows = np.mean([each.wire_rows.sum(axis=1) for each in counted]) / tokens
+    shares = {"balance": busiest.mean(), "wire_rows": wire_rows}
+    shares["rank_changes"] = changes.mean() if changes.size else 0.0
+    return {name: float(share) for name, share in shares.items()}
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
@@ -49,18 +71,14 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
     is_pair = (rank_before >= 0) & (rank_after >= 0)
     changes = ((rank_before != rank_after) & is_pair).sum(axis=(1, 2, 3, 4))
     num_pairs = is_pair.sum(axis=(1, 2, 3, 4))
-    return Traffic(
-        rows=here.sum(axis=(1, 2, 3)),
-        wire_rows=sent.sum(axis=1),
-        rank_changes=changes / np.maximum(num_pairs, 1),
-    )
+    rows, wire_rows = here.sum(axis=(1, 2, 3)), sent.sum(axis=1)
+    return Traffic(rows, wire_rows, changes / np.maximum(num_pairs, 1))
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _slots(
     topk_idx: jax.Array, slots_of_expert: jax.Array, num_copies: jax.Array, slots_per_rank: int
 ) -> jax.Array:
-    """Returns the slots of the choices [layers, N, t, K] of all ranks."""
 
     def of_layer(layer: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         of_ranks, slots, copies = layer

@@ -1,9 +1,9 @@
 """Converts experts' weights and optimizer state between experts and slots, and moves them.
 
-The first axis of experts' parameters is P slots in a layer with slots, and E experts in a layer
-without. The functions take any pytree, such as a train state, and change only leaves of experts:
-leaves whose path has a key that names an expert's parameter, such as "wi_0", "wi_1" or "wo". Leaves
-of one element stay as they are: optax uses them as placeholders for moments that it does not keep.
+The functions take any pytree, such as a train state, and change only leaves of experts: those whose
+path has a key that names an expert's parameter, such as "wi_0". Their first axis is P slots in a
+layer with slots, else E experts. Leaves of one element stay as they are: optax uses them as
+placeholders for moments that it does not keep.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from jax_ep.placement.table import Array, Placement
 from jax_ep.runtime.jax_compat import is_traced
 
 # The most bytes that a rank receives in one dispatch of `redistribute`, unless a row for each slot
-# is more. `redistribute` cuts the weights of each slot into rows. Each dispatch moves equally many
-# rows of every slot, so this bounds the memory that is needed besides the weights.
+# is more. Each dispatch moves equally many rows of every slot.
 _PIECE_BYTES = 64 * 2**20
 
-# The most bytes of one of the rows into which `redistribute` cuts weights, unless the weights' last
-# axis is longer. Rows are nearly as long as this, because short rows are dispatched slowly.
+# The most bytes of such a row, unless the weights' last axis is longer. Rows are nearly as long,
+# because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
-# Maps the number of bytes of a weight to a floating dtype of that size. `dispatch` sends floating
-# numbers only, so weights of any dtype are sent as numbers with the same bits. Outside of
-# `dispatch` the bits are integers, because XLA may change the bits of a NaN.
+# Maps the bytes of a weight to a floating dtype of that size, since `dispatch` sends floating
+# numbers. Elsewhere the bits are integers, because XLA may change the bits of a NaN.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The names of a layer's parameters whose first axis is the experts.
@@ -48,9 +46,6 @@ ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias", *AD
 
 def to_slots(tree: Any, placement: Placement) -> Any:
     """Copies the weights of E experts into the P slots of a placement; an empty slot is zero.
-
-    Only leaves of experts change: leaves whose path has a key that names an expert's parameter,
-    such as "wi_0", "wi_1" or "wo".
 
     Args:
         tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] for the placement
@@ -73,16 +68,8 @@ def to_slots(tree: Any, placement: Placement) -> Any:
 def to_experts(tree: Any, placement: Placement) -> Any:
     """Takes each expert's weights from the first slot that holds it: the inverse of `to_slots`.
 
-    Args:
-        tree: a pytree; its leaves of experts are [P, ...], or [layers, P, ...].
-        placement: the placement of one layer, `placement[layer]`, or of several.
-
-    Returns:
-        The tree, in which the leaves of experts are [E, ...] or [layers, E, ...], else as from
-        `to_slots`.
-
-    Raises:
-        ValueError: the shape of a leaf of experts begins with other sizes, or there is none.
+    The leaves of experts are [P, ...] or [layers, P, ...], and become [E, ...] or [layers, E, ...].
+    Else as `to_slots`.
     """
     first_slots = np.asarray(placement.slots_of_expert)[..., 0]
     lead = np.shape(placement.expert_of_slot)
@@ -154,9 +141,8 @@ def redistribute(
     """Moves weights and optimizer state to the slots of another placement.
 
     Every slot of the placement `after` receives the bits of a slot that holds the same expert in
-    the placement `before`. The source is on the same rank if that rank has a copy of the expert.
-    Otherwise the copies of the expert share the sending evenly. Each leaf is donated, and is
-    overwritten in pieces of up to about 64 MiB per rank.
+    the placement `before`: one on the same rank if that has a copy, else the copies of the expert
+    share the sending. Each leaf is donated, and overwritten in pieces of up to about 64 MiB.
 
     Call it between steps, outside of `jax.jit`. It compiles a program for each leaf shape and each
     C: the largest number of slots that one slot sends to, rounded up to a power of two.
@@ -164,8 +150,8 @@ def redistribute(
     Args:
         tree: a pytree, such as a train state; its leaves of experts (see `to_slots`) are
             [P, ...], or [layers, P, ...] for placements of several layers. A leaf on the devices of
-            `mesh` keeps its sharding, whatever it is; any other leaf is split over `axis_name`.
-            Each leaf stays in its kind of memory, such as "pinned_host".
+            `mesh` keeps its sharding; any other leaf is split over `axis_name`. Each leaf stays in
+            its kind of memory, such as "pinned_host".
         before: the placement that the tree has, of one layer or of several.
         after: the placement to move to, with the same numbers of layers, experts, slots and ranks.
         mesh: the mesh on which the weights are.
@@ -250,7 +236,6 @@ def _move(
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:
-    """Returns whether `dtype` is bool or a real dtype of 8 bits or more."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -259,10 +244,7 @@ def _is_of_whole_bytes(dtype: Any) -> bool:
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Lists the slots of `after` to which each slot of `before` sends, padded with -1.
-
-    [P, C] int32, or [layers, P, C]; C is rounded up to a power of two.
-    """
+    """Lists the slots of `after` to which each slot of `before` sends, [.., P, C], or -1."""
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
@@ -390,7 +372,6 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: 
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key in the path of a leaf names one of ROUTED_WEIGHTS."""
     # A key may also be a tuple of names, or names joined by "/" or ".", in flattened dictionaries.
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))

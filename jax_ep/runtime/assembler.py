@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -57,6 +59,20 @@ def reported(report: str) -> list[Kernel]:
         )
         for name, properties, registers in _KERNEL.findall(report)
     ]
+
+
+def run_reporting(program: str) -> tuple[bool, str]:
+    """Runs Python code in a new process with `REPORTS`; returns its success and what it prints."""
+    environment = os.environ | REPORTS
+    # A program from the cache is not assembled.
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    # This process may have allocated most of the GPU's memory.
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, errors="replace"
+    )
+    return done.returncode == 0, done.stdout + done.stderr
 
 
 def author(report: str) -> str:

@@ -2,9 +2,8 @@
 
 A `Target` is a program that is being traced (`TRACED`), a program that is being lowered
 (`Lowered`), or a list of devices (`Machine`). Functions here return None, or a reason that
-completes "the kernels cannot run: ...". They check the platform before the version of JAX, since
-another version would not help on an unsupported platform. The kernels' operands are not considered
-here: they are checked when an operation's implementation is selected (`jax_ep.implementations`).
+completes "the kernels cannot run: ...". The kernels' operands are checked elsewhere, when an
+implementation is selected (`jax_ep.implementations`).
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
 def multicast_unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
     """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do.
 
-    The driver describes the hardware only. Where an administrator, a container or the fabric
-    manager forbids multicast, the result may be None, too, and kernels fail when they run.
+    An administrator or a container may forbid it all the same; kernels then fail when they run.
     """
     devices = jax.devices() if devices is None else devices
     if any(device.platform != "gpu" for device in devices):
@@ -109,10 +107,7 @@ def never_run(devices: Sequence[jax.Device]) -> list[str]:
 
 
 def tracing_unavailable_reason() -> str | None:
-    """Returns why the kernels cannot run in the `shard_map` being traced, or None if they may.
-
-    Only JAX's version and the mesh axes of the `shard_map` are checked; the devices are not.
-    """
+    """Returns why the kernels cannot run in the `shard_map` being traced, whatever the devices."""
     if reason := jax_unavailable_reason():
         return reason
     mesh = jax.sharding.get_abstract_mesh()

@@ -46,39 +46,16 @@ def kernel_module_version() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def attribute(ordinal: int, number: int) -> int | None:
+def attribute(ordinal: int | None, number: int) -> int | None:
     """Returns an attribute of a GPU by its number in the driver's enum CUdevice_attribute."""
-    library, value = _libcuda(), ctypes.c_int()
-    if library is None or (handle := _handle(library, ordinal)) is None:
+    library, handle, value = _libcuda(), ctypes.c_int(), ctypes.c_int()
+    if library is None or ordinal is None:
+        return None
+    if library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
         return None
     if library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), handle) != 0:
         return None
     return value.value
-
-
-def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
-    """Returns whether GPU i can address the memory of GPU j, [i][j], for GPUs by ordinal."""
-    return _peer_access(tuple(ordinals))
-
-
-@functools.cache
-def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | None:
-    library = _libcuda()
-    if library is None:
-        return None
-    handles = [_handle(library, ordinal) for ordinal in ordinals]
-    if None in handles:
-        return None
-    matrix = []
-    for i, one in enumerate(handles):
-        row = []
-        for j, other in enumerate(handles):
-            can = ctypes.c_int(1)  # The driver is not asked about a GPU and itself.
-            if i != j and library.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) != 0:
-                return None
-            row.append(bool(can.value))
-        matrix.append(tuple(row))
-    return tuple(matrix)
 
 
 class Error(RuntimeError):
@@ -300,7 +277,6 @@ def _device(ordinal: int) -> ctypes.c_int:
 
 
 def _call(name: str, *args: Any) -> None:
-    """Calls a function of the driver; raises `Error` unless it succeeds."""
     library = _libcuda()
     if library is None:
         raise Error("there is no driver")
@@ -309,11 +285,3 @@ def _call(name: str, *args: Any) -> None:
         text = ctypes.c_char_p()
         library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
         raise Error(f"{name}: {(text.value or b'unknown error').decode()}")
-
-
-def _handle(library: ctypes.CDLL, ordinal: int | None) -> ctypes.c_int | None:
-    """Returns the driver's handle of a GPU; None without an ordinal, or if there is no such GPU."""
-    handle = ctypes.c_int()
-    if ordinal is None or library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
-        return None
-    return handle

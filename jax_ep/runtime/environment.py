@@ -23,6 +23,7 @@ from pallas_kernels.fabric import memory_map
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+NO_HOSTS = "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
 _TIMEOUT_SECONDS = 100.0
 # Kernels hold the timeout in nanoseconds as a 64-bit integer, which has room for this many seconds.
 _LONGEST_TIMEOUT_SECONDS = 1e9
@@ -93,8 +94,8 @@ def _version(package: str) -> str | None:
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
     """Returns M, the number of hosts that the N ranks along some mesh axes span; or a reason.
 
-    Each host must have N / M consecutive ranks, and M must be the same for every group of ranks
-    along the axes. The reason completes "the ranks cannot exchange between hosts: ...".
+    Each host must have N / M consecutive ranks, in each group of ranks along the axes. The reason
+    completes "the ranks cannot exchange between hosts: ...".
     """
     mesh = program.mesh
     if mesh is None or not axis_name:
@@ -144,7 +145,7 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
     """Returns M, or a reason, as `num_hosts` does, for one group of ranks and their `hosts_of`."""
     if None in host_of_rank:
-        return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
+        return NO_HOSTS
     size = len(host_of_rank)
     count = len(set(host_of_rank))
     if size % count == 0:

@@ -1,8 +1,4 @@
-"""Makes the objects through which the ranks of a kernel communicate.
-
-A `Gpus` tells a kernel where the symmetric memory of its peers is. `Channels` are for kernels that
-use the low-latency protocol.
-"""
+"""Makes the objects through which the ranks of a kernel communicate."""
 
 from __future__ import annotations
 
@@ -22,8 +18,8 @@ if TYPE_CHECKING:
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
-    Its `mesh_index` varies over the same mesh axes as `like`, an operand of the kernel.
-    `ranks_per_host` is the number of ranks of a host if ranks communicate only inside hosts.
+    `like` is an operand of the kernel: the mesh index varies over the same axes. `ranks_per_host`
+    is the number of ranks of a host if ranks communicate only inside hosts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # By how much the mesh index grows along each axis.
@@ -32,8 +28,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
         strides[name] = stride
         stride *= size
     parts = environment.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
-    # `parts` is None if the ranks of a host form no block of the mesh. `runtime.availability` has
-    # refused kernels in that case.
+    # `runtime.availability` has refused kernels if the ranks of a host form no block of the mesh.
     assert parts is not None, (axis_name, ranks_per_host)
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     index, _ = jax_compat.match_varying((jax_compat.mesh_index(), like), axis_name)
@@ -42,7 +37,6 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
 
 def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the address of GPU 0's heap, and the number of each mesh device's heap."""
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain

@@ -1,9 +1,7 @@
 """Wraps every private or unstable part of JAX that jax_ep uses.
 
-The package can be imported where JAX lacks one of these names. Where JAX lacks a name that
-primitives need, `define_primitive` returns a stand-in that computes inline,
-`primitives_unavailable_reason` tells which name is missing, and kernels, which need primitives, are
-refused with this reason.
+Where JAX lacks a name that primitives need, `define_primitive` returns a stand-in that computes
+inline, and kernels are refused with the reason of `primitives_unavailable_reason`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -293,17 +291,15 @@ def define_primitive(
     Args:
       name: the primitive's name, as a jaxpr shows it.
       abstract_eval: maps (operand types, params) to the type or types of the results.
-      lower: maps (program, IR values of the operands, params) to the results' IR values, where
-        program is a `Program`.
+      lower: maps (`Program`, IR values of the operands, params) to the results' IR values.
       inline: maps (operands, params) to the results; the function that the stand-in calls.
       batch: the rule for `jax.vmap`; maps (operands, batch axes, params) to the results and their
         batch axes.
       transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
         the operands' cotangents.
       multiple_results: whether `bind` returns a list of results.
-      platforms: the platforms that get a lowering of their own; None in it means every other
-        platform. A program for several platforms branches over these lowerings, and XLA allows no
-        collective in a branch.
+      platforms: the platforms that get a lowering of their own; None in it means every other one.
+        A program for several platforms branches over them, and no branch may have a collective.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result
         whether it is used, and params, to (reduced params, indices of the kept results, indices of
         the kept operands or None for all).
@@ -343,7 +339,6 @@ def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 # The cache is bounded, since params may hold a new function in each call.
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    """Returns a jitted function that binds the primitive."""
 
     def function(*operands: Any) -> Any:
         return primitive.bind(*operands, **params)
@@ -386,14 +381,6 @@ def _without_unused_results(
     return [i in kept_operands for i in range(len(equation.invars))], smaller
 
 
-def _lacks(path: str) -> Callable[..., NoReturn]:
-    # Returns a function that raises NotImplementedError.
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"JAX {jax.__version__} lacks {path}")
-
-    return refuse
-
-
 def _lower_mesh_index(program: Program) -> list[Any]:
     # The partition_id of a device is its index in the mesh. XLA launches a kernel to store the
     # result of `lax.axis_index`, but none for partition_id.
@@ -409,9 +396,8 @@ _mesh_index_p = define_primitive(
     "ep_mesh_index",
     abstract_eval=lambda: _shaped_array((1,), jnp.int32),
     lower=_lower_mesh_index,
-    # This is never called. Only kernels use this primitive, and where JAX cannot define
-    # primitives, kernels are refused.
-    inline=_lacks("what primitives need"),
+    # Never called: only kernels use it, which are refused where JAX cannot define primitives.
+    inline=lambda: jnp.zeros(1, jnp.int32),
     multiple_results=False,
 )
 

@@ -1,8 +1,8 @@
 """Exchanges messages and file descriptors between the processes of a host.
 
 Processes find each other through the key-value service of `jax.distributed`, and then communicate
-over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is one
-such exchange. It is used once, ends within twice its timeout, and leaves no thread and no file.
+over UNIX sockets in folders that only this user can open. A `Meeting` is one such exchange. It is
+used once, ends within twice its timeout, and leaves no thread and no file.
 """
 
 from __future__ import annotations
@@ -141,10 +141,7 @@ class Meeting:
         self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        """Publishes this process's card, a dict that describes it; returns all `processes`' cards.
-
-        Each returned card has the path of its process's socket, too.
-        """
+        """Publishes this process's card, which describes it; returns all `processes`' cards."""
         card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
@@ -235,7 +232,6 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to each other process; stores the errors of unreachable ones in `_gone`."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,7 +257,6 @@ class Meeting:
                 self._to[process] = connection
 
     def _accept(self, others: Sequence[int]) -> None:
-        """Waits until each other process has connected; raises `Refused` if one has ended."""
         # A process that fails still connects, and sends the reason, before it closes its socket.
         # So all waiting connections are accepted before a process counts as ended.
         with selectors.DefaultSelector() as selector:
@@ -338,7 +333,6 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Receives `count` bytes; raises ConnectionResetError if the other end closes before."""
     data = b""
     while len(data) < count:
         if not (part := connection.recv(count - len(data))):
@@ -355,7 +349,6 @@ def raise_failure(messages: Mapping[int, Message]) -> None:
 
 
 def _remove(path: str) -> None:
-    """Deletes the socket that an ended process left at `path`, and its folder, if they are ours."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -74,8 +74,8 @@ class Domain:
 def domain() -> Domain | str:
     """Returns the GPUs of this host that share memory, or a string that says why there are none.
 
-    The first call sets up symmetric memory. If the host has several processes, it waits until each
-    of them calls this function, for at most JAX_EP_TIMEOUT_SECONDS, and all get the same answer.
+    The first call sets up symmetric memory. It waits until each process of the host calls this
+    function, for at most JAX_EP_TIMEOUT_SECONDS, and all get the same answer.
     """
     with _lock:
         return _domain()
@@ -104,8 +104,7 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 def unavailable_reason_of(process: int) -> str | None:
     """Returns why the GPUs of another host's process share no memory there, or None if they do.
 
-    Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS. Both processes
-    must know the answer, to lower to the same exchange.
+    Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS.
     """
     if (store := processes.store()) is None:
         return _NO_STORE
@@ -169,7 +168,6 @@ def _domain() -> Domain | str:
 
 
 def _set_up_here() -> Domain | str:
-    """Sets up symmetric memory for the GPUs of this process, or returns a reason."""
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
             "symmetric memory needs the kernels of a program to run one at a time, and XLA_FLAGS "
@@ -397,7 +395,6 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Allocates, maps and fills the heap of GPU g; returns the mapped bytes."""
         # Other processes map the heap by the file descriptor that is appended.
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:

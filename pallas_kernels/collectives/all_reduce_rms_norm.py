@@ -95,11 +95,8 @@ def low_latency_all_reduce_rms_norm(
     """Does what `all_reduce_rms_norm` does, with the same bits, over the low-latency protocol.
 
     With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them.
-    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh.
-
-    Raises:
-      ValueError: with `two_shot`, the plan has fewer than T / N blocks; or the protocol has no room
-        for its warpgroups or tiles.
+    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh. Raises ValueError if the
+    protocol has no room, or if the plan has fewer than T / N blocks for `two_shot`.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -128,8 +125,7 @@ class _Refs(NamedTuple):
     x: Any
     residual: Any
     scale: Any
-    # In a two-shot kernel with signals, peers first write the sums of rows here.
-    normalized: Any
+    normalized: Any  # in a two-shot kernel with signals, peers first write the sums of rows here
     new_residual: Any
 
 
@@ -139,16 +135,14 @@ class _Scratch(NamedTuple):
     # [2, warps] float32: each warp's part of the sum of squares of a row. Consecutive rows use the
     # two halves in turn: when a row's sums are written, those of the row before may still be read.
     squares: Any
-    # A barrier of the block's warpgroups.
-    together: Any
+    together: Any  # a barrier of the block's warpgroups
 
 
 class _Row(NamedTuple):
     """A row to normalize: the tiles of it that this warpgroup handles, in registers."""
 
     index: Any
-    # Over ranks, in x's dtype.
-    sums: Sequence[jax.Array]
+    sums: Sequence[jax.Array]  # over ranks, in x's dtype
     residual: Sequence[jax.Array]
     scale: Sequence[jax.Array]
 
@@ -158,15 +152,13 @@ class _Body:
     """The kernels' bodies: the instance with signals, two methods over the low-latency protocol."""
 
     num_rows: int
-    # H, with padding.
-    padded: int
+    padded: int  # H, with padding
     dtype: Any
     residual_dtype: Any
     hidden: int
     eps: float
     two_shot: bool
-    # `Channels` with the low-latency protocol.
-    fabric: Any
+    fabric: Any  # `Channels` with the low-latency protocol
     plan: TilePlan
 
     def __post_init__(self) -> None:
@@ -198,7 +190,6 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether every block has exactly one row."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -220,7 +211,6 @@ class _Body:
         num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
 
         def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
-            """Sums row number `row` over ranks, and calls `_norm` for it."""
             sums = self._row_of_sums(refs, row)
             if signal:
                 fabric.delay_point(1)
@@ -296,10 +286,7 @@ class _Body:
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
         """Loads this warpgroup's tiles of ref[row], or of a 1D `ref`, into registers."""
-        return [
-            vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
-            for where in self._my_tiles()
-        ]
+        return [vectors.load(ref.at[(*row, where)], self.vector) for where in self._my_tiles()]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
         """Sums every N-th tile of the block's rows; stores it to `normalized` of all ranks."""
@@ -343,7 +330,7 @@ class _Body:
             for total, residual in zip(row.sums, row.residual, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
-            vectors.store(fabric, [refs.new_residual.at[row.index, where]], total, vector)
+            vectors.store([refs.new_residual.at[row.index, where]], total, vector)
 
         values = [total.astype(jnp.float32) for total in totals]
         squares_of_tiles = [
@@ -352,7 +339,7 @@ class _Body:
         square = functools.reduce(jnp.add, squares_of_tiles)
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         squares = scratch.squares.at[half]
-        vectors.partial_sums(fabric, square, squares.at[parts], vector)
+        vectors.partial_sums(square, squares.at[parts], vector)
         self._meet(scratch)
         # All warpgroups have the row's sums, so this block has read all it needs of peers' inputs.
         if signal:
@@ -365,7 +352,7 @@ class _Body:
         factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
         for value, weight, where in zip(values, row.scale, self._my_tiles(), strict=True):
             normal = value * factor * weight.astype(jnp.float32)
-            tiles.store(fabric, refs.normalized.at[row.index, where], normal.astype(self.dtype))
+            tiles.store(refs.normalized.at[row.index, where], normal.astype(self.dtype))
 
     def _my_tiles(self) -> list[Any]:
         """Returns the tiles of a row that this warpgroup handles, as slices of the columns."""
@@ -392,11 +379,10 @@ class _Body:
         if fills_row and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
             return value
         moved_by = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
-        position = fb.iota(self.fabric, self.tile, self.vector)
+        position = fb.iota(self.tile, self.vector)
         return jnp.where(position >= moved_by, value, jnp.zeros_like(value))
 
     def _meet(self, scratch: _Scratch) -> None:
-        """Waits until all warpgroups of the block have called this function."""
         plgpu.barrier_arrive(scratch.together)
         plgpu.barrier_wait(scratch.together)
 
@@ -408,5 +394,4 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self) -> None:
-        """Waits until the block of the same index on every rank has called `_signal`."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

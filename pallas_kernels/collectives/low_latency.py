@@ -29,11 +29,11 @@ def one_shot(
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, where in enumerate(slices):
-            endpoint.send(index, [tiles.load(channels, x_ref.at[where])] * len(endpoint.peers))
+            endpoint.send(index, [tiles.load(x_ref.at[where])] * len(endpoint.peers))
         endpoint.delay_point(1)
         for index, where in enumerate(slices):
-            total = endpoint.sum(index, tiles.load(channels, x_ref.at[where]))
-            tiles.store(channels, out_ref.at[where], total)
+            total = endpoint.sum(index, tiles.load(x_ref.at[where]))
+            tiles.store(out_ref.at[where], total)
 
     name = "ep_all_reduce_one_shot_ll"
     return _call(body, mesh_index, x, x.shape[-1:], channels, plan, name=name)
@@ -47,11 +47,11 @@ def two_shot(
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, (where, total) in enumerate(_sums_of_shard(endpoint, slices, x_ref)):
             endpoint.send(len(slices) + index, [total] * len(endpoint.peers))
-            tiles.store(channels, out_ref.at[endpoint.rank, where], total)
+            tiles.store(out_ref.at[endpoint.rank, where], total)
         for index, where in enumerate(slices):
             totals = endpoint.receive(len(slices) + index, (where.size,), x.dtype)
             for peer, total in zip(endpoint.peers, totals, strict=True):
-                tiles.store(channels, out_ref.at[peer, where], total)
+                tiles.store(out_ref.at[peer, where], total)
 
     name = "ep_all_reduce_two_shot_ll"
     return _call(body, mesh_index, x, x.shape[-2:], channels, plan, name=name, sends_per_tile=2)
@@ -64,9 +64,9 @@ def all_gather(
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, where in enumerate(slices):
-            part = tiles.load(channels, x_ref.at[where])
+            part = tiles.load(x_ref.at[where])
             endpoint.send(index, [part] * len(endpoint.peers), exact=True)
-            tiles.store(channels, out_ref.at[endpoint.rank, where], part)
+            tiles.store(out_ref.at[endpoint.rank, where], part)
         endpoint.delay_point(1)
         _store_what_arrives(endpoint, slices, x, out_ref)
 
@@ -81,7 +81,7 @@ def reduce_scatter(
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for where, total in _sums_of_shard(endpoint, slices, x_ref):
-            tiles.store(channels, out_ref.at[where], total)
+            tiles.store(out_ref.at[where], total)
 
     return _call(body, mesh_index, x, x.shape[-1:], channels, plan, name="ep_reduce_scatter_ll")
 
@@ -93,10 +93,10 @@ def all_to_all(
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for index, where in enumerate(slices):
-            parts = [tiles.load(channels, x_ref.at[peer, where]) for peer in endpoint.peers]
+            parts = [tiles.load(x_ref.at[peer, where]) for peer in endpoint.peers]
             endpoint.send(index, parts, exact=True)
-            mine = tiles.load(channels, x_ref.at[endpoint.rank, where])
-            tiles.store(channels, out_ref.at[endpoint.rank, where], mine)
+            mine = tiles.load(x_ref.at[endpoint.rank, where])
+            tiles.store(out_ref.at[endpoint.rank, where], mine)
         endpoint.delay_point(1)
         _store_what_arrives(endpoint, slices, x, out_ref)
 
@@ -108,14 +108,12 @@ def _sums_of_shard(
 ) -> Iterator[tuple[Any, jax.Array]]:
     """Sends shard x[r] to each peer r; yields (slice, sum of this rank's shard in it)."""
     for index, where in enumerate(slices):
-        endpoint.send(
-            index, [tiles.load(endpoint.channels, x_ref.at[peer, where]) for peer in endpoint.peers]
-        )
+        endpoint.send(index, [tiles.load(x_ref.at[peer, where]) for peer in endpoint.peers])
     endpoint.delay_point(1)
     for index, where in enumerate(slices):
         yield (
             where,
-            endpoint.sum(index, tiles.load(endpoint.channels, x_ref.at[endpoint.rank, where])),
+            endpoint.sum(index, tiles.load(x_ref.at[endpoint.rank, where])),
         )
 
 
@@ -126,7 +124,7 @@ def _store_what_arrives(
     for index, where in enumerate(slices):
         parts = endpoint.receive(index, (where.size,), x.dtype, exact=True)
         for peer, part in zip(endpoint.peers, parts, strict=True):
-            tiles.store(endpoint.channels, out_ref.at[peer, where], part)
+            tiles.store(out_ref.at[peer, where], part)
 
 
 def _call(
@@ -141,10 +139,9 @@ def _call(
     sends_per_tile: int = 1,
 ) -> jax.Array:
     """Runs the kernel of a collective with inputs [..., S] and results `shape`, [..., S]."""
-    # `body` sends each peer `sends_per_tile` tiles for each of its slices.
-    # Every warpgroup gets the same number of tiles of the last axis. The last tile is moved back
-    # until it ends with the axis. If there are too few tiles, several warpgroups have the last one,
-    # and write the same values to it.
+    # `body` sends each peer `sends_per_tile` tiles for each of its slices. The last tile is moved
+    # back until it ends with the axis. All warpgroups get equally many tiles: if there are too few,
+    # several have the last one, and write the same values to it.
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
 
@@ -178,15 +175,12 @@ def call(
     name: str,
     scratch_types: dict[str, Any] | None = None,
 ) -> list[jax.Array]:
-    """Runs a kernel over the low-latency protocol.
+    """Runs a kernel over the low-latency protocol; ValueError if that has no room for it.
 
     Args:
       body: called in every warpgroup with its `Endpoint`, with references to the operands and
         results in this rank's memory, and with shared memory by keyword.
       num_sends: the number of tiles that each warpgroup sends to each peer, and receives from it.
-
-    Raises:
-      ValueError: the protocol has no room for so many warpgroups or tiles.
     """
     room = tiles_of_channel(channels.memory.num_gpus)
     if plan.num_workers > MAX_WORKERS or num_sends > room:

@@ -1,9 +1,8 @@
 """Cuts flat arrays into tiles and sums them over ranks, for the kernels of the collectives.
 
-The tiles are distributed over the warpgroups of all blocks. A thread moves 16 bytes with each
-instruction, directly between registers and any rank's memory. A block ends only after the block of
-the same index on every other rank has made its last access to another rank's memory. So when the
-kernel has ended, no rank reads this rank's input or writes to its output any more.
+A thread moves 16 bytes with each instruction, directly between registers and any rank's memory. A
+block ends only after the block of the same index on every other rank has made its last access to
+another rank's memory. So when the kernel has ended, no rank accesses this rank's arrays any more.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class TilePlan:
 
     num_blocks: int
     num_warpgroups: int = 4
-    # 16-byte vectors that each thread holds of a tile.
-    num_vectors: int = 1
+    num_vectors: int = 1  # 16-byte vectors that each thread holds of a tile
 
     @property
     def num_workers(self) -> int:
@@ -90,28 +88,27 @@ class FlatTiles:
         lax.fori_loop(0, jnp.maximum(count, 0), call_body, None)
 
 
-def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
+def load(ref: Any) -> jax.Array:
     """Loads a tile from global memory into registers."""
-    return vectors.load(fabric, ref, vector_length(ref.dtype))
+    return vectors.load(ref, vector_length(ref.dtype))
 
 
-def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
+def store(ref: Any, tile: jax.Array) -> None:
     """Stores a tile from registers to global memory, of the same dtype."""
-    vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
+    vectors.store([ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     """Sums the tiles ref[indices] of every rank in rank order, in float32."""
-    # Ranks begin to read at different peers, to spread the load over the links. Two ranks have one
-    # link, and the simulator none.
+    # Ranks begin to read at different peers, to spread the load over several links.
     num_ranks = fabric.num_ranks
-    stagger = num_ranks > 2 and not fabric.interpret
+    stagger = num_ranks > 2
     first = fabric.rank() if stagger else jnp.int32(0)
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
-    parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
+    parts = [load(fabric.peer(ref, peer).at[indices]) for peer in peers]
     if stagger:
         # Begin with the tile of rank 0, so that all ranks sum in the same order.
-        parts = vectors.rotate(fabric, parts, first, vector_length(ref.dtype))
+        parts = vectors.rotate(parts, first, vector_length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
@@ -121,7 +118,7 @@ def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
     parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
-    vectors.store(fabric, parts, tile, vector_length(ref.dtype))
+    vectors.store(parts, tile, vector_length(ref.dtype))
 
 
 def call(
@@ -137,8 +134,7 @@ def call(
 ) -> jax.Array:
     """Runs the kernel of a collective, whose `body` each warpgroup calls with references.
 
-    `reads` is whether the body reads other ranks' inputs, `puts` whether it writes to their
-    outputs.
+    `reads` and `puts` are whether it reads other ranks' inputs, and writes to their outputs.
     """
 
     # A block's warpgroups arrive at the barrier `finished` when they have run the body.

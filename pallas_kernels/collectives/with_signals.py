@@ -39,7 +39,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     def body(x_ref, out_ref):
         def reduce_tile(_, where):
             total = tiles.sum_of_ranks(fabric, x_ref, where)
-            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+            tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         FlatTiles(size, x.dtype, plan).each(reduce_tile)
 
@@ -71,7 +71,7 @@ def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
     def body(x_ref, out_ref):
         def put_tile(_, where):
-            tile = tiles.load(fabric, fabric.mine(x_ref).at[where])
+            tile = tiles.load(fabric.mine(x_ref).at[where])
             tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
 
         FlatTiles(size, x.dtype, plan).each(put_tile)
@@ -92,7 +92,7 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Ar
 
         def reduce_tile(_, where):
             total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
-            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+            tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         FlatTiles(size, x.dtype, plan).each(reduce_tile)
 
@@ -113,8 +113,8 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
         def put_tile(shard, where):
             # Ranks begin with different peers, to spread the load over the links.
             peer = lax.rem(rank + shard, jnp.int32(num_ranks))
-            tile = tiles.load(fabric, fabric.mine(x_ref).at[peer, where])
-            tiles.store(fabric, fabric.peer(out_ref, peer).at[rank, where], tile)
+            tile = tiles.load(fabric.mine(x_ref).at[peer, where])
+            tiles.store(fabric.peer(out_ref, peer).at[rank, where], tile)
 
         FlatTiles(size, x.dtype, plan, num_ranks).each(put_tile)
 

@@ -130,11 +130,9 @@ class _Refs(NamedTuple):
     topk_idx: Any
     # [N, T·K]
     rows: Any
-    # [T·K], which peers read; or None.
-    weights: Any
+    weights: Any  # [T·K], which peers read; or None
     out: Any
-    # The receive buffer for peers' sums; see `plan.combine_receive_buffer`.
-    received: Sequence[Any]
+    received: Sequence[Any]  # the receive buffer for peers' sums; see `plan.combine_receive_buffer`
 
 
 class _Scratch(NamedTuple):
@@ -164,8 +162,7 @@ class _Combine:
     row: Row
     top_k: int
     num_local_experts: int
-    # The number of rows of y.
-    capacity: int
+    capacity: int  # the number of rows of y
     weighted: bool
     by_rank: bool
     fabric: fb.Fabric
@@ -404,7 +401,6 @@ class _Combine:
                 places = [group * at_once + i for i in range(self.rows_at_once)]
                 rows = [scratch.list_rows[half, index, place] for place in places]
                 loaded = vectors.load_each(
-                    fabric,
                     [fabric.mine(refs.y).at[jnp.maximum(row, 0), columns_of_y] for row in rows],
                     [row >= 0 for row in rows],
                     self.vector,
@@ -415,7 +411,7 @@ class _Combine:
                     row = row.astype(jnp.float32)
                     if self.weighted:
                         weight = scratch.list_weights[half, index, place]
-                        row = vectors.times(fabric, row, weight, self.vector)
+                        row = vectors.times(row, weight, self.vector)
                     total = total + row
                 return total
 
@@ -423,7 +419,7 @@ class _Combine:
             def put_sum() -> None:
                 # The sum starts from -0.0, and unused entries of the list add -0.0. Neither changes
                 # a bit of the sum, since x + -0.0 has the bits of x for every x.
-                total = vectors.constant(fabric, self.padded_tile, -0.0, self.vector)
+                total = vectors.constant(self.padded_tile, -0.0, self.vector)
                 groups = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, groups, add_rows, total)
                 there = [
@@ -431,11 +427,11 @@ class _Combine:
                     for ref, columns in zip(refs.received, self._columns(tile), strict=True)
                 ]
                 if not self.row.wire.quantized:
-                    vectors.store_part(fabric, there[0], total.astype(self.row.dtype), self.vector)
+                    vectors.store(there, total.astype(self.row.dtype), self.vector)
                 else:
                     from pallas_kernels.exchange.quantized_rows import put_row
 
-                    put_row(fabric, self.row.wire, total, there, self.vector)
+                    put_row(self.row.wire, total, there, self.vector)
 
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put_tile)
 
@@ -447,7 +443,7 @@ class _Combine:
     @property
     def padded_tile(self) -> int:
         """The number of elements of a tile in registers, padded to a vector for each thread."""
-        return self.tile if self.fabric.interpret else align_up(self.tile, WARPGROUP * self.vector)
+        return align_up(self.tile, WARPGROUP * self.vector)
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
         """Waits for all ranks' sums for this rank's tokens of a step, and adds them."""
@@ -479,17 +475,17 @@ class _Combine:
             ]
             if not self.row.wire.quantized:
                 # The total starts from 0.0, so that a total of zero is never -0.0.
-                total = vectors.constant(fabric, self.padded_tile, 0.0, self.vector)
-                for part in vectors.load_each(fabric, sums[0], sent, self.vector):
+                total = vectors.constant(self.padded_tile, 0.0, self.vector)
+                for part in vectors.load_each(sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector
             else:
                 from pallas_kernels.exchange.quantized_rows import add_rows, elements_of_sum
 
-                total = add_rows(fabric, self.row.wire, sums, sent, self.row.dtype)
+                total = add_rows(self.row.wire, sums, sent, self.row.dtype)
                 elements = elements_of_sum(self.tile)
             out = fabric.mine(refs.out).at[token, columns_of_out]
-            vectors.store_part(fabric, out, total, elements)
+            vectors.store([out], total, elements)
 
         self._each(step, worker, self.num_tiles, add_sums)
 

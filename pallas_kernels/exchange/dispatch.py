@@ -46,7 +46,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
 
-# The sender and the receiver count choices by expert, before they send and receive.
+# How many warpgroups, the sender and the receiver, count choices by expert at first.
 _COUNTERS = 2
 # A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
 _COUNTED_AT_ONCE = 4096
@@ -208,16 +208,13 @@ class _Scratch(NamedTuple):
     step_copies: Any
     # [C, columns]: the receiver's ring, from which values are copied to a token's other rows.
     copies: Any
-    # [C] barriers: a row has arrived in a stage of `copies`.
-    copy_full: Any
-    # A barrier: the sender has found where each expert's rows are.
-    groups_known: Any
+    copy_full: Any  # [C] barriers: a row has arrived in a stage of `copies`
+    groups_known: Any  # A barrier: the sender has found where each expert's rows are
     # The following are None in `dispatch_like`.
     # [count_width + WARPGROUP] int32: for each expert of all ranks, the next free row in the
     # receive buffer of the expert's rank.
     next_rows: Any = None
-    # A barrier: choices have been counted.
-    counted: Any = None
+    counted: Any = None  # A barrier: choices have been counted
     # A barrier: the receiver has called `fabric.connect`, so the sender may write to peers.
     connected: Any = None
 
@@ -345,7 +342,7 @@ class _Kernel:
         if scales:
             from pallas_kernels.exchange.quantized_rows import copy_listed
 
-            copy_listed(self.fabric, scales[0], scratch.step_copies, count)
+            copy_listed(scales[0], scratch.step_copies, count)
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -372,7 +369,7 @@ class _Kernel:
         for choice in range(1, self.top_k):
             place = scratch.step_copies[i, choice]
             is_further = has_source & (place >= 0)
-            fb.put_if(self.fabric, is_further, scratch.copies.at[stage], values.at[place])
+            fb.put_if(is_further, scratch.copies.at[stage], values.at[place])
             has_source = has_source | (place >= 0)
         plgpu.commit_smem_to_gmem_group()
 
@@ -484,11 +481,11 @@ class _Dispatch(_Kernel):
             # The last slice is moved back until it fits, and skips choices of the slice before.
             i = turn * _COUNTERS + warpgroup
             start = jnp.minimum(i * width, num_choices - width)
-            entries = start + fb.iota(fabric, width)
-            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
+            entries = start + fb.iota(width)
+            experts = fb.load(fabric.mine(choices).at[pl.ds(start, width)], 1)
             counts = (entries >= i * width) & (entries < end)
             experts = jnp.where(counts, experts, fb.NOWHERE)
-            fb.count(fabric, bins, experts, self.experts.num_experts)
+            fb.count(bins, experts, self.experts.num_experts)
 
         num_slices = lax.div(end + (width - 1), jnp.int32(width))
         turns = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
@@ -507,7 +504,7 @@ class _Dispatch(_Kernel):
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
-            found = [fb.load(self.fabric, each.at[part], 1) for each in counts]
+            found = [fb.load(each.at[part], 1) for each in counts]
             scratch.next_rows[part] = functools.reduce(operator.add, found)
         self.fabric.barrier()
 
@@ -555,8 +552,7 @@ class _Routes:
 class _KnownRoutes(_Routes):
     """`sender.Routes` with the rows of an earlier dispatch, which are in every rank's memory."""
 
-    # [N, T·K] int32 in global memory, the result of `expert_dispatch`.
-    rows: Any
+    rows: Any  # [N, T·K] int32 in global memory, the result of `expert_dispatch`
 
     def sources(self) -> list[Any]:
         fabric = self.kernel.fabric
@@ -571,8 +567,7 @@ class _KnownRoutes(_Routes):
 class _NewRoutes(_Routes):
     """`sender.Routes` of `expert_dispatch`: assigns rows in the order of calls of `lists`."""
 
-    # [T·K] int32 in global memory, the experts that this rank's tokens choose.
-    choices: Any
+    choices: Any  # [T·K] int32 in global memory, the experts that this rank's tokens choose
 
     def sources(self) -> list[Any]:
         return [self.kernel.fabric.mine(self.choices)]

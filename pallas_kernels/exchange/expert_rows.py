@@ -10,8 +10,8 @@ rows:
                                    |       padding
                                    ^ end without padding
 
-One warpgroup of every thread block finds where the groups start and end, from how often each rank's
-tokens choose each expert; another warpgroup may write the zeros.
+One warpgroup of every thread block finds the groups, from how often each rank's tokens choose each
+expert; another may write the zeros.
 """
 
 from __future__ import annotations
@@ -35,40 +35,29 @@ from pallas_kernels.fabric.hardware import padded_columns
 class ExpertScratch(NamedTuple):
     """The shared memory of `ExpertRows`; W is `ExpertRows.count_width`."""
 
-    # [N, W] int32: how often the tokens of each source rank choose each expert.
-    all_counts: Any
+    all_counts: Any  # [N, W] int32: how often the tokens of each source rank choose each expert
     # [2 · W] int32: workspace of the prefix sums of `find_groups`; before, a kernel may use it for
     # counts of its own.
     scan: Any
     # [2, W] int32: element [0, e] is the row after the last token of expert e, and element [1, e]
     # is the row after the expert's padding.
     group_ends: Any
-    # A row of zeros, which `fill` copies to the receive buffer.
-    zeros: Sequence[Any]
-    # A barrier: `all_counts` is filled.
-    counts_full: Any
+    zeros: Sequence[Any]  # a row of zeros, which `fill` copies to the receive buffer
+    counts_full: Any  # A barrier: `all_counts` is filled
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Finds each expert's rows in an expert-major receive buffer, and zeroes unused rows.
-
-    A kernel calls the methods from its body, and allocates the shared memory that `scratch`
-    describes.
-    """
+    """Finds each expert's rows in an expert-major receive buffer, and zeroes unused rows."""
 
     fabric: fb.Fabric
     num_blocks: int
-    # On all ranks.
-    num_experts: int
-    # The number of rows of each rank's receive buffer.
-    capacity: int
-    # The rows of each expert start at a multiple of this number.
-    alignment: int
+    num_experts: int  # on all ranks
+    capacity: int  # the number of rows of each rank's receive buffer
+    alignment: int  # the rows of each expert start at a multiple of this number
     # (columns, dtype) of a row's values and, if rows are quantized, of its scales.
     parts: Sequence[tuple[int, Any]]
-    # As for `expert_dispatch`.
-    fair: bool = False
+    fair: bool = False  # as for `expert_dispatch`
     zero_unused: bool = True
     # Whether an earlier call has zeroed the unused rows; `fill` then does nothing.
     adds: bool = False
@@ -132,9 +121,7 @@ class ExpertRows:
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(scratch.counts_full)
-        per_source = [
-            fb.load(fabric, scratch.all_counts.at[source], 1) for source in range(num_ranks)
-        ]
+        per_source = [fb.load(scratch.all_counts.at[source], 1) for source in range(num_ranks)]
         total = sum(per_source[1:], per_source[0])
         if self.fair:
             # Rows beyond an expert's quota are dropped.
@@ -144,7 +131,7 @@ class ExpertRows:
         starts = ends - sizes
         if next_rows is not None:
             # The rows of a group are sorted by source rank, then by token.
-            row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
+            row = starts + fb.load(next_rows.at[pl.ds(0, width)], 1)
             for source in range(num_ranks):
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
@@ -162,7 +149,6 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        """Returns `counts`, rounded up to multiples of the alignment."""
         if self.alignment == 1:
             return counts
         alignment = jnp.int32(self.alignment)
@@ -174,13 +160,13 @@ class ExpertRows:
         # This is an inclusive scan in log2(experts of a rank) rounds. The second half of `scan`
         # holds the sums of the previous round, and its first half is zeros. So a load that begins
         # `shift` entries before the second half gets the sums shifted by `shift` experts.
-        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
+        local_expert = lax.rem(fb.iota(width), jnp.int32(per_rank))
         fb.clear(scan, width)
         ends, shift = sizes, 1
         while shift < per_rank:
             scan[pl.ds(width, width)] = ends
             fabric.barrier()
-            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
+            before = fb.load(scan.at[pl.ds(width - shift, width)], 1)
             fabric.barrier()
             ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
             shift *= 2
@@ -192,10 +178,9 @@ class ExpertRows:
         # capacity. One binary search, from the highest bit, finds the quotas of all ranks at once.
         fabric, num_ranks = self.fabric, self.fabric.num_ranks
         per_rank, width = self.num_local_experts, self.count_width
-        rank_of_expert = lax.div(fb.iota(fabric, width), jnp.int32(per_rank))
+        rank_of_expert = lax.div(fb.iota(width), jnp.int32(per_rank))
 
         def of_experts(quotas: Sequence[Any]) -> Any:
-            """Returns for each expert the quota of its rank."""
             each = jnp.full((width,), 0, jnp.int32)
             for rank, quota in enumerate(quotas):
                 each = jnp.where(rank_of_expert == rank, quota, each)

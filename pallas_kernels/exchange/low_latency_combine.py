@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import Gather, GatherScratch, Rows, hello, is_among
+from pallas_kernels.exchange.low_latency import Rows, hello, is_among, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
@@ -53,7 +53,7 @@ def combine(
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")
-    kernel = _Combine(topk_weights is not None, Gather(of_rows, y.shape[-2], by_rank))
+    kernel = _Combine(of_rows, y.shape[-2], by_rank, weighted=topk_weights is not None)
     operands = [y, topk_idx.reshape(*lead, flat), rows.reshape(*lead, num_ranks, flat)]
     if topk_weights is not None:
         operands.append(topk_weights.reshape(*lead, flat))
@@ -70,29 +70,72 @@ def combine(
 
 
 class _Scratch(NamedTuple):
-    gather: GatherScratch
-    # [pairs, K] float32: the routing weights of each (token, owner) of the block, or None.
-    weights: Any
+    """A pair is a token and its owner. Row number n of the block goes to stage n modulo S."""
+
+    stages: Any  # [S, H], the ring: rows of y
+    # [pairs, rows_of_pair] int32: the token's rows of y on this rank, and which of the token's K
+    # choices has each.
+    places: Any
+    choices: Any
+    # [pairs] int32: how many rows a pair has. NOWHERE if the token chose no expert of this rank.
+    num_rows: Any
+    # [S] barriers each: a row has arrived; all summers have read it. A warpgroup must wait for
+    # every completion of a barrier, so summers arrive at `empty` only if the stage is refilled.
+    full: Any
+    empty: Any
+    listed: Any  # a barrier: the scout has filled `places`, `choices` and `num_rows`
+    together: Any  # a barrier of the summers
+    weights: Any  # [pairs, K] float32: the routing weights of the block's pairs, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
     """The kernel of `combine`."""
 
+    rows: Rows
+    capacity: int  # the number of rows of y
+    by_rank: bool  # whether y is rank-major, with one row for each pair
     weighted: bool
-    gather: Gather
 
     @property
     def fabric(self) -> fb.Fabric:
-        return self.gather.fabric
+        return self.rows.fabric
 
     @property
-    def rows(self) -> Rows:
-        return self.gather.rows
+    def top_k(self) -> int:
+        return self.rows.plan.top_k
+
+    @property
+    def num_pairs(self) -> int:
+        return self.rows.plan.tokens_per_block * self.fabric.num_ranks
+
+    @property
+    def rows_of_pair(self) -> int:
+        return 1 if self.by_rank else self.top_k
+
+    @property
+    def num_stages(self) -> int:
+        return min(self.num_pairs * self.rows_of_pair, self.rows.plan.num_stages)
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether the ring has a stage for every row of y that a block may need."""
+        return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> _Scratch:
-        weights = plgpu.SMEM((self.gather.num_pairs, self.gather.top_k), jnp.float32)
-        return _Scratch(gather=self.gather.scratch(), weights=weights if self.weighted else None)
+        plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
+        weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)
+        return _Scratch(
+            stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
+            places=plgpu.SMEM(lists, jnp.int32),
+            choices=plgpu.SMEM(lists, jnp.int32),
+            num_rows=plgpu.SMEM((self.num_pairs,), jnp.int32),
+            full=plgpu.Barrier(num_barriers=(stages,)),
+            empty=plgpu.Barrier(num_barriers=(stages,), num_arrivals=plan.warpgroups),
+            listed=plgpu.Barrier(),
+            together=plgpu.Barrier(num_arrivals=plan.warpgroups),
+            weights=weights if self.weighted else None,
+        )
 
     def __call__(self, *refs: Any, scratch: _Scratch) -> None:
         y, topk_idx, rows, *rest = refs
@@ -102,18 +145,92 @@ class _Combine:
 
         @pl.when(warpgroup < warpgroups)
         def sum_rows() -> None:
-            summer = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
+            summer = dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
             summer._sum(topk_idx, weights, out, scratch)
 
         @pl.when(warpgroup == warpgroups)
         def scout() -> None:
             hello(self.fabric.signal, release=False)
-            self.gather.scout(y, rows, scratch.gather)
+            self._scout(y, rows, scratch)
             hello(self.fabric.wait, "combine")
+
+    def _pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
+        """Returns (pair, i, token, exists, owner) of each pair, in the order of the ring."""
+        # `pair` is i · N + j for the block's i-th token and its j-th owner, which ascend modulo N.
+        fabric = self.fabric
+        num_ranks = jnp.int32(fabric.num_ranks)
+        owners = [lax.rem(fabric.rank() + 1 + j, num_ranks) for j in range(fabric.num_ranks)]
+        return [
+            (i * fabric.num_ranks + j, i, token, exists, owner)
+            for i, (token, exists) in enumerate(self.rows.tokens())
+            for j, owner in enumerate(owners)
+        ]
+
+    def _scout(self, y: Any, rows: Any, scratch: _Scratch) -> None:
+        """Runs the scout warpgroup: lists each pair's rows of y, and copies them into the ring."""
+        fabric, top_k = self.fabric, self.top_k
+        rows_of_pairs = [
+            [fabric.mine(rows)[owner, token * top_k + choice] for choice in range(top_k)]
+            for _, _, token, _, owner in self._pairs()
+        ]
+        used = jnp.int32(0)
+        for (pair, _, token, exists, owner), places in zip(
+            self._pairs(), rows_of_pairs, strict=True
+        ):
+            sent = fb.any_row(places) & exists
+            if self.by_rank:
+                place = owner * self.rows.plan.num_tokens + token
+                places = [jnp.where(sent, place, fb.NOWHERE)]
+            count = jnp.int32(0)
+            for choice, place in enumerate(places):
+                kept = exists & (place >= 0) & (place < self.capacity)
+                # If the row is not kept, `count` stays, and the next row overwrites the entry.
+                scratch.places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
+                scratch.choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
+
+                @pl.when(kept & (used < self.num_stages))
+                def fetch(place: Any = place, used: Any = used) -> None:
+                    self._fetch(used, place, y, scratch)
+
+                count = count + kept.astype(jnp.int32)
+                used = used + kept.astype(jnp.int32)
+            scratch.num_rows[pair] = jnp.where(sent, count, fb.NOWHERE)
+        fabric.barrier()
+        plgpu.barrier_arrive(scratch.listed)
+        if not self.all_fit:
+            self._fetch_more(y, scratch)
+
+    def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: _Scratch) -> None:
+        """Starts to copy row `place` of y into a stage of the ring."""
+        row = self.fabric.mine(y).at[place]
+        into = scratch.stages.at[stage, pl.ds(0, row.shape[0])]
+        plgpu.copy_gmem_to_smem(row, into, scratch.full.at[stage], oob_mode=fb.IN_BOUNDS)
+
+    def _fetch_more(self, y: Any, scratch: _Scratch) -> None:
+        """Copies into the ring those rows of y for which it had no free stage before."""
+
+        def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
+            """Fetches the pair's r-th row, number `used`, unless `_scout` has; returns used + 1."""
+
+            @pl.when(used >= self.num_stages)
+            def fetch_to_used_stage() -> None:
+                stage = self._stage(used)
+                plgpu.barrier_wait(scratch.empty.at[stage])
+                self._fetch(stage, scratch.places[pair, r], y, scratch)
+
+            return used + 1
+
+        used = jnp.int32(0)
+        for pair, *_ in self._pairs():
+            fetch_row = functools.partial(fetch, pair=pair)
+            used = lax.fori_loop(0, scratch.num_rows[pair], fetch_row, used)
+
+    def _stage(self, number: jax.Array) -> jax.Array:
+        return lax.rem(number, jnp.int32(self.num_stages))
 
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
         """Runs a summer: sends sums to the tokens' ranks, then adds the sums it receives."""
-        fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
+        fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
         fabric.delay_point(0)
         endpoint = of_rows.open()
         if self.weighted:
@@ -123,15 +240,16 @@ class _Combine:
             for token, _ in of_rows.tokens()
         ]
         if self.weighted:
-            self.gather.read_weights(scratch.weights, scratch.gather)
-        plgpu.barrier_wait(scratch.gather.listed)
+            self._read_weights(scratch)
+        plgpu.barrier_wait(scratch.listed)
         fabric.barrier()
-        used, num_turns = jnp.int32(0), self.gather.num_turns(scratch.gather)
+        counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
+        used, num_rows = jnp.int32(0), functools.reduce(jnp.add, counts)
         sums_of_own_tokens = []
-        for pair, i, _, _, _ in self.gather.pairs():
-            count = scratch.gather.num_rows[pair]
+        for pair, i, _, _, _ in self._pairs():
+            count = scratch.num_rows[pair]
             add = functools.partial(
-                self._add, pair=pair, begun=used, num_turns=num_turns, scratch=scratch
+                self._add, pair=pair, begun=used, num_rows=num_rows, scratch=scratch
             )
             zeros = [of_rows.zeros() for _ in of_rows.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
@@ -149,6 +267,18 @@ class _Combine:
         fabric.delay_point(2)
         endpoint.close()
 
+    def _read_weights(self, scratch: _Scratch) -> None:
+        """Receives the routing weights of this block's tokens."""
+        # Each warpgroup receives the weights of some pairs, and waits for the others.
+        for pair, _, token, _, owner in self._pairs():
+
+            @pl.when(self.rows.warpgroup == pair % self.rows.plan.warpgroups)
+            def read(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
+                start = token * self.top_k
+                self.fabric.read_values(owner, start, scratch.weights.at[pair], self.rows.what)
+
+        meet(self.fabric, scratch.together)
+
     def _add(
         self,
         r: jax.Array,
@@ -156,22 +286,28 @@ class _Combine:
         *,
         pair: int,
         begun: jax.Array,
-        num_turns: jax.Array,
+        num_rows: jax.Array,
         scratch: _Scratch,
     ) -> list[jax.Array]:
-        """Adds row r of a pair, number begun + r in the ring, times its weight, to `sums`."""
-        of_rows, ring = self.rows, scratch.gather.ring
-        stage = ring.stage(begun + r)
-        plgpu.barrier_wait(ring.full.at[stage])
+        """Adds row r of a pair, number begun + r of the block, times its weight, to `sums`."""
+        of_rows, stage = self.rows, self._stage(begun + r)
+        plgpu.barrier_wait(scratch.full.at[stage])
         added = []
         for (where, _), total in zip(of_rows.tiles(), sums, strict=True):
-            row = fb.load(self.fabric, ring.rows.at[stage, where], of_rows.plan.vector)
+            row = fb.load(scratch.stages.at[stage, where], of_rows.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
-                weight = scratch.weights[pair, scratch.gather.choices[pair, r]]
-                row = vectors.times(self.fabric, row, weight, of_rows.plan.vector)
+                weight = scratch.weights[pair, scratch.choices[pair, r]]
+                row = vectors.times(row, weight, of_rows.plan.vector)
             added.append(total + row)
-        self.gather.free(begun + r, num_turns, scratch.gather)
+        if not self.all_fit:
+
+            @pl.when(begun + r + self.num_stages < num_rows)
+            def free_stage() -> None:
+                # This fence orders the next copy to the stage after this warpgroup's reads.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.empty.at[self._stage(begun + r)])
+
         return added
 
     def _receive(
@@ -192,7 +328,7 @@ class _Combine:
         for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
             # Puts the sums, which begin with this rank's, into rank order.
             parts = [own_sum, *arrived]
-            parts = vectors.rotate(fabric, parts, endpoint.rank, of_rows.plan.vector)
+            parts = vectors.rotate(parts, endpoint.rank, of_rows.plan.vector)
             # The total starts from 0.0, so that a total of zero is never -0.0.
             total = of_rows.zeros()
             for part, was_sent in zip(parts, sent, strict=True):

@@ -141,10 +141,8 @@ class _Scratch(NamedTuple):
     # [N, tokens of a block, K] int32: the row of this rank's receive buffer for each choice of the
     # block's tokens of each source rank.
     token_rows: Any = None
-    # A barrier: the planner has found where each expert's rows are.
-    groups_known: Any = None
-    # A barrier of the movers.
-    together: Any = None
+    groups_known: Any = None  # A barrier: the planner has found where each expert's rows are
+    together: Any = None  # a barrier of the movers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +317,6 @@ class _Dispatch:
         plan = self.rows.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
-            """Calls `function(source)` for this mover's source ranks."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.rows.warpgroup
                 all_have_one = first + plan.warpgroups <= self.fabric.num_ranks
@@ -347,14 +344,14 @@ class _Dispatch:
         earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
             size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, WARPGROUP))
-            experts = fb.load(fabric, scratch.choices.at[source, pl.ds(start, size)], 1)
-            entries = start + fb.iota(fabric, size)
+            experts = fb.load(scratch.choices.at[source, pl.ds(start, size)], 1)
+            entries = start + fb.iota(size)
             if start + size > num_choices:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
-            fb.count(fabric, all_counts.at[source], experts, of_experts.num_experts)
+            fb.count(all_counts.at[source], experts, of_experts.num_experts)
             experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
             bins = next_rows.at[source, pl.ds(0, width)]
-            fb.count(fabric, bins, experts, of_experts.num_experts)
+            fb.count(bins, experts, of_experts.num_experts)
         fabric.barrier()
 
     def _rows_from(self, source: jax.Array, rows: Any, scratch: _Scratch) -> None:
@@ -362,11 +359,11 @@ class _Dispatch:
         fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
-        row = fb.load(fabric, scratch.next_rows_from.at[source, entries], 1)
-        row = row + fb.load(fabric, scratch.group_starts, 1)
+        row = fb.load(scratch.next_rows_from.at[source, entries], 1)
+        row = row + fb.load(scratch.group_starts, 1)
         # The rows of a group are sorted by source rank, then by token.
         for lower in range(fabric.num_ranks - 1):
-            counted = fb.load(fabric, scratch.experts.all_counts.at[lower], 1)
+            counted = fb.load(scratch.experts.all_counts.at[lower], 1)
             row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
         scratch.next_rows_from[source, entries] = row
         fabric.barrier()

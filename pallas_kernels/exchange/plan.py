@@ -1,9 +1,9 @@
 """Plans the thread blocks, shared memory and workspace of the dispatch and combine kernels.
 
-A function `for_<kernel>` returns the static choices of that kernel; `num_blocks` is the largest
-number of thread blocks to use, by default _NUM_BLOCKS. A function `<kernel>_workspace` returns the
-global memory that a call allocates besides its results: a dict from the buffer's name to its bytes
-per rank. Imports neither Pallas nor Mosaic, so that machines without a GPU can compute sizes.
+A function `for_<kernel>` returns the static choices of that kernel, with at most `num_blocks`
+thread blocks, by default _NUM_BLOCKS. A function `<kernel>_workspace` returns the global memory
+that a call allocates besides its results: buffer's name -> bytes per rank. Imports neither Pallas
+nor Mosaic, so that machines without a GPU can compute sizes.
 """
 
 from __future__ import annotations
@@ -71,23 +71,16 @@ def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PL
 class Plan:
     """The choices that a dispatch or combine kernel is compiled with."""
 
-    # Thread blocks per rank.
-    num_blocks: int
-    # Rows in a sender's ring in shared memory.
-    num_stages: int = 2
+    num_blocks: int  # thread blocks per rank
+    num_stages: int = 2  # rows in a sender's ring in shared memory
     # Later tokens that a sender sends before a token's stage may be refilled, so that the copies
     # out of the stage have time to read it. Less than `num_stages`.
     store_lag: int = 1
-    # Tokens whose routing data a block holds in shared memory at a time.
-    window_tokens: int = 16
-    # Tokens that a block sends between two signals.
-    step_tokens: int = 1
-    # Rows in the ring of a dispatch's receiver.
-    num_copy_stages: int = 2
-    # Steps whose sums a combine's receive buffer holds.
-    receive_steps: int = 3
-    # Worker warpgroups of a block of combine.
-    num_workers: int = 2
+    window_tokens: int = 16  # tokens whose routing data a block holds in shared memory at a time
+    step_tokens: int = 1  # tokens that a block sends between two signals
+    num_copy_stages: int = 2  # rows in the ring of a dispatch's receiver
+    receive_steps: int = 3  # steps whose sums a combine's receive buffer holds
+    num_workers: int = 2  # worker warpgroups of a block of combine
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_stages:
@@ -115,10 +108,8 @@ class Window:
     """The slice of a flat [T·K] routing array that a block holds in shared memory at a time."""
 
     tokens: int
-    # tokens · K, rounded up to a multiple of WARPGROUP.
-    width: int
-    # The number of entries of the padded array.
-    total: int
+    width: int  # tokens · K, rounded up to a multiple of WARPGROUP
+    total: int  # the number of entries of the padded array
 
     @classmethod
     def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
@@ -146,8 +137,7 @@ def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
 class Row:
     """The size of an input row of a kernel, and of that row in the format it is sent in."""
 
-    # Padded by `padded_hidden`.
-    hidden: int
+    hidden: int  # padded by `padded_hidden`
     dtype: jax.typing.DTypeLike
     wire: RowFormat = PLAIN
 
@@ -180,12 +170,10 @@ class Row:
 class Sizes:
     """The sizes of one call of a dispatch or combine kernel, besides those of a row."""
 
-    # Of each rank.
-    num_tokens: int
+    num_tokens: int  # of each rank
     num_ranks: int
     top_k: int
-    # On all ranks.
-    num_experts: int
+    num_experts: int  # on all ranks
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
@@ -215,16 +203,13 @@ def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
 class LowLatencyPlan(Sizes):
     """The sizes and block counts that a kernel over the low-latency protocol is compiled with."""
 
-    # Padded by `padded_hidden`.
-    hidden: int
+    hidden: int  # padded by `padded_hidden`
     dtype: jax.typing.DTypeLike
-    # GPUs of the host that share symmetric memory; at least N.
-    num_gpus: int
+    num_gpus: int  # GPUs of the host that share symmetric memory; at least N
     # This many warpgroups of each block send and receive tiles.
     warpgroups = 4
     max_blocks: int = memory_map.MAX_WORKERS // warpgroups
-    # The most rows that a kernel holds in shared memory.
-    max_stages: int = 2 * _RING_STAGES
+    max_stages: int = 2 * _RING_STAGES  # the most rows that a kernel holds in shared memory
 
     @property
     def vector(self) -> int:
@@ -328,7 +313,6 @@ def _group_words(num_ranks: int, num_experts: int) -> int:
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
-    """Returns how many int32 words of routing data a dispatch keeps in shared memory."""
     of_sender, of_step = (align_up(n * top_k, WARPGROUP) for n in (_WINDOW_TOKENS, step_tokens))
     choices = num_ranks * (of_sender + of_step)
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
@@ -416,7 +400,6 @@ def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
-    """Returns how many 32-bit words a combine keeps in shared memory."""
     # The row and the weight of each choice in a step, and for two steps a list for each sum, of the
     # rows to add and their weights.
     windows = 2 * num_ranks * align_up(step_tokens * top_k, WARPGROUP)

@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import float8, mosaic, vectors
@@ -27,15 +25,12 @@ _VALUES = BLOCK // WARP
 _AT_ONCE = 7
 
 
-def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
+def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None:
     """Quantizes a row [H] in shared memory to values [H] and scales [H / 128] in shared memory.
 
     H is a multiple of `ROW_MULTIPLE`. The caller needs a barrier before it reads the results, or
     writes to `source`.
     """
-    if fabric.interpret:
-        values[...], scales[...] = wire.encode(source[...])
-        return
 
     def emit(source_ref: Value, values_ref: Value, scales_ref: Value) -> None:
         f32 = mosaic.float_type()
@@ -72,9 +67,7 @@ def quantize_row(fabric: fb.Fabric, wire: RowFormat, source: Any, values: Any, s
     mosaic.inline(emit, [source, values, scales], [mosaic.REFERENCE] * 3)
 
 
-def put_row(
-    fabric: fb.Fabric, wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
-) -> None:
+def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int) -> None:
     """Quantizes a float32 row in a warpgroup's registers, and stores it in any rank's memory.
 
     Args:
@@ -83,9 +76,6 @@ def put_row(
       elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
     """
     values, scales = parts
-    if fabric.interpret:
-        values[...], scales[...] = wire.encode(row)
-        return
     threads, (hidden,) = BLOCK // elements, values.shape
 
     def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
@@ -167,7 +157,6 @@ def _scaled(
 
 
 def add_rows(
-    fabric: fb.Fabric,
     wire: RowFormat,
     parts: Sequence[Sequence[Any]],
     sent: Sequence[jax.Array],
@@ -181,12 +170,6 @@ def add_rows(
     """
     values, scales = parts
     (hidden,) = values[0].shape
-    if fabric.interpret:
-        total = jnp.zeros((hidden,), jnp.float32)
-        for row, of_blocks, was_sent in zip(values, scales, sent, strict=True):
-            row = wire.decode((row[...], of_blocks[...]), jnp.float32)
-            total = total + jnp.where(was_sent, row, 0)
-        return total.astype(dtype)
     elements = elements_of_sum(hidden)
     num_rows = len(values)
 
@@ -257,7 +240,6 @@ def _add_vectors(
 
 
 def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
-    """Returns a float32 vector rounded to `dtype`."""
     rounded = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
     return register if register.type == rounded else arith.truncf(rounded, register)
 
@@ -268,20 +250,12 @@ def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
 # threads of a warpgroup store rows of scales, 16 bytes each.
 
 
-def store_each(fabric: fb.Fabric, source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
+def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
     """Stores row `source` [n] from shared memory to `rows` of `ref` [R, n] in global memory.
 
     NOWHERE among `rows` is skipped. n is a multiple of 4, of a 32-bit dtype. The caller needs a
     barrier before it writes to `source` again.
     """
-    if fabric.interpret:
-        for row in rows:
-
-            @pl.when(row >= 0)
-            def store(row=row) -> None:
-                ref[row] = source[...]
-
-        return
     num_vectors = _vectors_of(ref)
 
     def emit(source_ref: Value, out: Value, *places: Any) -> None:
@@ -302,28 +276,13 @@ def store_each(fabric: fb.Fabric, source: Any, ref: Any, rows: Sequence[jax.Arra
     mosaic.inline(emit, [source, ref, *rows], layouts)
 
 
-def copy_listed(fabric: fb.Fabric, ref: Any, lists: Any, count: jax.Array) -> None:
+def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
     """Copies the first row of each of `count` lists to the other rows of the list.
 
     `ref` is [R, n] of a 32-bit dtype in this rank's global memory; n is a multiple of 4. `lists` is
     [most, K] int32 in shared memory, rows of `ref` or NOWHERE.
     """
     top_k = lists.shape[1]
-    if fabric.interpret:
-
-        def copy(i: jax.Array, _: None) -> None:
-            first = jnp.int32(fb.NOWHERE)
-            for choice in range(top_k):
-                row = lists[i, choice]
-
-                @pl.when((first >= 0) & (row >= 0))
-                def copy_row(first=first, row=row) -> None:
-                    ref[row] = ref[first]
-
-                first = jnp.where(first >= 0, first, row)
-
-        lax.fori_loop(0, count, copy, None)
-        return
     num_vectors = _vectors_of(ref)
 
     def emit(array: Value, lists_ref: Value, number: Any) -> None:

@@ -97,8 +97,7 @@ class _Scratch(NamedTuple):
     sender: SenderScratch
     # [N, window] int32: for each source rank, the lists that have arrived with a step's tokens.
     step_lists: Any
-    # A row of zeros, which the receiver copies to rows without a token.
-    zeros: Sequence[Any]
+    zeros: Sequence[Any]  # a row of zeros, which the receiver copies to rows without a token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +173,7 @@ class _RankDispatch:
                     scratch.zeros, tokens, sender.row.parts, strict=True
                 ):
                     zeros = part.at[pl.ds(0, columns)]
-                    fb.put_if(fabric, ~self.has_expert(ids), zeros, fabric.mine(ref).at[row])
+                    fb.put_if(~self.has_expert(ids), zeros, fabric.mine(ref).at[row])
 
             tokens_of_step = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
             lax.fori_loop(0, tokens_of_step * num_ranks, zero_if_not_sent, None)

@@ -38,8 +38,7 @@ List = Sequence[jax.Array]
 
 
 class SenderRefs(NamedTuple):
-    # [T, H], the rows of this rank's tokens.
-    x: Any
+    x: Any  # [T, H], the rows of this rank's tokens
     # The receive buffer: an array [R, columns] of values and, if quantized, an array of scales.
     tokens: Sequence[Any]
     # [N, T·num_words] int32: for each source rank, the words that arrive with each of its tokens.
@@ -55,10 +54,8 @@ class SenderScratch(NamedTuple):
     stages: Sequence[Any]
     # [S, H], the rows before they are quantized. None if rows are sent unquantized.
     wide_stages: Any
-    # [S, N, num_words] int32: the list for each rank.
-    lists: Any
-    # [S] barriers: an input row has arrived.
-    full: Any
+    lists: Any  # [S, N, num_words] int32: the list for each rank
+    full: Any  # [S] barriers: an input row has arrived
     # [S] barriers: the quantizer has written a row; the sender no longer reads it. None if rows are
     # sent unquantized.
     quantized: Any
@@ -93,10 +90,8 @@ class Sender:
     plan: Plan
     num_tokens: int
     row: Row
-    # The int32 words of a token in each of `Routes.sources`, and in a list.
-    num_words: int
-    # The number of arrays of `Routes.sources`.
-    num_sources: int = 1
+    num_words: int  # the int32 words of a token in each of `Routes.sources`, and in a list
+    num_sources: int = 1  # the number of arrays of `Routes.sources`
 
     @functools.cached_property
     def step_tokens(self) -> int:
@@ -168,7 +163,7 @@ class Sender:
             pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
-            quantize_row(self.fabric, self.row.wire, wide, *parts)
+            quantize_row(self.row.wire, wide, *parts)
             # After this fence, every thread has read the input row, so that it may be overwritten.
             # The fence also makes the quantized row visible to the copies that send it.
             plgpu.commit_smem()
@@ -198,9 +193,8 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            """Writes a stage to row `row` of the rank of `locate`, unless it is NOWHERE."""
             for part, ref in zip(scratch.stages, refs.tokens, strict=True):
-                fb.put_if(fabric, row >= 0, part.at[stage], locate(ref).at[row])
+                fb.put_if(row >= 0, part.at[stage], locate(ref).at[row])
 
         def send_token(i: jax.Array, _: None) -> None:
             in_window = lax.rem(i, jnp.int32(window.tokens))
@@ -264,11 +258,11 @@ class Sender:
         """Writes a stage to `rows` of this rank's receive buffer, except those that are NOWHERE."""
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
         for row in rows:
-            fb.put_if(self.fabric, row >= 0, scratch.stages[0].at[stage], values.at[row])
+            fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
         if scales:
             from pallas_kernels.exchange.quantized_rows import store_each
 
-            store_each(self.fabric, scratch.stages[1].at[stage], scales[0], rows)
+            store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.fabric.mosaic import Value
 
 Function = Callable[..., Any]
 
@@ -83,7 +83,6 @@ class Elementwise:
 
 
 def _instruction(name: str, operands: int) -> Callable[..., Value]:
-    """Returns a function that emits the PTX instruction `name` of that many float32 operands."""
     text = ", ".join([f"${i}" for i in range(operands + 1)])
 
     def emit(*values: Value, **_: Any) -> Value:
@@ -94,13 +93,7 @@ def _instruction(name: str, operands: int) -> Callable[..., Value]:
 
 def _ptx(text: str, *values: Value) -> Value:
     constraints = ",".join(["=f", *["f"] * len(values)])
-    return llvm.inline_asm(
-        mosaic.float_type(), list(values), text, constraints, has_side_effects=True
-    )
-
-
-def _constant(value: float) -> Value:
-    return arith.constant(mosaic.float_type(), value)
+    return mosaic.asm(text, constraints, *values, returns=mosaic.float_type())
 
 
 _add = _instruction("add.rn.f32", 2)
@@ -141,7 +134,7 @@ def _exp(x: Value) -> Value:
 
 
 def _logistic(x: Value) -> Value:
-    return _reciprocal(_add(_exp(_neg(x)), _constant(1.0)))
+    return _reciprocal(_add(_exp(_neg(x)), mosaic.f32(1.0)))
 
 
 def _tanh(x: Value) -> Value:
@@ -150,7 +143,7 @@ def _tanh(x: Value) -> Value:
     # A tiny x is the result. Else x is clamped to where tanh does not round to 1 or -1, and the
     # result is an odd polynomial of x divided by an even one.
     def constant(bits: int) -> Value:
-        return _constant(float(np.uint32(bits).view(np.float32)))
+        return mosaic.f32(float(np.uint32(bits).view(np.float32)))
 
     def polynomial(square: Value, first: int, *rest: int) -> Value:
         total = constant(first)
@@ -212,7 +205,7 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "exp": lambda x, **_: _exp(x),
     "logistic": lambda x, **_: _logistic(x),
     "tanh": lambda x, **_: _tanh(x),
-    "one_minus_square": lambda x, **_: _sub(_constant(1.0), _mul(x, x)),
+    "one_minus_square": lambda x, **_: _sub(mosaic.f32(1.0), _mul(x, x)),
     "square": lambda x, **_: _mul(x, x),
     "integer_pow": _power,
     **_compare,
@@ -227,12 +220,12 @@ _EMIT: dict[str, Callable[..., Value]] = {
 
 
 def _fast_exp(x: Value, **_: Any) -> Value:
-    return _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, _constant(1 / math.log(2))))
+    return _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(1 / math.log(2))))
 
 
 def _fast_logistic(x: Value, **_: Any) -> Value:
-    power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, _constant(-1 / math.log(2))))
-    return _ptx("rcp.approx.ftz.f32 $0, $1;", _add(power, _constant(1.0)))
+    power = _ptx("ex2.approx.ftz.f32 $0, $1;", _mul(x, mosaic.f32(-1 / math.log(2))))
+    return _ptx("rcp.approx.ftz.f32 $0, $1;", _add(power, mosaic.f32(1.0)))
 
 
 _APPROXIMATE = _EMIT | {"exp": _fast_exp, "logistic": _fast_logistic}
@@ -273,13 +266,12 @@ def _check(jaxpr: Any) -> None:
 def _emit(
     jaxpr: Any, arguments: Sequence[Value], instructions: dict[str, Any] = _EMIT
 ) -> list[Value]:
-    """Emits the operations of a jaxpr that `_check` has accepted on float32 scalars."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:
         # Only literals have an attribute `val`.
         if hasattr(variable, "val"):
-            return _constant(float(variable.val))
+            return mosaic.f32(float(variable.val))
         return known[variable]
 
     for equation in jaxpr.eqns:

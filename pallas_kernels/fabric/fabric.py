@@ -148,8 +148,7 @@ class RanksOfMesh:
 
     # (stride in mesh indices, size) of each mesh axis along which the ranks lie.
     axes: tuple[tuple[int, int], ...]
-    # For each mesh index, the number of the device's GPU on its host.
-    gpus: tuple[int, ...]
+    gpus: tuple[int, ...]  # for each mesh index, the number of the device's GPU on its host
     # Seconds that a rank waits for a peer before it aborts the program.
     timeout_s: float = dataclasses.field(default=100.0, kw_only=True)
     # delays_ns[point][rank] delays a rank at a delay point, for tests.
@@ -288,10 +287,8 @@ def update_in_place(
     return tuple(jax.freeze(ref) for ref in refs), returned
 
 
-def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
+def load(ref: Any, vector: int) -> jax.Array:
     """Loads a contiguous 1D array to registers; threads hold vectors of `vector` elements."""
-    if fabric.interpret:
-        return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
     return plgpu.load(ref, layout=layout)
 
@@ -316,24 +313,16 @@ def load_slices(fabric: Fabric, where: Any, *held: tuple[Any, Iterable[tuple[Any
     fabric.barrier()
 
 
-def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
+def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
     """Starts a bulk copy from shared to global memory if `predicate` is true, without a branch.
 
     The caller's next commit puts the copy into a group of copies, which can be waited for.
     """
-    if not fabric.interpret:
-        plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
-        return
-
-    @pl.when(predicate)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+    plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
 
 
-def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
+def iota(size: int, vector: int = 1) -> jax.Array:
     """Returns int32 0, 1, … size - 1 in registers; threads hold vectors of `vector` elements."""
-    if fabric.interpret:
-        return jnp.arange(size, dtype=jnp.int32)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
@@ -345,15 +334,11 @@ def clear(ref: Any, size: int) -> None:
         ref[pl.ds(start, WARPGROUP)] = jnp.zeros((WARPGROUP,), jnp.int32)
 
 
-def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
+def count(bins: Any, values: jax.Array, num_bins: int) -> None:
     """For each v in `values` adds 1 to bins[v], if 0 <= v < num_bins.
 
     `values` is [n] int32 in registers, and `bins` is int32 in shared memory.
     """
-    if fabric.interpret:
-        found = jnp.sum(values[:, None] == jnp.arange(bins.shape[0]), axis=0, dtype=jnp.int32)
-        bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
-        return
 
     def emit(bins: Value, values: Any) -> None:
         base = mosaic.address(bins, 32)

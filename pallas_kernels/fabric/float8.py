@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,49 +21,36 @@ INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
-def _word(value: int) -> Value:
-    return arith.constant(mosaic.integer_type(32), value)
-
-
-def _number(value: float) -> Value:
-    return arith.constant(mosaic.float_type(), value)
-
-
-def _ptx(text: str, constraints: str, returns: Any, *operands: Value) -> Value:
-    return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
-
-
 def magnitude(value: Value) -> tuple[Value, Value]:
     """Emits whether a float32 is finite (i1), and its magnitude's bits (i32), 0 if it is not."""
-    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), _word(0x7FFFFFFF))
-    is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, _word(INFINITY))
-    return is_finite, arith.select(is_finite, bits, _word(0))
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
+    is_finite = arith.cmpi(arith.CmpIPredicate.ult, bits, mosaic.i32(INFINITY))
+    return is_finite, arith.select(is_finite, bits, mosaic.i32(0))
 
 
 def largest_magnitude(values: Sequence[Value]) -> Value:
     """Emits the bits (i32) of the largest absolute value of float32 numbers, ignoring NaN."""
     # Four maxima, so that few instructions wait for the one before them.
-    parts = [functools.reduce(_or_magnitude, values[i::4], _number(0.0)) for i in range(4)]
+    parts = [functools.reduce(_or_magnitude, values[i::4], mosaic.f32(0.0)) for i in range(4)]
     return arith.bitcast(mosaic.integer_type(32), functools.reduce(_or_magnitude, parts))
 
 
 def _or_magnitude(largest: Value, value: Value) -> Value:
-    """Emits the larger of `largest` and the magnitude of `value`, as float32."""
     # PTX's max ignores a NaN.
     text = "{ .reg .f32 size; abs.f32 size, $2; max.f32 $0, $1, size; }"
-    return _ptx(text, "=f,f,f", mosaic.float_type(), largest, value)
+    return mosaic.asm(text, "=f,f,f", largest, value, returns=mosaic.float_type())
 
 
 def scale(format: Float8, largest: Value) -> Value:
     """Emits the float32 scale of a block, from the bits (i32) of its largest magnitude."""
     largest = arith.bitcast(mosaic.float_type(), largest)
-    scale = arith.mulf(largest, _number(format.scale_of_largest))
-    return arith.maximumf(scale, _number(format.least_scale))
+    scale = arith.mulf(largest, mosaic.f32(format.scale_of_largest))
+    return arith.maximumf(scale, mosaic.f32(format.least_scale))
 
 
 def reciprocal(scale: Value) -> Value:
     """Emits 1 / scale as float32, rounded to nearest as IEEE 754 defines it."""
-    return _ptx("rcp.rn.f32 $0, $1;", "=f,f", mosaic.float_type(), scale)
+    return mosaic.asm("rcp.rn.f32 $0, $1;", "=f,f", scale, returns=mosaic.float_type())
 
 
 def branchless_reciprocal(scale: Value) -> Value:
@@ -72,15 +58,15 @@ def branchless_reciprocal(scale: Value) -> Value:
     # PTX's `rcp.rn` branches for subnormal numbers, which scales and their reciprocals never are.
     # Without the branch, the compiler can interleave blocks, but uses more registers. One step of
     # Newton's method rounds `rcp.approx` correctly.
-    return _ptx(
+    return mosaic.asm(
         "{ .reg .f32 near, error;"
         " rcp.approx.ftz.f32 near, $1;"
         " neg.f32 error, near;"
         " fma.rn.f32 error, $1, error, 0f3F800000;"
         " fma.rn.f32 $0, near, error, near; }",
         "=f,f",
-        mosaic.float_type(),
         scale,
+        returns=mosaic.float_type(),
     )
 
 
@@ -91,31 +77,32 @@ def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
 
 def or_nan(value: Value, is_finite: Value) -> Value:
     """Emits the float32 `value` if `is_finite` (i1), else NaN."""
-    return arith.select(is_finite, value, arith.bitcast(mosaic.float_type(), _word(_NAN)))
+    return arith.select(is_finite, value, arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN)))
 
 
 def packed(ptx_type: str, four: Sequence[Value]) -> Value:
     """Rounds 4 float32 numbers to float8, packed into an int32, the first in the lowest byte."""
-    return _ptx(
+    return mosaic.asm(
         "{ .reg .b16 low, high;"
         f" cvt.rn.satfinite.{ptx_type}x2.f32 low, $2, $1;"
         f" cvt.rn.satfinite.{ptx_type}x2.f32 high, $4, $3;"
         " mov.b32 $0, {low, high}; }",
         "=r,f,f,f,f",
-        mosaic.integer_type(32),
         *four,
+        returns=mosaic.integer_type(32),
     )
 
 
 def widened(ptx_type: str, word: Value) -> list[Value]:
     """Converts the 4 float8 numbers in a 32-bit word to float32, beginning with the lowest byte."""
-    i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
+    word_type, float32 = mosaic.integer_type(32), mosaic.float_type()
     halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
     # PTX converts float8 only to float16, which represents all its numbers.
+    instruction = f"cvt.rn.f16x2.{ptx_type}x2 $0, $1;"
     wide = []
     for shift in (0, 16):
-        pair = arith.trunci(i16, arith.shrui(word, _word(shift)))
-        pair = llvm.inline_asm(i32, [pair], f"cvt.rn.f16x2.{ptx_type}x2 $0, $1;", "=r,h")
-        pair = llvm.bitcast(halves, pair)
-        wide += [arith.extf(f32, llvm.extractelement(pair, _word(i))) for i in range(2)]
+        pair = arith.trunci(mosaic.integer_type(16), arith.shrui(word, mosaic.i32(shift)))
+        pair = llvm.bitcast(halves, llvm.inline_asm(word_type, [pair], instruction, "=r,h"))
+        halves_of_pair = (llvm.extractelement(pair, mosaic.i32(i)) for i in range(2))
+        wide += [arith.extf(float32, half) for half in halves_of_pair]
     return wide

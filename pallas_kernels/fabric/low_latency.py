@@ -163,7 +163,7 @@ class Endpoint:
         # In rank order in float32, so that all ranks get equal bits.
         # parts[i] is the tile of rank + i.
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
-        parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
+        parts = vectors.rotate(parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
 
@@ -205,10 +205,8 @@ class Endpoint:
 class TileMemory:
     """The call counters and tile buffers of all GPUs, in symmetric memory."""
 
-    # The address of GPU 0's heap.
-    base: int
-    # GPUs that have a heap.
-    num_gpus: int
+    base: int  # the address of GPU 0's heap
+    num_gpus: int  # GPUs that have a heap
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         """Sends a tile of `TILE_BYTES` in registers to an empty tile buffer of another GPU.
@@ -395,7 +393,6 @@ class TileMemory:
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
-    """Splits the words that a thread read from several tile buffers into 4 words for each."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
@@ -427,7 +424,6 @@ def _store(pointer: Value, words: Sequence[Value]) -> None:
 
 
 def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns a tile in registers, made of the four words of it that this thread holds."""
     words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
     packed = vector.from_elements(words_type, list(words))
     of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))

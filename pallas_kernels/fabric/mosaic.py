@@ -139,7 +139,6 @@ def below(a: Value, b: Value | int) -> Value:
 
 
 def _like(a: Value, b: Value | int) -> Value:
-    """Returns b; a Python integer as a constant of a's type."""
     return arith.constant(a.type, b) if isinstance(b, int) else b
 
 

@@ -73,7 +73,6 @@ def module(path: str) -> Any:
 
 
 def _attribute(owner: Any, path: str) -> Any:
-    """Returns the attribute at a dotted path such as "a.b"; None if there is none."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         for name in path.split("."):
             owner = getattr(owner, name, None)

@@ -74,10 +74,8 @@ _VALUES_AT_ONCE = 1024
 class Gpus(RanksOfMesh):
     """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host."""
 
-    # [1] int32, of this rank's device; an operand of every kernel.
-    mesh_index: Any = None
-    # The address of GPU 0's heap.
-    base: int = memory_map.BASE
+    mesh_index: Any = None  # [1] int32, of this rank's device; an operand of every kernel
+    base: int = memory_map.BASE  # the address of GPU 0's heap
 
     def __post_init__(self) -> None:
         # A list, since this class is frozen, of at most one `_Call`: the kernel call that is being

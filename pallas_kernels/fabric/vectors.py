@@ -16,10 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
@@ -30,10 +28,8 @@ GLOBAL_MEMORY = 1
 SUMS_OF_WARPGROUP = WARPGROUP // WARP
 
 
-def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
+def load(ref: Any, elements: int) -> jax.Array:
     """Loads a contiguous 1D array from any rank's global memory to registers."""
-    if fabric.interpret:
-        return fb.load(fabric, ref, elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
     is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if is_integer else None
 
@@ -49,30 +45,32 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     return mosaic.inline(emit, [ref], [mosaic.REFERENCE], array)
 
 
-def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """Stores a 1D array in registers to each of `refs`, contiguous arrays in any rank's memory.
+def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
+    """Stores the first elements of `value` to each of `refs`, as many as these have.
 
-    All addresses are computed before the first store.
+    `value` is 1D in registers, `refs` are contiguous arrays of one size in any rank's memory. All
+    addresses are computed before the first store.
     """
-    if fabric.interpret:
-        for ref in refs:
-            ref[...] = value
-        return
+    (size,) = refs[0].shape
 
     def emit(array: Any, *memrefs: Value) -> None:
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
         places = [pointers(memref, num_bytes, len(registers)) for memref in memrefs]
         for of_ref in places:
-            for register, pointer in zip(registers, of_ref, strict=True):
-                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
+            for i, (register, pointer) in enumerate(zip(registers, of_ref, strict=True)):
+                guard: Any = contextlib.nullcontext()
+                if (i + 1) * WARPGROUP * elements > size:
+                    limit = mosaic.i32(size // elements - i * WARPGROUP)
+                    guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
+                with guard:
+                    llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
     layouts = [mosaic.strided(value.shape, elements), *[mosaic.REFERENCE] * len(refs)]
     mosaic.inline(emit, [value, *refs], layouts)
 
 
 def load_each(
-    fabric: fb.Ranks,
     refs: Sequence[Any],
     held: Sequence[jax.Array],
     elements: int,
@@ -88,11 +86,6 @@ def load_each(
     Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
-    if fabric.interpret:
-        return [
-            lax.cond(h, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype))
-            for ref, h in zip(refs, held, strict=True)
-        ]
     num_vectors = -(-size // (WARPGROUP * elements))  # of each thread
     # A 32-bit word of numbers `fill`. The PTX leaves it in $0 to $3 if $5 is 0.
     bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
@@ -139,34 +132,9 @@ def load_each(
     return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
 
 
-def store_part(fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int) -> None:
-    """Stores the first elements of `value`, as many as `ref` has."""
-    if fabric.interpret:
-        ref[...] = value
-        return
-    (size,) = ref.shape
-
-    def emit(array: Any, memref: Value) -> None:
-        num_bytes = elements * jnp.dtype(value.dtype).itemsize
-        registers = mosaic.registers(array)
-        places = pointers(memref, num_bytes, len(registers))
-        for i, (register, pointer) in enumerate(zip(registers, places, strict=True)):
-            guard: Any = contextlib.nullcontext()
-            if (i + 1) * WARPGROUP * elements > size:
-                limit = mosaic.i32(size // elements - i * WARPGROUP)
-                guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
-            with guard:
-                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
-
-    layouts = [mosaic.strided(value.shape, elements), mosaic.REFERENCE]
-    mosaic.inline(emit, [value, ref], layouts)
-
-
-def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
+def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
     """Multiplies a float32 array in registers by a float32 scalar; rounds each product."""
     # The compiler could fuse a product `*` and a later sum to an FMA, which does not round it.
-    if fabric.interpret:
-        return value * factor
 
     def emit(array: Any, by: Any) -> Any:
         f32, scalar = mosaic.float_type(), mosaic.scalar(by)
@@ -186,37 +154,30 @@ def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) 
     )
 
 
-def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Array:
+def constant(size: int, value: float, elements: int) -> jax.Array:
     """Returns a float32 array [size] in registers whose elements are all `value`."""
     array = jnp.full((size,), value, jnp.float32)
-    if fabric.interpret:
-        return array
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=elements))
 
 
-def rotate(
-    fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
-) -> list[jax.Array]:
+def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[jax.Array]:
     """Rotates a list of N arrays: parts[i] becomes element (first + i) % N."""
     # For each bit that is set in `first`, rotates by that power of two.
     parts, bit = list(parts), 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
-        parts = _select(fabric, (first & bit) != 0, turned, parts, elements)
+        parts = _select((first & bit) != 0, turned, parts, elements)
         bit *= 2
     return parts
 
 
 def _select(
-    fabric: fb.Ranks,
     predicate: jax.Array,
     yes: Sequence[jax.Array],
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
     """Returns the arrays `yes` if `predicate` is true, else `no`; all have one shape and dtype."""
-    if fabric.interpret:
-        return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
 
     def emit(choice: Any, *arrays: Any) -> Any:
@@ -239,11 +200,8 @@ def _select(
     return mosaic.inline(emit, [predicate, *yes, *no], layouts, arrays)
 
 
-def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
+def partial_sums(value: jax.Array, ref: Any, elements: int) -> None:
     """Writes the sum of warp i's elements of a float32 array to ref[i] in shared memory."""
-    if fabric.interpret:
-        ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
-        return
 
     def emit(memref: Value, array: Any) -> None:
         parts = [

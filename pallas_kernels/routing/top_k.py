@@ -150,8 +150,7 @@ class _TopK:
     makes_softmax: bool
     # The names of `top_k`'s operands that are not None, in the order in which they are passed.
     given: tuple[str, ...]
-    # Whether the bias is [1, E], the same for all rows.
-    has_one_bias: bool
+    has_one_bias: bool  # whether the bias is [1, E], the same for all rows
 
     def __call__(self, *refs: Any) -> None:
         layouts = [mosaic.SCALAR, *[mosaic.REFERENCE] * len(refs)]
@@ -289,7 +288,6 @@ class _TopK:
 
 
 def _key(bits: Value) -> Value:
-    """Returns the key of the float32 number with these bits."""
     # Flips the sign bit, and the other bits of negative numbers.
     spread = arith.shrsi(bits, mosaic.i32(31))
     return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
@@ -306,7 +304,6 @@ def _complement(word: Value) -> Value:
 
 
 def _number(value: float) -> Value:
-    """Returns the word with the float32 bits of a constant."""
     return mosaic.i32(int(np.float32(value).view(np.uint32)))
 
 
@@ -317,7 +314,6 @@ def _apply(function: Elementwise, *words: Value) -> Value:
 
 
 def _selected(condition: Value, a: _Pair, b: _Pair) -> _Pair:
-    """Returns pair a if `condition` (i1) is true, else pair b."""
     return arith.select(condition, a[0], b[0]), arith.select(condition, a[1], b[1])
 
 
@@ -326,7 +322,6 @@ def _larger(a: Value, b: Value) -> Value:
 
 
 def _best(columns: Sequence[_Pair]) -> _Pair:
-    """Returns, in each lane, the largest of the pairs `columns`."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]

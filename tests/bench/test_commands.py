@@ -11,31 +11,29 @@ import pytest
 
 import jax_ep.cli
 from jax_ep.bench import runner, suite
-from jax_ep.bench.timing import Loop
+from jax_ep.bench.timing import Loop, expert_mesh
 from jax_ep.flags import Args
 
 
-class DoublingBench(runner.Bench):
-    def group(self, row):
-        return "doubling", "2 ranks"
-
-
-class Doubling(runner.Case):
+class Doubling(runner.Bench):
     """A case whose programs double x; "wrong" triples it, and "broken" does not compile."""
 
     def __init__(self, *names: str, **args):
-        usual = {"check": True, "repeats": 3, "device_timer": "auto", "seconds": 1e9, "started": 0}
-        bench = DoublingBench(Args(**usual | args))
-        super().__init__(bench, [{"implementation": name, "ranks": 2} for name in names])
+        usual = {"check": True, "repeats": 3, "device_timer": "auto"}
+        super().__init__(Args(**usual | args))
+        self.rows = [{"implementation": name, "ranks": 2} for name in names]
 
-    def prepare(self):
+    def group(self, row):
+        return "doubling", "2 ranks"
+
+    def prepare(self, row):
         return jnp.arange(8.0).reshape(2, 4)
 
     def build(self, row, shared):
         if row["implementation"] == "broken":
             raise ValueError("no kernel\nand much more")
         factor = 3 if row["implementation"] == "wrong" else 2
-        return Loop(lambda x: factor * x, shared, self.mesh, 10)
+        return Loop(lambda x: factor * x, shared, expert_mesh(row["ranks"]), 10)
 
     def check(self, row, loop, shared):
         assert (loop.outputs() == 2 * shared).all(), "not twice x"
@@ -49,16 +47,11 @@ class InTurns(Doubling):
     in_turns = True
 
 
-class TooLarge(Doubling):
-    def prepare(self):
-        raise RuntimeError("RESOURCE_EXHAUSTED")
-
-
 @pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("kind", [Doubling, InTurns])
 def test_a_program_that_fails_costs_no_other_its_results(kind):
     case = kind("right", "broken", "wrong", "unknown")
-    right, broken, wrong, unknown = case.measure()
+    right, broken, wrong, unknown = case.measure(case.rows)
     assert right["checked"] and right["of_floor"] == 0.5 and "error" not in right
     assert right["wall"]["low_us"] <= right["wall"]["median_us"] <= right["wall"]["high_us"]
     assert broken["error"] == "ValueError: no kernel" and "wall" not in broken
@@ -66,12 +59,19 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert "wall" in unknown and not unknown["checked"]
     # `measure` must write its results into copies of the case's rows, and leave these as they are.
     assert case.rows[0] == {"implementation": "right", "ranks": 2}
-    (unasked,) = kind("wrong", check=False).measure()
+    unasked_case = kind("wrong", check=False)
+    (unasked,) = unasked_case.measure(unasked_case.rows)
     assert "wall" in unasked and not unasked["checked"]
-    (late,) = kind("right", seconds=0.0).measure()
-    assert late["error"] == "TimeoutError: not started, because --seconds=0 had passed"
-    for row in TooLarge("right", "wrong").measure():
-        assert row["error"] == "RuntimeError: RESOURCE_EXHAUSTED"
+
+
+def test_operands_that_do_not_fit_fail_every_row():
+    class TooLarge(Doubling):
+        def prepare(self, row):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    case = TooLarge("right", "wrong")
+    rows = case.measure(case.rows)
+    assert [row["error"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 2
 
 
 def test_decoding_is_measured_in_every_format(tmp_path):
@@ -125,6 +125,7 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
     [
         ("--layouts=row", "--layouts: 'row' is not one of expert, rank"),
         ("--ranks=4096", "--ranks is 4096, but there are only "),
+        ("--iterations=3", "--iterations: '3' is not an integer from 10"),
         ("--implementations=pallas", "--implementations: pallas cannot run here: it needs NVIDIA"),
         ("--wire_dtype=float8_e4m3fn --hidden=16", "--wire_dtype needs a multiple of 128"),
         ("--top_k=9 --num_experts=8", "--top_k must be at most the 8 experts, but is 9"),
@@ -132,10 +133,13 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
         ("--output=quantized", "--output=quantized needs --wire_dtype=float8_e4m3fn"),
         ("layer --quantize=once", "--quantize needs --matmul_dtype=float8_e4m3fn"),
         ("layer --token_chunks=2", "--token_chunks above 1 needs --capacity_factor=0"),
+        ("layer --num_experts=7 --ranks=2", "--num_experts must be a multiple of the 2 ranks"),
         ("matmul --case=nothing", "--case: no case has 'nothing' in its name; the cases are: "),
+        ("matmul --implementations=pallas", "--implementations: pallas cannot run here: "),
         ("matmul --ranks=2", "--ranks: a grouped matmul runs on 1 rank"),
         ("train --ranks=1 --fsdp=2", "--fsdp must divide 1 ranks, but is 2"),
         ("collectives --implementations=one_shot", "one_shot cannot run here: "),
+        ("collectives --implementations=unfused --ops=all_reduce", "leave nothing to measure"),
         ("collectives --write_table=/", "--write_table: cannot write '/'"),
         (f"collectives --write_table={__file__}", "must hold a JSON object"),
         ("collectives --rows=7 --ranks=2", "--rows: 7 is not a multiple of 2"),

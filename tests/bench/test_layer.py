@@ -8,11 +8,12 @@ import jax
 import pytest
 
 import jax_ep.cli
+from jax_ep.bench import layer as bench
 
 
 def run(*args: str) -> int:
     ranks = min(2, len(jax.devices()))
-    small = ("--tokens=8", "--num_experts=8", "--top_k=2")
+    small = ("--tokens=8", "--num_experts=8")
     loop = ("--iterations=2", "--repeats=2", "--device_timer=none", "--shapes=mixtral")
     return jax_ep.cli.main(["jax_ep", "bench", "layer", *small, *loop, f"--ranks={ranks}", *args])
 
@@ -30,6 +31,9 @@ def test_layers_are_measured_in_each_dtype(when, tmp_path):
         assert row["checked"] and row["shape"] == "small mixtral"
         seconds = row["wall"]["median_us"] * 1e-6
         assert row["tokens_per_s"] == pytest.approx(row["ranks"] * 8 / seconds)
+        passes = 1 if row["direction"] == "forward" else 3
+        flops = passes * 8 * row["top_k"] * 6 * 128 * 128
+        assert row["tflops_per_rank"] == pytest.approx(flops / seconds / 1e12)
     for plain, float8_row, xla in (rows[:3], rows[3:]):
         ratio = plain["wall"]["median_us"] / float8_row["wall"]["median_us"]
         assert float8_row["speedup_of_float8"] == pytest.approx(ratio)
@@ -46,3 +50,9 @@ def test_chunks_and_remat_are_measured_next_to_the_whole(tmp_path):
     assert whole["checked"] and chunked["checked"]
     assert whole["capacity"] == 4 * chunked["capacity"] == 256 * 2 * whole["ranks"]
     assert 0 < chunked["temp_bytes"] < whole["temp_bytes"]
+
+
+def test_device_time_is_split_by_the_names_of_kernels():
+    by_kernel = {"ep_dispatch": 20.0, "ncclAllGather": 5.0, "grouped_matmul_x": 60.0, "fusion": 3.0}
+    found = bench.parts_of({"by_kernel_us": by_kernel, "slowest_us": 90.0})
+    assert found == {"matmul_us": 60.0, "exchange_us": 25.0, "if_hidden_us": 65.0}

@@ -49,9 +49,8 @@ def test_check_sees_a_wrong_result(dtype, monkeypatch, capsys):
     assert "rows differ" in capsys.readouterr().out
 
 
-def test_other_libraries_run_where_they_can(tmp_path):
+def test_what_runs_here_is_measured_by_default(tmp_path):
     path = tmp_path / "out.json"
     assert run(f"--json={path}", "--ops=product,drhs") == 0
     names = {row["implementation"] for row in json.loads(path.read_text())["rows"]}
-    here = jax.default_backend() == "gpu"
-    assert names >= {"dense", "xla"} and ("mosaic" in names) == here
+    assert names >= {"dense", "xla"}

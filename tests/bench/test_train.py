@@ -76,16 +76,16 @@ ROW = {
 }
 
 
-def case() -> bench.TrainCase:
-    of = bench.TrainBench(Args())
-    of.configs = {ROW["shape"]: MODELS[ROW["shape"]]}
-    return bench.TrainCase(of, [ROW])
+def train_bench() -> bench.TrainBench:
+    found = bench.TrainBench(Args())
+    found.configs = {ROW["shape"]: MODELS[ROW["shape"]]}
+    return found
 
 
 def test_figures_follow_from_the_time(monkeypatch):
     monkeypatch.setattr(bench, "peak_flops", lambda kind: 1e15)
     by_kernel = {"attention: cudnn": 20e3, "experts: grouped_matmul": 15e3, "attention: rope": 5e3}
-    found = case().results(ROW | {"device": {"by_kernel_us": by_kernel}})
+    found = train_bench().results(ROW | {"device": {"by_kernel_us": by_kernel}})
     assert found["tokens_per_s"] == pytest.approx(2 * 2 * 4096 / 0.05)
     flops = MODELS["qwen3-30b-a3b"].training_flops_per_token(4096)
     assert found["tflops_per_rank"] == pytest.approx(found["tokens_per_s"] * flops / 2 / 1e12)
@@ -101,7 +101,7 @@ class Loop:
 
 
 def test_the_check_sees_another_loss_and_another_gradient():
-    checked = case()
+    checked = train_bench()
     assert checked.check(ROW, Loop(loss=10.0, grad_norm=2.0), None)
     assert checked.check(ROW, Loop(loss=10.05, grad_norm=2.1), None)
     for other in (Loop(loss=10.2, grad_norm=2.0), Loop(loss=10.0, grad_norm=3.0)):

@@ -117,7 +117,7 @@ def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
     assert {p.name for p in into.iterdir()} == {
         "config.json", "model-00001-of-00001.safetensors", INDEX,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes that config says"):
+    with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes of the block"):
         other = config | {"num_local_experts": 4}
         checkpoints.save_model(tmp_path / "four", other, model.moe, {})
     assert not (tmp_path / "four").exists()

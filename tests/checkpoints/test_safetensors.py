@@ -261,10 +261,10 @@ def test_a_name_twice_is_refused(tmp_path):
     entry = '{"dtype": "F32", "shape": [3], "data_offsets": [%d, %d]}'
     text = f'{{"a": {entry % (0, 12)}, "a": {entry % (12, 24)}}}'
     (tmp_path / ONE_FILE).write_bytes(with_header(text, bytes(24)))
-    with pytest.raises(ValueError, match="safetensors must name each tensor once, but has a twice"):
+    with pytest.raises(ValueError, match="named once, but a is named twice"):
         Directory(tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
-    with pytest.raises(ValueError, match="json must name each tensor once, but has a twice"):
+    with pytest.raises(ValueError, match="json must .*named once, but a is named twice"):
         Directory(tmp_path)
 
 

@@ -24,16 +24,12 @@ def test_wrong_usage_exits_with_2(args, capsys):
     assert all(arg.lstrip("-") in captured.err for arg in args[-1:])
 
 
-@pytest.mark.parametrize(
-    ("args", "nearest"),
-    [(["bench", "lyaer"], "bench layer"), (["benhc", "matmul", "--check"], "bench matmul")]
-    + [(["info", "now"], "info"), (["xyzzy"], None), (["--json", "info"], None)],
-)
-def test_a_misspelt_command_is_answered_with_the_nearest(args, nearest, capsys):
+@pytest.mark.parametrize("args", [["benhc", "--tokens=4"], ["bench", "lyaer"], ["--json", "info"]])
+def test_a_misspelt_command_is_answered_with_all_commands(args, capsys):
     assert jax_ep.cli.main(["jax_ep", *args]) == 2
-    first = capsys.readouterr().err.splitlines()[0]
+    first, *others = capsys.readouterr().err.splitlines()
     assert first.startswith("There is no command") and args[0] in first
-    assert first.endswith(f"Did you mean {nearest!r}?") == (nearest is not None)
+    assert all(any(name in line for line in others) for name in jax_ep.cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", quick(["info", "bench", "bench matmul"], "info", "bench"))
@@ -50,7 +46,10 @@ def test_where_jax_finds_no_backend_a_command_says_so(command):
 @pytest.mark.parametrize("command", ["", *jax_ep.cli.COMMANDS])
 def test_every_command_has_help(command, capsys):
     assert jax_ep.cli.main(["jax_ep", *command.split(), "--help"]) == 0
-    assert f"usage: python -m jax_ep {command}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: python -m jax_ep {command}" in out and "None" not in out
+    if not command:
+        assert all(name in out for name in jax_ep.cli.COMMANDS)
 
 
 def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import subprocess
-import types
 
 import jax
 import pytest
@@ -37,45 +36,48 @@ def collected(monkeypatch, host_of_device):
     return info.collect()
 
 
+def test_info_shows_both_levels(monkeypatch):
+    text = info.render(collected(monkeypatch, ["a", "a", "b", "b"]))
+    assert "\nhosts          2 with 2 + 2 devices\n" in text
+    assert "\ntwo_level      runs here\n" in text
+    assert (
+        "default        two_level between hosts, pallas inside each (implementation=None)" in text
+    )
+    text = info.render(collected(monkeypatch, ["a", "a"]))
+    assert "two_level      does not run: " in text and "on one host" in text
+
+
 @pytest.mark.parametrize(
-    ("hosts", "shown", "two_level", "default"),
+    ("found", "shown", "reason"),
     [
-        ("aabb", "2 with 2 + 2 devices", "runs here", "two_level between hosts, pallas inside"),
-        ("aa", "1 with 2 devices", "does not run: ", "pallas (implementation=None)"),
-        (
-            "aab",
-            "2 with 2 + 1 devices",
-            "does not run: the ranks, in order, are on hosts",
-            "pallas",
-        ),
-        ([None, None], "unknown: JAX does not say", "does not run: JAX does not say", "pallas"),
+        ([None, None], "unknown: JAX does not say", "JAX does not say which devices share a host"),
+        (["a", "a", "b"], "2 with 2 + 1 devices", "the ranks, in order, are on hosts [0, 0, 1]"),
     ],
 )
-def test_info_shows_both_levels(hosts, shown, two_level, default, monkeypatch):
-    text = info.render(collected(monkeypatch, list(hosts)))
+def test_info_says_why_two_level_does_not_run(found, shown, reason, monkeypatch):
+    text = info.render(collected(monkeypatch, found))
     assert f"\nhosts          {shown}" in text
-    assert f"\ntwo_level      {two_level}" in text and f"\ndefault        {default}" in text
-
-
-@pytest.fixture
-def asked_anew():
-    """Clears the caches of what JAX offers, before and after the test."""
-    cached = requirements.unavailable_reason, availability.mosaic_unavailable_reason
-    for function in cached:
-        function.cache_clear()
-    yield
-    for function in cached:
-        function.cache_clear()
+    assert f"\ntwo_level      does not run: {reason}" in text
+    assert "\ndefault        pallas (implementation=None)" in text
 
 
 @needs_kernels
 @pytest.mark.parametrize("module", requirements.REQUIRED)
-def test_info_names_what_jax_lacks(asked_anew, module, monkeypatch):
+def test_info_names_what_jax_lacks(module, monkeypatch):
     """The missing module must be named, even if kernels could not run without GPUs anyway."""
     name = requirements.REQUIRED[module][0]
+    for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
+        cached.cache_clear()
+    assert "\nkernels need   no name that this JAX lacks\n" in info.render(info.collect())
     forget(monkeypatch, module, name)
-    assert f"lacks {module}.{name}\n" in info.render(info.collect())
-    monkeypatch.undo()
+    try:
+        for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
+            cached.cache_clear()
+        assert f"lacks {module}.{name}\n" in info.render(info.collect())
+    finally:
+        monkeypatch.undo()
+        for cached in (requirements.unavailable_reason, availability.mosaic_unavailable_reason):
+            cached.cache_clear()
 
 
 @pytest.mark.parametrize("path", jax_compat._OPTIONAL)
@@ -93,6 +95,13 @@ def test_every_name_that_is_looked_for_is_known_to_info():
     assert looked_for and looked_for <= {*jax_compat._OPTIONAL, *jax_compat._REQUIRED}
 
 
+def test_info_names_a_setting_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "x")
+    assert jax_ep.cli.main(["jax_ep", "info"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "JAX_EP_DEVICES_PER_HOST must be a positive int, but is 'x'."
+
+
 def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys):
     """An AssertionError without text, as JAX raises for lack of a GPU, must be reported."""
 
@@ -104,31 +113,13 @@ def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys)
     assert "\ndevices        none: JAX_PLATFORMS=" in capsys.readouterr().out
     assert jax_ep.cli.main(["jax_ep", "bench"]) == 2
     assert capsys.readouterr().err.startswith("JAX finds no device: JAX_PLATFORMS=")
-    monkeypatch.undo()
-    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "x")
-    assert jax_ep.cli.main(["jax_ep", "info"]) == 2
-    assert capsys.readouterr().err.startswith("JAX_EP_DEVICES_PER_HOST must be a positive int")
 
 
-@pytest.mark.parametrize(
-    ("peers", "text"),
-    [
-        ([[True, True]] * 2, "between all GPUs"),
-        ([[True, False], [True, True]], "missing between GPUs 0->1"),
-        (None, "unknown: the driver does not say"),
-    ],
-)
-def test_info_names_the_pairs_without_peer_access(peers, text, monkeypatch):
-    monkeypatch.setattr(info.cuda_driver, "peer_access", lambda ids: peers)
-    gpu = types.SimpleNamespace(platform="gpu", process_index=0, local_hardware_id=0)
-    assert info.peer_access([gpu, gpu]) == text
-
-
-def on_hopper(monkeypatch, report):
+def on_hopper(monkeypatch, report, returncode=0):
     """Returns what `info` prints where the matmuls' kernels run, and `report` is of the sample."""
     monkeypatch.setattr(primitives, "default_platform", lambda: "cuda")
     monkeypatch.setattr(pallas, "_platform_reason", lambda platform: None)
-    done = subprocess.CompletedProcess([], 0, "", report)
+    done = subprocess.CompletedProcess([], returncode, "", report)
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: done)
     monkeypatch.setattr(assembler, "name", lambda: assembler.PTXAS)
     monkeypatch.setattr(assembler, "version", lambda: "13.0")
@@ -144,13 +135,23 @@ ptxas info    : Used 168 registers, used 16 barriers, 8 bytes cumulative stack s
 
 
 def test_info_says_that_a_matmul_is_slow_and_who_assembled_it(monkeypatch):
-    text = on_hopper(monkeypatch, REPORT.format(spilled=384))
+    text = on_hopper(monkeypatch, REPORT.format(spilled=0))
     assert "\nmatmuls        pallas (implementation=None, bfloat16)" in text
     assert "\nassembler      ptxas 13.0\n" in text
-    assert text.endswith("grouped_matmul: 168 registers, spills 384 bytes, so it is slow")
+    assert text.endswith("\nsample kernel  grouped_matmul: 168 registers, spills none")
+    text = on_hopper(monkeypatch, REPORT.format(spilled=384))
+    assert text.endswith("168 registers, spills 384 bytes, so it is slow")
     linked = REPORT.format(spilled=0) + "info    : used 168 registers, used 2 barriers\n"
     text = on_hopper(monkeypatch, linked)
     assert "\nassembler      libnvJitLink (expected was ptxas 13.0)\n" in text
+
+
+def test_info_says_why_matmuls_have_no_kernel(monkeypatch):
+    monkeypatch.setattr(primitives, "default_platform", lambda: "cuda")
     monkeypatch.setattr(pallas, "_platform_reason", lambda platform: "compute capability 10")
     text = info.render(info.collect())
+    assert "\n               pallas does not run: compute capability 10\n" in text
     assert text.endswith("\nsample kernel  none: compute capability 10")
+    monkeypatch.undo()
+    if jax.default_backend() != "gpu":
+        assert "\nassembler      none: JAX has no NVIDIA GPU here" in info.render(info.collect())

@@ -97,10 +97,6 @@ class FakeCuda:
         device._obj.value = FIRST_HANDLE + ordinal.value
         return SUCCESS if 0 <= ordinal.value < len(self.visible) else ERROR
 
-    def _cuDeviceCanAccessPeer(self, can, one, other):
-        pair = tuple(self.visible[device.value - FIRST_HANDLE] for device in (one, other))
-        can._obj.value = pair not in self.no_access
-
     def _cuDeviceGetAttribute(self, value, number, device):
         # This is CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h.
         assert number.value == 132

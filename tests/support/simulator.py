@@ -48,6 +48,7 @@ from pallas_kernels.fabric.low_latency import TileMemory
 from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_tile_buffers
 from support.interpreted import matmul_kernels
 from support.kernels import KERNELS_RUN, WHY_NOT
+from support.one_thread import warpgroups_of_one_thread
 
 # The seconds that a whole kernel may take. Deadlocks are found without a clock; this only ends a
 # process that hangs in another way.
@@ -278,7 +279,7 @@ def simulate(function: Callable[[], Any]) -> Any:
         KernelError: a race, an access out of bounds, a deadlock, an early exit, or another error.
     """
     simulation = _Simulation()
-    with _interpreter(), _changed_interpreter(simulation):
+    with _interpreter(), warpgroups_of_one_thread(), _changed_interpreter(simulation):
         try:
             results = jax.tree.map(np.asarray, function())
         # JAX's runtime has turned the kernel's error into text; raise the recorded original.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,6 @@ from pallas_kernels.formats import FLOAT8_ROWS
 
 WIRE = FLOAT8_ROWS
 BLOCK = WIRE.block[1]
-# A fabric on a GPU: the functions then emit code.
-ON_GPU = types.SimpleNamespace(interpret=None)
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 widths = pytest.mark.parametrize("hidden", [512, 3584, 7168])
 
@@ -42,7 +39,7 @@ def test_rows_are_quantized_as_by_the_reference(dtype, hidden):
     for row in rows:
         values = Memory(np.zeros(hidden, WIRE.dtype), is_shared=True)
         scales = Memory(np.zeros(hidden // BLOCK, np.float32), is_shared=True)
-        quantize = functools.partial(quantized_rows.quantize_row, ON_GPU, WIRE)
+        quantize = functools.partial(quantized_rows.quantize_row, WIRE)
         run_warpgroup(quantize, Memory(row, is_shared=True), values, scales)
         want_values, want_scales = WIRE.encode(row)
         np.testing.assert_array_equal(scales.bytes.view(np.float32), want_scales)
@@ -58,7 +55,7 @@ def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
         scales = np.exp2(rng.uniform(-117, 100, (3, hidden // BLOCK))).astype(np.float32)
         parts = [[Memory(row) for row in part] for part in (values, scales)]
         flags = [scalar(flag) for flag in sent]
-        vectors = run_warpgroup(quantized_rows.add_rows, ON_GPU, WIRE, parts, flags, dtype)
+        vectors = run_warpgroup(quantized_rows.add_rows, WIRE, parts, flags, dtype)
         # A vector has neighbouring numbers of each thread.
         numbers = [np.concatenate(np.broadcast_arrays(*each), axis=1) for each in vectors]
         total = np.zeros(hidden, np.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import numpy as np
 import pytest
 from support.emitted import Memory, run_warpgroup, scalar
@@ -11,8 +9,6 @@ from support.emitted import Memory, run_warpgroup, scalar
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.fabric.fabric import NOWHERE
 
-# A fabric on a GPU: the functions then emit code.
-ON_GPU = types.SimpleNamespace(interpret=None)
 # (the number of scales of a row, the number of choices of a token). With 56 scales and 8 choices,
 # a token takes nearly all 128 threads; with 128 scales and 22 choices, several turns.
 SIZES = [(4, 1), (16, 3), (56, 8), (128, 22)]
@@ -35,7 +31,7 @@ def test_a_row_is_stored_to_each_of_the_rows(width, top_k):
     places[rng.random(top_k) < 0.4] = NOWHERE
     places[-1] = len(out) - 1
     memory, source = Memory(out), Memory(row, is_shared=True)
-    run_warpgroup(quantized_rows.store_each, ON_GPU, source, memory, [scalar(p) for p in places])
+    run_warpgroup(quantized_rows.store_each, source, memory, [scalar(p) for p in places])
     wanted = out.view(np.uint32).copy()
     wanted[places[places >= 0]] = row.view(np.uint32)
     np.testing.assert_array_equal(bits(memory), wanted)
@@ -51,7 +47,7 @@ def test_the_first_row_of_each_list_is_copied_to_its_others(width, top_k, count)
     lists[rng.random(lists.shape) < 0.4] = NOWHERE
     memory = Memory(out)
     listed = Memory(lists, is_shared=True)
-    run_warpgroup(quantized_rows.copy_listed, ON_GPU, memory, listed, scalar(count))
+    run_warpgroup(quantized_rows.copy_listed, memory, listed, scalar(count))
     wanted = out.view(np.uint32).copy()
     for rows in lists[:count]:
         rows = rows[rows >= 0]
@@ -63,4 +59,4 @@ def test_the_first_row_of_each_list_is_copied_to_its_others(width, top_k, count)
 def test_rows_of_broken_vectors_are_refused():
     memory, source = Memory(array_of(4, 6)), Memory(array_of(1, 6)[0], is_shared=True)
     with pytest.raises(ValueError, match=r"multiple of 16 bytes, but ref is float32 of .*\(4, 6\)"):
-        run_warpgroup(quantized_rows.store_each, ON_GPU, source, memory, [scalar(0)])
+        run_warpgroup(quantized_rows.store_each, source, memory, [scalar(0)])

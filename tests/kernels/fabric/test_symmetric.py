@@ -82,7 +82,7 @@ def kernel(
     def body(*refs: Any) -> None:
         fabric.connect()
         source, out = refs[reached], refs[-1]
-        out[...] = fb.load(fabric, fabric.peer(source, 0), 1)
+        out[...] = fb.load(fabric.peer(source, 0), 1)
 
     fabric = of_axis((AXIS,), like)
     return fb.kernel(
