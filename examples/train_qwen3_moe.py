@@ -197,12 +197,13 @@ class Program:
             document_end=end,
         )
         step = train_step.make_train_step(model, optimizer, layout, objective)
-        self.eval_step = train_step.make_eval_step(model, layout, objective)
+        eval_step = train_step.make_eval_step(model, layout, objective)
         shapes = train_step.init_state(model, optimizer, layout, args.seed, only_shapes=True)
         batch = jax.ShapeDtypeStruct((args.microbatches, self.rows, args.seq_len + 1), np.int32)
-        # Traces the step, so that flags that do not fit are refused before any work begins.
-        one = jax.ShapeDtypeStruct(batch.shape[1:], np.int32)
-        lowered = step.lower(shapes, batch) if args.steps else self.eval_step.lower(shapes, one)
+        # Traces both steps, so that flags that do not fit are refused before any work begins.
+        lowered = step.lower(shapes, batch) if args.steps else None
+        eval_batch = jax.ShapeDtypeStruct(batch.shape[1:], np.int32)
+        lowered_eval = eval_step.lower(shapes, eval_batch)
         self.state: Any = None
         self.manager: Any = None
         if args.checkpoint_dir:
@@ -219,7 +220,8 @@ class Program:
                 )
             self.state = train_step.init_state(model, optimizer, layout, args.seed, params)
         self.start, begin = int(self.state.step), time.perf_counter()
-        self.step: Any = lowered.compile() if self.start < args.steps else None
+        self.step: Any = lowered.compile() if lowered and self.start < args.steps else None
+        self.eval_step = lowered_eval.compile()
         self.compile_seconds = time.perf_counter() - begin
         path = args.metrics_file
         if path is None and args.checkpoint_dir:

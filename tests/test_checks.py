@@ -76,103 +76,90 @@ def regroup(received: Any = None, grouped: Any = None, y: Any = None) -> Any:
 
 
 NONE = lambda _: None  # noqa: E731
-UNBOUND = "axis_name ('data',) is not bound here"
-ALIGNMENT = "expert_alignment must be at most 715827878, so that the 2 experts"
-EXCHANGE = {
-    "x": (lambda: dispatch(x=[[1.0]]), TypeError, "x must be a floating array [T, H], but is the"),
-    "topk_idx": (lambda: dispatch(topk_idx=None), TypeError, "topk_idx must be .*, but is None"),
-    "handle": (
-        lambda: combine(handle=lambda sent: sent),
-        TypeError,
-        "handle must be .* a Dispatched; pass received.handle",
-    ),
+SHARED: dict = dict(shared_wi_0=SHARED_WI, shared_wi_1=SHARED_WO, shared_wo=SHARED_WO)
+# Calls on two ranks, and what their TypeError or ValueError says.
+TYPES_ON_RANKS = {
+    "x": (lambda: dispatch(x=[[1.0]]), "x must be a floating array [T, H], but is the"),
+    "topk_idx": (lambda: dispatch(topk_idx=None), "topk_idx must be .*, but is None"),
+    "handle": (lambda: combine(handle=lambda sent: sent), "handle .* Dispatched; pass received.ha"),
     "handle of the rank-major layout": (
         lambda: combine(handle=lambda sent: dispatch(layout="rank")),
-        TypeError,
         "handle must be .* a RankDispatched; pass received.handle",
     ),
-    "no handle": (lambda: combine(), TypeError, "handle must be .*, but is None"),
+    "no handle": (lambda: combine(), "handle must be .*, but is None"),
     "handle of dispatch_like": (
         lambda: jax_ep.dispatch_like(X, dispatch()),
-        TypeError,
         "pass received.handle",
     ),
-    "y": (lambda: combine([1.0], lambda s: s.handle), TypeError, "y must be .* the list [1.0]"),
-    "grouped": (lambda: regroup(grouped=NONE), TypeError, "grouped must be .*, but is None"),
+    "y": (lambda: combine([1.0], lambda s: s.handle), "y must be .* the list [1.0]"),
+    "grouped": (lambda: regroup(grouped=NONE), "grouped must be .*, but is None"),
     "grouped, its handle": (
         lambda: regroup(grouped=lambda grouped: grouped.handle),
-        TypeError,
         "grouped must be .*, but is of type Handle",
     ),
-    "received": (lambda: regroup(received=NONE), TypeError, "received must be .*, but is None"),
-    "y to be summed": (lambda: regroup(y=[2]), TypeError, "y must be .*, but is the list [2]"),
+    "received": (lambda: regroup(received=NONE), "received must be .*, but is None"),
+    "y to be summed": (lambda: regroup(y=[2]), "y must be .*, but is the list [2]"),
     "received of group_by_expert": (
         lambda: jax_ep.group_by_expert(dispatch(layout="rank").handle),
-        TypeError,
         "received must be .*, but is of type RankHandle",
     ),
     "received of routed_experts": (
         lambda: routed_experts(None, WI, WI, WO, WEIGHTS),
-        TypeError,
         "received must be .*, but is None",
     ),
-    "capacity": (lambda: dispatch(capacity=2**31), ValueError, "capacity must be at most 21474836"),
-    "expert_alignment": (lambda: dispatch(expert_alignment=2**30), ValueError, ALIGNMENT),
+}
+VALUES_ON_RANKS = {
+    "capacity": (lambda: dispatch(capacity=2**31), "capacity must be at most 21474836"),
+    "expert_alignment": (
+        lambda: dispatch(expert_alignment=2**30),
+        "expert_alignment must be at most 715827878, so that the 2 experts",
+    ),
     "load_balance_loss": (
         lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="data"),
-        ValueError,
-        UNBOUND,
+        "axis_name ('data',) is not bound here",
     ),
     "router_z_loss": (
         lambda: losses.router_z_loss(LOGITS, axis_name="data"),
-        ValueError,
-        UNBOUND,
+        "axis_name ('data',) is not bound here",
     ),
 }
-SHARED: dict = dict(shared_wi_0=SHARED_WI, shared_wi_1=SHARED_WO, shared_wo=SHARED_WO)
-ALONE = {
-    "tokens": (lambda: mlp(tokens=None), TypeError, "tokens must be .*, but is None"),
-    "wi_0": (lambda: mlp(wi_0=[WI]), TypeError, "wi_0 must be .*, but is the list"),
-    "wi_1": (lambda: mlp(wi_1=[1.0]), TypeError, "wi_1 must be .*, but is the list [1.0]"),
-    "wo": (lambda: mlp(wo="wo"), TypeError, "wo must be .*, but is 'wo'"),
-    "group_sizes": (
-        lambda: mlp(group_sizes=[1, 2, 3, 4]),
-        TypeError,
-        "group_sizes must be an integer array [L], but is the list [1, 2, 3, 4]",
+# Calls outside of a shard_map.
+TYPES = {
+    "tokens": (lambda: mlp(tokens=None), "tokens must be .*, but is None"),
+    "wi_0": (lambda: mlp(wi_0=[WI]), "wi_0 must be .*, but is the list"),
+    "wi_1": (lambda: mlp(wi_1=[1.0]), "wi_1 must be .*, but is the list [1.0]"),
+    "wo": (lambda: mlp(wo="wo"), "wo must be .*, but is 'wo'"),
+    "group_sizes": (lambda: mlp(group_sizes=[1]), "group_sizes must be an integer array [L], but"),
+    "x of a layer": (lambda: layer(x=None), "x must be .*H=8], but is None"),
+    "wi_0 of a layer": (lambda: layer(wi_0=None), "wi_0 must be .*, but is None"),
+    "gate of a layer": (lambda: layer(gate=[1]), "gate must be .*, but is the list"),
+    "mask of a layer": (lambda: layer(mask=[True]), "mask must be a bool or integer"),
+    "logits": (lambda: routing.top_k_routing([1.0], 1), "logits must be .* the list"),
+    "mask of the z loss": (
+        lambda: losses.router_z_loss(LOGITS, mask=[True]),
+        "mask must be a bool or integer array",
     ),
-    "x of a layer": (lambda: layer(x=None), TypeError, "x must be .*H=8], but is None"),
-    "wi_0 of a layer": (lambda: layer(wi_0=None), TypeError, "wi_0 must be .*, but is None"),
-    "gate of a layer": (lambda: layer(gate=[1]), TypeError, "gate must be .*, but is the list"),
-    "mask of a layer": (lambda: layer(mask=[True]), TypeError, "mask must be a bool or integer"),
+    "probs": (lambda: losses.load_balance_loss(None, IDX), "probs must be"),
+    "expert_counts": (
+        lambda: routing.update_expert_bias(jnp.zeros(4), [1, 2, 3, 4], 0.1),
+        "expert_counts must be .* the list",
+    ),
+    "x of the router": (lambda: routing.router_logits(None, GATE), "x must be"),
+    "lhs": (lambda: jax_ep.grouped_matmul([1], WI, SIZES), "lhs must be .* the list"),
+}
+VALUES = {
     "shared_wo alone": (
         lambda: layer(shared_wo=SHARED_WO),
-        ValueError,
         "shared_wo must be given together or be None, but only shared_wo is given",
     ),
     "shared_wi_1 of a layer": (
         lambda: layer(**SHARED),
-        ValueError,
         "shared_wi_1 must have shape (8, 16) .*, but has shape (16, 8)",
     ),
-    "logits": (lambda: routing.top_k_routing([1.0], 1), TypeError, "logits must be .* the list"),
-    "mask of the z loss": (
-        lambda: losses.router_z_loss(LOGITS, mask=[True]),
-        TypeError,
-        "mask must be a bool or integer array",
-    ),
-    "probs": (lambda: losses.load_balance_loss(None, IDX), TypeError, "probs must be"),
     "axis_name of the loss": (
         lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="expert"),
-        ValueError,
         "axis_name ('expert',) is not bound here",
     ),
-    "expert_counts": (
-        lambda: routing.update_expert_bias(jnp.zeros(4), [1, 2, 3, 4], 0.1),
-        TypeError,
-        "expert_counts must be .* the list",
-    ),
-    "x of the router": (lambda: routing.router_logits(None, GATE), TypeError, "x must be"),
-    "lhs": (lambda: jax_ep.grouped_matmul([1], WI, SIZES), TypeError, "lhs must be .* the list"),
 }
 
 
@@ -180,11 +167,12 @@ def pattern(message: str) -> str:
     return ".*".join(re.escape(part) for part in message.split(".*"))
 
 
-@pytest.mark.parametrize("case", [*EXCHANGE, *ALONE])
+@pytest.mark.parametrize("case", TYPES_ON_RANKS | VALUES_ON_RANKS | TYPES | VALUES)
 def test_bad_input(case):
-    call, error, message = (EXCHANGE | ALONE)[case]
+    call, message = (TYPES_ON_RANKS | VALUES_ON_RANKS | TYPES | VALUES)[case]
+    error = TypeError if case in TYPES_ON_RANKS | TYPES else ValueError
     with pytest.raises(error, match=pattern(message)):
-        on_ranks(call) if case in EXCHANGE else call()
+        on_ranks(call) if case in TYPES_ON_RANKS | VALUES_ON_RANKS else call()
 
 
 @pytest.mark.parametrize(
@@ -196,19 +184,13 @@ def test_bad_input(case):
         (("expert", 1), TypeError, "axis_name must be .*, but is ('expert', 1)"),
     ],
 )
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda axis_name: dispatch(axis_name=axis_name),
-        lambda axis_name: jax_ep.all_reduce(X, axis_name),
-        lambda axis_name: jax_ep.all_to_all(X, axis_name),
-        lambda axis_name: jax_ep.all_reduce_rms_norm(X, X, X[0], axis_name),
-    ],
-    ids=["dispatch", "all_reduce", "all_to_all", "all_reduce_rms_norm"],
-)
-def test_axes_that_are_none(call, axis_name, error, message):
+@pytest.mark.parametrize("name", ["dispatch", "all_reduce", "all_to_all", "all_reduce_rms_norm"])
+def test_axes_that_are_none(name, axis_name, error, message):
     with pytest.raises(error, match=pattern(message)):
-        on_ranks(lambda: call(axis_name))
+        if name == "dispatch":
+            on_ranks(lambda: dispatch(axis_name=axis_name))
+        operands = (X, X, X[0]) if name == "all_reduce_rms_norm" else (X,)
+        on_ranks(lambda: getattr(jax_ep, name)(*operands, axis_name))
 
 
 def test_axes_that_are_right():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jax_ep
@@ -62,14 +60,3 @@ def test_a_name_that_cannot_run_is_said_as_a_layer_has_it():
         table.select("fast", 3)
     named = matmul_primitives.IMPLEMENTATIONS.layer_argument
     assert named in {field.name for field in dataclasses.fields(jax_ep.MoEConfig)}
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels of matmuls run there")
-def test_a_layer_names_its_matmul_implementation():
-    config = jax_ep.MoEConfig(
-        num_experts=4, num_experts_per_token=2, matmul_implementation="pallas"
-    )
-    wi, wo = jnp.ones((4, 8, 16)), jnp.ones((4, 16, 8))
-    params = jax_ep.MoEParams(gate=jnp.ones((8, 4)), wi_0=wi, wi_1=wi, wo=wo)
-    with pytest.raises(ValueError, match='matmul_implementation="pallas"'):
-        jax_ep.moe_layer(params, jnp.ones((40, 8)), config)

@@ -13,12 +13,7 @@ from jax_ep.bench.machine import measure_bandwidths, peak_flops
     {
         "NVIDIA H100 80GB HBM3": 989,
         "NVIDIA H100 NVL": 835,
-        "NVIDIA GH200 480GB": 989,
-        "NVIDIA H200": 989,
-        "NVIDIA H200 NVL": 835,
-        "NVIDIA A100-SXM4-40GB": 312,
         "NVIDIA GeForce RTX 4090": None,
-        "cpu": None,
     }.items(),
 )
 def test_a_peak_is_known_by_how_the_name_begins(kind, tflops):

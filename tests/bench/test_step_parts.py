@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,16 +15,12 @@ LAYER = "jit(train_step)/transpose(jvp(Decoder))/layers_0"
     ("kernel", "op_name", "part"),
     [
         ("ep_dispatch", None, "exchange"),
-        ("grouped_matmul_gated", None, "experts"),
-        ("gemm", f"{LAYER}/self_attn/q_proj/dot_general", "attention"),
         ("fusion", f"{LAYER}/self_attn/q_norm/mul", "attention"),
-        ("fusion", f"{LAYER}/input_layernorm/mul", "norms and losses"),
         ("fusion", "jit(train_step)/jvp(Decoder)/norm/mul", "norms and losses"),
         ("gemm", "jit(train_step)/jvp(Decoder)/loss/while/dot_general", "norms and losses"),
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/router/top_k", "routing"),
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/dispatch/gather", "exchange"),
         ("fusion", f"{LAYER}/mlp/jit(_layer)/shard_map/experts/mul", "experts"),
-        ("gemm", f"{LAYER}/mlp/jit(_layer)/shard_map/shared_experts/dot_general", "shared experts"),
         (
             "grouped_matmul_float8",
             f"{LAYER}/mlp/jit(_layer)/shard_map/shared_experts/jit(_compute_gated)",
@@ -34,11 +28,7 @@ LAYER = "jit(train_step)/transpose(jvp(Decoder))/layers_0"
         ),
         ("ncclAllGather", f"{LAYER}/mlp/jit(_layer)/shard_map/all_gather", "exchange"),
         ("ncclAllReduce", f"{LAYER}/self_attn/q_proj/dot_general", "gradient sums"),
-        ("ncclAllReduce", None, "gradient sums"),
         ("ncclAllGather", "jit(train_step)/optimizer/add", "optimizer"),
-        ("fusion", "jit(train_step)/optimizer/mul", "optimizer"),
-        ("fusion", f"{LAYER}/add", "rest"),
-        ("memcpy", None, "rest"),
     ],
 )
 def test_a_kernel_is_of_the_part_that_names_say(kernel, op_name, part):
@@ -54,24 +44,6 @@ def test_a_compiled_program_says_where_its_operations_were_traced():
     operations = step_parts.operations_of(text)
     found = [name for name in operations.values() if name.endswith("/sort")]
     assert found and all(step_parts.part_of("sort", name) == "optimizer" for name in found)
-
-
-def test_times_are_summed_by_part():
-    """The time of a kernel must be added to the part of a training step that its name tells."""
-    text = """
-  %custom-call.7 = bf16[8,8] custom-call(), metadata={op_name="a/self_attn/dot" stack_frame_id=1}
-  ROOT %loop_add_fusion.3 = f32[8] fusion(%x), metadata={op_name="a/optimizer/add"}
-"""
-    label = step_parts.labels(step_parts.operations_of(text))
-    gemm = types.SimpleNamespace(name="nvjet_hsh", stats=[("hlo_op", "custom-call.7")])
-    fusion = types.SimpleNamespace(name="loop_add_fusion_3", stats=[])
-    memset = types.SimpleNamespace(name="Memset", stats=[("bytes", 8)])
-    sums = step_parts.sums({label(gemm): 10.0, label(fusion): 14.0, label(memset): 2.0})
-    assert {part: us for part, us in sums.items() if us} == {
-        "attention": 10.0,
-        "optimizer": 14.0,
-        "rest": 2.0,
-    }
 
 
 def test_a_collective_counts_while_nothing_else_runs():

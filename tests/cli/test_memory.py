@@ -31,11 +31,6 @@ def test_every_figure_is_that_of_the_library(tmp_path, capsys):
     assert "received tokens 112.00" in capsys.readouterr().out
 
 
-def test_both_levels_have_their_buffers(tmp_path):
-    rows = rows_of(tmp_path, "--hosts=2")["rows"]
-    assert any("rows of the rail" in row["buffers"] for row in rows)
-
-
 @pytest.mark.parametrize(
     ("args", "reason"),
     [

@@ -403,4 +403,6 @@ def test_what_runs_where():
     if jax.default_backend() == "cpu":
         assert (reason("pallas", "cuda") is None) == KERNELS_RUN
         why = "Hopper GPUs, and this program is for cpu" if KERNELS_RUN else "it needs JAX 0.11"
-        assert why in reason("pallas", "cpu")
+        with pytest.raises(ValueError, match=why):
+            call(**half(H), implementation="pallas")
+    assert reason("pallas", "cpu") is not None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
-import numpy as np
 import pytest
 
 from jax_ep.models.config import MODELS, NO_WINDOW, PUBLISHED, SIZES, DecoderConfig
@@ -43,18 +40,6 @@ def test_a_config_json_gives_the_sizes_of_its_keys():
         assert getattr(config, name) == changed[key], name
     assert config == MODELS["tiny"].replace(**{n: changed[key] for n, key in SIZES.items()})
     assert config.stop_tokens == () and not config.sinks and config.windows == (NO_WINDOW,)
-
-
-def test_gpt_oss_has_windows_sinks_biases_and_yarn():
-    config = MODELS["gpt-oss-20b"].replace(num_layers=3)
-    assert [config.window(i) for i in range(3)] == [128, NO_WINDOW, 128]
-    assert config.sinks and config.attention_bias and not config.qk_norm
-    assert config.parameters.use_mlp_bias and config.moe.clamp == 7
-    frequencies, scale = config.rotary()
-    assert scale == pytest.approx(0.1 * math.log(32) + 1)
-    plain = 150000 ** (-np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(frequencies[0], plain[0])
-    np.testing.assert_allclose(frequencies[-1], plain[-1] / 32, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

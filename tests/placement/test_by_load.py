@@ -38,11 +38,7 @@ def test_only_layers_past_a_threshold_are_placed_anew():
 
 
 def greedy_pack(load, num_packs):
-    """Divides items of the given loads into `num_packs` packs with equally many items.
-
-    The items, in order of falling load, are put into the lightest pack that is not full. Returns
-    the indices of the items in each pack.
-    """
+    """Puts items, the heaviest first, into the lightest pack that is not full, by index."""
     packs = [[] for _ in range(num_packs)]
     for item in sorted(range(len(load)), key=lambda item: -load[item]):
         open_packs = [pack for pack in packs if len(pack) < len(load) // num_packs]
@@ -51,11 +47,7 @@ def greedy_pack(load, num_packs):
 
 
 def eplb_busiest(load, num_slots, num_ranks, num_hosts, num_groups):
-    """Returns the load of the busiest rank in a placement by EPLB's method.
-
-    EPLB divides the groups of experts among the hosts, copies the busiest experts of each host, and
-    divides the copies among the host's ranks. `load` has the load of each expert.
-    """
+    """Returns the load of the busiest rank if the experts are placed by EPLB's method."""
     if num_groups % num_hosts:
         num_hosts = num_groups = 1
     size, busiest = len(load) // num_groups, 0.0
