@@ -280,8 +280,8 @@ def _route(
         # gradient is a sum over all choices. That of an indexed read would be a scatter-add, which
         # adds them in another order each time on GPUs.
         scale = params.expert_scale.astype(jnp.float32)
-        is_chosen = topk_idx[..., None] == jnp.arange(scale.size, dtype=topk_idx.dtype)
-        topk_weights *= jnp.sum(jnp.where(is_chosen, scale, 0.0), axis=-1)
+        is_chosen = jax.nn.one_hot(topk_idx, scale.size, dtype=jnp.bool_)
+        topk_weights *= jnp.sum(jnp.where(is_chosen, scale[None, None], 0.0), axis=-1)
     if mask is not None:
         topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     return Routing(topk_idx, topk_weights, routed.probs), logits

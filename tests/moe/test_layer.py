@@ -358,7 +358,8 @@ STRICT = [
 def test_strict_promotion(changes):
     """Strict promotion must give the same program, with every optional part and bfloat16 tokens."""
     config = config_with(**changes)
-    params, x = make_params(bias=True), make_x().astype(jnp.bfloat16)
+    params = make_params(bias=True)._replace(expert_scale=jnp.ones(E))
+    x = make_x().astype(jnp.bfloat16)
     mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) > 4
 
     def total(params, x):
