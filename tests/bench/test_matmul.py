@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 import pytest
 from support.selection import quick
 
