@@ -102,7 +102,9 @@ class Keys:
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
             if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{key} of {self.file} must be integers, but is {factors}.")
+                raise ValueError(
+                    f"{key} of {self.file} must be integers from 0 on, but is {factors}."
+                )
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:

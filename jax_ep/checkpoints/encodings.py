@@ -447,12 +447,14 @@ def is_stored(directory: Directory, name: str) -> bool:
     return name in directory.files or name + PACKED in directory.files
 
 
-def is_beside(directory: Directory, name: str) -> bool:
+def belongs_to_quantized(directory: Directory, name: str) -> bool:
     """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
+    # A module's "input_scale", "scale" or the like belongs to its "weight".
     bases = {name.rpartition(".")[0] + ".weight"} - {name}
     for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):
         if name.endswith(suffix):
             bases.add(name.removesuffix(suffix))
+    # The names of the tensors in which `base` is stored do not depend on the quantization.
     return any(
         is_stored(directory, base) and name in open_tensor(directory, base, Quantization()).stored
         for base in bases

@@ -36,7 +36,7 @@ from jax_ep.checkpoints.api import (
 from jax_ep.checkpoints.architectures import Tensor
 from jax_ep.checkpoints.block import Block, layer_of, moe_layers, new_block
 from jax_ep.checkpoints.config import CONFIG, quantization_of, read_config
-from jax_ep.checkpoints.encodings import PACKED, Encoding, is_beside, open_tensor
+from jax_ep.checkpoints.encodings import PACKED, Encoding, belongs_to_quantized, open_tensor
 from jax_ep.checkpoints.safetensors import INDEX, ONE_FILE, Directory
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
@@ -120,7 +120,11 @@ def load_model(
         of_layer = layer_of(name)
         is_wanted = wanted is None or of_layer is None or of_layer in wanted
         # Scales beside a tensor are read with the tensor.
-        if name in in_blocks or not is_wanted or (base == name and is_beside(files, name)):
+        if (
+            name in in_blocks
+            or not is_wanted
+            or (base == name and belongs_to_quantized(files, name))
+        ):
             continue
         stored = open_tensor(files, base, quantization)
         split = everywhere if sharding is None else sharding(base, stored.shape)

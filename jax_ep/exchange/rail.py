@@ -280,8 +280,9 @@ class Rail:
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
     """Picks the rows of x [T, ...] at `tokens` [..., C]; index T gives rows of `fill`."""
+    # Rows are picked as unsigned integers, which XLA moves unchanged, unlike NaNs. The cast wraps a
+    # `fill` of -1 to the integer with the bits of -1.
     bits = xla_exchange.pack(x)
-    # `pack` returns uints, and the cast wraps a `fill` of -1 to the uint with the bits of -1.
     fill_bits: Any = np.asarray(fill).astype(bits.dtype)[()]
     picked = jnp.take(bits, tokens, axis=0, mode="fill", fill_value=fill_bits)
     return lax.bitcast_convert_type(picked, x.dtype)

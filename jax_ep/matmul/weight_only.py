@@ -165,7 +165,7 @@ def _gated(
     groups: Groups,
     options: _Options,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes a gated product at once, or None if the products must be computed one by one."""
+    """Computes a gated product at once; returns None if that takes one product after the other."""
     both = filled_biases(biases)
     if backend.name == "pallas" and _fits_mxfp4_kernel(rows, matrices):
         results = pallas.gated_product_by_kernel(
@@ -179,6 +179,7 @@ def _gated(
         )
         if results is not None:
             return results
+    # `Backend.gated_product` takes no transposed matrices.
     if any(isinstance(each.format, Transposed) for each in matrices):
         return None
     # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
@@ -281,11 +282,11 @@ def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
 
 def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Array, bool]:
     """Dequantizes matrices in their stored axis order; also returns whether they are transposes."""
-    is_transposed = isinstance(matrices.format, Transposed)
-    if isinstance(matrices.format, Transposed):
-        format = matrices.format.transposes
-        matrices = QuantizedArray(matrices.values, matrices.scales, format, matrices.dtype)
-    return dequantized(matrices, dtype), is_transposed
+    format = matrices.format
+    if not isinstance(format, Transposed):
+        return dequantized(matrices, dtype), False
+    stored = QuantizedArray(matrices.values, matrices.scales, format.transposes, matrices.dtype)
+    return dequantized(stored, dtype), True
 
 
 def _result_types(rows, matrices, biases, groups, *, options):

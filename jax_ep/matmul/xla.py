@@ -1,4 +1,7 @@
-"""Implements the backend "xla" by `jax.lax.ragged_dot_general`, for any platform."""
+"""Implements the backend "xla" by `jax.lax.ragged_dot_general`, for any platform.
+
+The contract of `product` and `drhs` is in `jax_ep.matmul.backend`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def ragged_dot_product(
 
 
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    # Zero in both operands, since zero times a NaN of the other one would be NaN.
     return lax.ragged_dot_general(
         zero_tail(lhs, group_sizes),
         zero_tail(grad, group_sizes),

@@ -50,10 +50,10 @@ def moe_layer(
       raises an error.
     - Without a mesh, it runs unsharded.
 
-    If every rank would have to gather all experts on each call, the layer raises ValueError, as
-    where experts are sharded over `expert_axis` but no mesh is set, or warns, as where their
-    sharding is not known. It also warns if it sees that every rank holds all experts of a mesh with
-    `expert_axis`, and if an option that needs a mesh is given without one.
+    The layer raises ValueError if every rank would have to gather all experts on each call: experts
+    are sharded over `expert_axis`, but no mesh is set. It warns if that may be so, because their
+    sharding is not known; if it sees that every rank holds all experts of a mesh with
+    `expert_axis`; and if an option that needs a mesh is given without one.
 
     With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
     computes them for the tokens of all n ranks. In the caller's `jax.shard_map`, pass each rank its
@@ -69,8 +69,8 @@ def moe_layer(
         config: the layer's options.
         mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and the
             metrics do not count them. A masked token may hold NaN or infinities, which reach no
-            gradient of a parameter. Its finite values must not overflow in the shared experts. With
-            `config.matmul_dtype`, it is 0 there.
+            gradient of a parameter. The shared experts run on it, so its finite values must not
+            overflow there; with `config.matmul_dtype`, it is set to 0 instead.
         placement: with `config.num_slots`, a `jax_ep.placement.Placement` of this layer for the
             ranks along `expert_axis`; a single rank takes any. A new one does not recompile the
             program. wi_0, wi_1 and wo are then [num_slots, ...], as `jax_ep.placement.to_slots`

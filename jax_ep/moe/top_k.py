@@ -212,19 +212,20 @@ def _types(logits: Any, *_: Any, options: _Options, **__: Any) -> Any:
 
 
 def _batch(arrays: Any, axes: Any, *, names: tuple[str, ...], options: _Options) -> Any:
+    # The rule for `jax.vmap`: one call chooses for the tokens of all elements of the batch.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     shape = None
-    tokens = []
+    operands = []
     for name, x, axis in zip(names, arrays, axes, strict=True):
         if axis is None and name == "bias" and x.shape[0] == 1:
             # All tokens share this bias, so it needs no copy for each element of the batch.
-            tokens.append(x)
+            operands.append(x)
             continue
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         # The logits come first, and other operands are broadcast to their shape.
         shape = shape or x.shape
-        tokens.append(jnp.broadcast_to(x, shape).reshape(-1, shape[-1]))
-    results = _choose_p.bind(*tokens, names=names, options=options)
+        operands.append(jnp.broadcast_to(x, shape).reshape(-1, shape[-1]))
+    results = _choose_p.bind(*operands, names=names, options=options)
     return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)
 
 

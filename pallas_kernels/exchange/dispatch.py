@@ -389,6 +389,7 @@ class _DispatchLike(_Kernel):
             self.sender.fetch_first(x, scratch.sender)
             fabric.connect()
             self.sender.open_window(routes, 0, scratch.sender)
+            # The sender knows its rows already; it finds the groups for the filler.
             self.experts.find_groups(scratch.experts)
             plgpu.barrier_arrive(scratch.groups_known)
             self.sender.send(SenderRefs(x, tokens, lists=None), routes, scratch.sender)

@@ -102,18 +102,6 @@ def output_rows(groups: Groups, num_rows: int) -> int:
     return num_rows
 
 
-def split_groups(groups: Groups) -> tuple[jax.Array, int | None]:
-    """Splits groups into an operand, [L] or a table [S + 1, 4], and a static height or None."""
-    if isinstance(groups, ChosenGroups):
-        return groups.table, groups.height
-    return groups, None
-
-
-def joined_groups(array: Any, height: int | None) -> Any:
-    """Undoes `split_groups`; `array` may also be the type of the array."""
-    return array if height is None else ChosenGroups(array, height)
-
-
 def group_of_row(groups: Groups, num_rows: int) -> jax.Array:
     """Returns the index of each row's group, [R] int32; L for rows past the last of L groups.
 

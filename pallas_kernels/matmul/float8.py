@@ -11,12 +11,14 @@ matrices `rhs`, for two halves of a tile of the output `out`:
   lhs [R, K]                  rhs [L, N, K]                     out [R, N]
   128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-Operands are copied to a ring of stages in shared memory (`operand_ring`), and two compute
-warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the two matrix
-tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves are adjacent
-columns of one matrix; in `float8_gated_matmul` they are the same columns of two matrices. The
-registers of a compute warpgroup hold the totals of both halves, and the accumulators of one half.
-While one compute warpgroup adds scaled sums to its totals, the other one uses the tensor cores.
+Operands are copied to a ring of stages in shared memory, by a loader warpgroup or, without one, by
+compute warpgroup 0, which then carries the next step to copy, the `Feed` (`operand_ring`). Two
+compute warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the
+two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves
+are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
+matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
+of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
+tensor cores.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
@@ -364,7 +366,7 @@ class Float8Kernel(Kernel):
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
         columns, from half `first_half` on. `used` is the number of steps before. Returns two sums
-        [64, 128] float32, the second zero if it is not computed; and the new feed.
+        [64, 128] float32, the second zero if it is not computed; and the feed after these steps.
         """
         num_stages = jnp.int32(self.tiles.num_stages)
         zero = zeros((ROWS, BLOCK), jnp.float32)
@@ -401,7 +403,7 @@ class Float8Kernel(Kernel):
         """Loads the scales of 64 rows from shared memory, [64] in the layout `WGMMA.reduce(1)`."""
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, used: jax.Array, feeder: Feeder, feed: Feed | None, scratch: Any) -> Feed:
+    def skip(self, used: jax.Array, feeder: Feeder, feed: Feed | None, scratch: Any) -> Feed | None:
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
         def step(i, feed):

@@ -77,17 +77,17 @@ def add_products(
       parts: for each part in `totals`, from left to right and then from top to bottom, the index of
         the matrix, and the first of its 64 columns in the tile.
     """
-    block_m, pieces = left.shape[1], decoder.pieces
+    block_m, pieces, totals_shape = left.shape[1], decoder.pieces, totals.shape
 
     def emit(*operands: Any) -> Any:
         # The sums stay in registers from the first piece to the last one of the step.
         values, scales, table, rows, stage, *lines, totals = operands
         thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
-        pairs = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
+        numbers = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
         # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of column c, and
         # of column c + 8.
-        sums = [pairs[i : i + 4] for i in range(0, len(pairs), 4)]
+        sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
         per_part = block_m // _ROWS
         columns = [thread.first_column(mosaic.scalar(line)) for line in lines]
         for piece in range(pieces):
@@ -107,7 +107,6 @@ def add_products(
         ]
         return mosaic.tensor_core_array(pairs, totals_shape, mosaic.float_type())
 
-    totals_shape = totals.shape
     lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
     operands = [
         *(decoder.values, decoder.scales, decoder.staged.table, left, stage),

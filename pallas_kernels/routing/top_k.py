@@ -365,9 +365,9 @@ def _two_largest(
 
 
 def _sum_of_lanes(word: Value, number: int) -> Value:
-    """Sums the float32 with these bits over each set of `number`, a power of two, adjacent lanes.
+    """Sums, in every lane, the float32 numbers of its set of `number` adjacent lanes.
 
-    All lanes of a set get its sum.
+    `number` is a power of two. `word` and the result are the bits of a float32.
     """
     distance = number // 2
     while distance:
