@@ -206,7 +206,13 @@ BIAS_ALONE: dict = dict(gate=None, gate_bias=np.zeros(E, np.float32))
         (dict(gate=None), dict(topk_idx=IDX), ValueError, "gate must be .* but is None"),
         (BIAS_ALONE, BOTH, ValueError, "gate_bias must be None where gate is None"),
         (dict(gate_bias=np.zeros(3)), {}, ValueError, r"gate_bias must have.*\(8,\).*\(3,\)"),
-        (dict(expert_scale=IDX), {}, TypeError, "expert_scale must be a floating array"),
+        (dict(expert_scale=IDX), {}, ValueError, "expert_scale must be a floating array"),
+        (
+            dict(expert_scale=np.ones(E, int)),
+            {},
+            TypeError,
+            "expert_scale must be a floating array",
+        ),
     ],
 )
 def test_errors_name_the_argument(changes, call, error, message):

@@ -174,12 +174,12 @@ def several_calls(
     def body(index_ref: Any, x_ref: Any, out_ref: Any) -> None:
         worker = lax.axis_index("warpgroup")
         where = pl.ds(worker * tile, tile)
-        part = tiles.load(first, first.mine(x_ref).at[where])
+        part = tiles.load(first.mine(x_ref).at[where])
         for i in range(calls):
             channels = several[i % len(several)]
             endpoint = kind(channels, channels.mesh_index(index_ref), worker, "a test")
             part = sum_and_go_on(endpoint, part)
-        tiles.store(first, first.mine(out_ref).at[where], part)
+        tiles.store(first.mine(out_ref).at[where], part)
 
     def run() -> jax.Array:
         kernel = fb.kernel(
