@@ -34,9 +34,10 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Without `setmaxnreg`, groups of so many rows on average are worth the highest tiles that leave
-# room for a loader. Measured with 256 and 1024 rows.
+# Without `setmaxnreg`, tiles of these heights leave room for a loader, a third warpgroup. The last
+# one pays from `_LARGE` rows a group on, on average. Measured with 256 and 1024 rows.
 _LARGE = 512
+_BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
@@ -231,10 +232,9 @@ def product_tiles(
     """
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
-    heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
+    heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)
     if not REGISTERS_MOVE:
-        # What leaves room for a loader, the kernel's third warpgroup.
-        heights = heights[: 5 if num_rows >= _LARGE * num_groups else 4]
+        heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
     block_n = 128
     is_large = values >= HOPPER_CORES * 256 * 128
     if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
@@ -267,7 +267,7 @@ def gated_tiles(
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
         block_n = 64
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
-        heights, block_n = (64, 128, 136, 144, 176), 64
+        heights, block_n = _BESIDE_LOADER, 64
     band_columns = band(num_cols, block_n, most=8)
     return _fitting_tiles(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 

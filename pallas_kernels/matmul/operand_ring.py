@@ -95,11 +95,9 @@ class Feeder:
 
     def run(self) -> None:
         """Fills stages as soon as they are released, and waits until all are released again."""
-
         read_ahead = self.loader.read_ahead
 
         def one_tile(tile: Any, _: Any, used: jax.Array) -> jax.Array:
-
             def one_step(step: jax.Array, carry: Any) -> Any:
                 used, (now, following) = carry
                 after_following = read_ahead(tile, step + 2)

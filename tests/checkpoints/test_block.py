@@ -121,13 +121,18 @@ ERRORS = [
     ({}, {MODULE + "zero": ROUTER}, rf"holds {MODULE}zero, which DeepSeek-V3.*\(1 such tensors\)"),
     ({}, {f"module.{name}": ROUTER for name in deepseek_v3()[1]}, "must have one MoE block, but"),
 ]
+# The same of its "quantization_config".
 QUANTIZATION_ERRORS = [
     ({"quant_method": "gptq"}, "quant_method among fp8, mxfp4, mxfp8, .* but has 'gptq'"),
     *(
-        ({"quant_method": "fp8", "weight_block_size": size}, "weight_block_size of .* two positive")
+        (
+            {"quant_method": "fp8", "weight_block_size": size},
+            "weight_block_size of .* must be two positive integers",
+        )
         for size in (128, [1, 128, 128], ["128", 128], [0, 128])
     ),
 ]
+ERRORS += [({"quantization_config": keys}, {}, said) for keys, said in QUANTIZATION_ERRORS]
 
 
 @pytest.mark.parametrize("keys, changes, message", ERRORS)

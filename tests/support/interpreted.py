@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
 from pallas_kernels.mxfp4 import MXFP4
+from support.one_thread import replaced
 
 
 @contextlib.contextmanager
@@ -83,9 +83,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
         ),
         weight_only._Job: dict(run=_run_weight_only),
     }
-    with contextlib.ExitStack() as stack:
-        for where, changes in replacements.items():
-            stack.enter_context(mock.patch.multiple(where, **changes))
+    with replaced(replacements):
         yield
 
 

@@ -51,10 +51,16 @@ def warpgroups_of_one_thread() -> Iterator[None]:
             copy_listed=_copy_listed,
         ),
     }
+    with replaced(replacements):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(replacements: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    """Replaces attributes of modules and classes, by their names, while the context is open."""
     with contextlib.ExitStack() as stack:
-        for owner, functions in replacements.items():
-            for name, function in functions.items():
-                stack.enter_context(mock.patch.object(owner, name, function))
+        for owner, attributes in replacements.items():
+            stack.enter_context(mock.patch.multiple(owner, **attributes))
         yield
 
 
