@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ep import checks
 from jax_ep.exchange.interface import Implementation
 from jax_ep.formats import QuantizedArray
-from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
@@ -163,11 +162,10 @@ class MoE(nn.Module):
     token_chunks: int = 1
     wire_dtype: Any = None
     activation: Activation = jax.nn.silu
-    gating: Gating | None = None
     clamp: float | None = None
     matmul_dtype: Any = None
     weights_on: WeightsOn = "output"
-    shared_gating: Gating | None = None
+    shared_activation: Activation | None = None
     lora_scale: float = 1.0
     dtype: Any = None
     expert_axis: str | tuple[str, ...] = "expert"

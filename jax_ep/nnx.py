@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jax_ep.checks import as_axes
 from jax_ep.exchange.interface import Implementation
-from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
@@ -151,11 +150,10 @@ class MoE(nnx.Module):
         token_chunks: int = 1,
         wire_dtype: Any = None,
         activation: Activation = jax.nn.silu,
-        gating: Gating | None = None,
         clamp: float | None = None,
         matmul_dtype: Any = None,
         weights_on: WeightsOn = "output",
-        shared_gating: Gating | None = None,
+        shared_activation: Activation | None = None,
         lora_scale: float = 1.0,
         dtype: Any = None,
         expert_axis: str | tuple[str, ...] = "expert",

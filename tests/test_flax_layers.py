@@ -84,7 +84,7 @@ CHANGED: dict = (
     | dict(capacity_factor=1.25, host_capacity_factor=0.5, num_slots=64)
     | dict(zero_experts=1, identity_experts=2, constant_experts=3, free_expert_factor=0.5)
     | dict(record_choices=True, token_chunks=4, wire_dtype=jnp.float8_e4m3fn)
-    | dict(activation=jax.nn.gelu, gating=jnp.multiply, clamp=7.0, shared_gating=jnp.add)
+    | dict(activation=jax.nn.gelu, clamp=7.0, shared_activation=jnp.tanh)
     | dict(matmul_dtype=jnp.float8_e4m3fn, weights_on="input", lora_scale=2.0, dtype=jnp.bfloat16)
     | dict(expert_axis=("a", "b"), batch_axes=("a", "b"), sequence_axes="b", tensor_axis="c")
     | dict(fsdp_axes=(("embed", "d"),), implementation="two_level", matmul_implementation="xla")

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.checkpoints.functions import swiglu
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul import float8, xla
 from jax_ep.matmul.backend import Backend
 from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe.expert_mlp import HiddenUnit
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
 # The operations that consist of two matrix products. Their yardstick, a dense matmul, is a single
 # product.
 OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
+
+_SWIGLU = HiddenUnit()
 
 
 class Case(NamedTuple):
@@ -134,7 +136,7 @@ def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
     functions: dict[str, Callable[[Operands], jax.Array]] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
         "gated": lambda o: backend.gated_product(
-            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, swiglu, keep=False
+            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, _SWIGLU, keep=False
         )[0],
         "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
         "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
@@ -157,7 +159,7 @@ def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands],
             o.rows[0],
             (gate, up),
             o.group_sizes,
-            swiglu,
+            _SWIGLU,
             keep=False,
             implementation=implementation,
         )[0]

@@ -25,9 +25,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from jax_ep.checkpoints.functions import half_swiglu, swiglu
+from jax_ep.checkpoints.functions import half_silu
 from jax_ep.moe.params import PARAMETERS
 
 # Maps a parameter's name to the letters of its axes: "EHF" for wi_0, of shape [experts, hidden
@@ -227,7 +228,7 @@ _GPT_OSS: dict[str, Any] = {
     "sizes": _MIXTRAL["sizes"],
     "fields": {
         "num_experts_per_token": "num_experts_per_tok",
-        "gating": "swiglu_alpha",
+        "activation": "swiglu_alpha",
         "clamp": "swiglu_limit",
     },
     # GPT-OSS computes the softmax over the chosen logits only. A softmax over all logits gives the
@@ -365,7 +366,7 @@ TABLE = (
         "Hunyuan 4",
         "hy_v4 hy_v4_vl_text",
         fields={"clamp": "swiglu_limit"},
-        fixed={"shared_gating": swiglu},
+        fixed={"shared_activation": jax.nn.silu},
         tensors=(
             _router("mlp.gate.weight"),
             _bias("mlp.gate.e_score_correction_bias"),
@@ -454,7 +455,7 @@ TABLE = (
             # The mean of both outputs.
             (
                 {"shared_expert_combination_strategy": ("average",)},
-                {"scale": 0.5, "shared_gating": half_swiglu},
+                {"scale": 0.5, "shared_activation": half_silu},
             ),
         )
     ),
@@ -467,8 +468,8 @@ TABLE = (
         fields={
             "num_experts_per_token": "num_experts_per_tok|moe_top_k",
             "scale": "moe_router_scaling_factor",
-            "gating": "swiglu_limits",
-            "shared_gating": "swiglu_limits_shared",
+            "activation": "swiglu_limits",
+            "shared_activation": "swiglu_limits_shared",
         },
         fixed=_SOFTMAX | {"score": "sigmoid"},
         defaults={"swiglu_limits": 0.0, "swiglu_limits_shared": 0.0},

@@ -1,4 +1,4 @@
-"""Defines the activation, gating and router functions that a published model's config.json selects.
+"""Defines the activation and router functions that a published model's config.json selects.
 
 Those that are made from a number are the same object for the same number, so that equal layers have
 equal `jax_ep.MoEConfig`.
@@ -38,31 +38,27 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     return ACTIVATIONS[name]
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def half_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return 0.5 * swiglu(gate, up)
+def half_silu(x: jax.Array) -> jax.Array:
+    return 0.5 * jax.nn.silu(x)
 
 
 @functools.cache
-def step_gating(limit: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns Step-3.5's gating, which clamps silu(gate) and up; a `limit` of 0 clamps nothing."""
-    return functools.partial(_step_gating, limit=limit) if limit else swiglu
+def step_activation(limit: float) -> Callable[..., jax.Array]:
+    """Returns Step-3.5's, which clamps silu(gate) and up; a `limit` of 0 clamps nothing."""
+    return functools.partial(_step_activation, limit=limit) if limit else jax.nn.silu
 
 
-def _step_gating(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
+def _step_activation(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
     return jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)
 
 
 @functools.cache
-def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns GPT-OSS's gating: (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1)."""
-    return functools.partial(_gpt_oss_gating, alpha=alpha)
+def gpt_oss_activation(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns GPT-OSS's: (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1)."""
+    return functools.partial(_gpt_oss_activation, alpha=alpha)
 
 
-def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Array:
+def _gpt_oss_activation(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Array:
     return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
@@ -103,10 +99,10 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
 # value from the value in config.json. Other fields take the value in config.json unchanged.
 MAKE: dict[str, Callable[[Any], Any]] = {
     "activation": activation,
-    "gating": gpt_oss_gating,
     "router": sparse_mixer,
     "logit_softcap": lambda cap: cap or None,
-    "swiglu_limits": step_gating,
-    "swiglu_limits_shared": step_gating,
+    "swiglu_alpha": gpt_oss_activation,
+    "swiglu_limits": step_activation,
+    "swiglu_limits_shared": step_activation,
     "ffn_config.moe_normalize_expert_weights": bool,
 }

@@ -13,11 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
 from jax_ep.exchange.interface import Implementation
-from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_matmuls import check_matmul_dtype
-from jax_ep.moe.expert_mlp import Activation, HiddenUnit
+from jax_ep.moe.expert_mlp import Activation, HiddenUnit, check_activation
 from jax_ep.moe.routing import RoutingOptions
 
 WeightsOn = Literal["output", "input"]
@@ -67,7 +66,7 @@ class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
     The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which process
-    every token, use `activation`, `gating` and `clamp` too.
+    every token, use `activation` and `clamp` too.
 
     Attributes:
         num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
@@ -117,12 +116,12 @@ class MoEConfig:
             see `jax_ep.dispatch`. Outputs are sent in `dtype`. None means `dtype`; but float8 with
             `matmul_dtype`, unless weights_on is "input": the experts quantize tokens to the same
             numbers.
-        activation, gating, clamp, matmul_dtype: what experts compute; see `jax_ep.expert_mlp`. The
+        activation, clamp, matmul_dtype: what experts compute; see `jax_ep.expert_mlp`. The
             shared experts follow these options, too.
         weights_on: whether the weight of a choice multiplies the "output" of its expert or the
             "input" (Llama 4).
-        shared_gating: None, or the gating of the shared experts if it differs from that of the
-            routed ones: an elementwise function of gate and up, to which `clamp` does not apply.
+        shared_activation: None, or the activation of the shared experts if it differs from that of
+            the routed ones; `clamp` then does not apply to them.
         lora_scale: the factor of the experts' low-rank adapters (alpha / r), if there are any.
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
             means the dtype that x and wi_0 promote to. If they promote to float64, the logits and
@@ -181,11 +180,10 @@ class MoEConfig:
     token_chunks: int = 1
     wire_dtype: Any = None
     activation: Activation = jax.nn.silu
-    gating: Gating | None = None
     clamp: float | None = None
     matmul_dtype: Any = None
     weights_on: WeightsOn = "output"
-    shared_gating: Gating | None = None
+    shared_activation: Activation | None = None
     lora_scale: float = 1.0
     dtype: Any = None
     expert_axis: str | tuple[str, ...] = "expert"
@@ -224,7 +222,7 @@ class MoEConfig:
         return RoutingOptions(**_fields_of(RoutingOptions, self))
 
     def unit(self) -> HiddenUnit:
-        return HiddenUnit(activation=self.activation, gating=self.gating, clamp=self.clamp)
+        return HiddenUnit(activation=self.activation, clamp=self.clamp)
 
     @property
     def num_held(self) -> int:
@@ -262,7 +260,7 @@ class MoEConfig:
     def __getstate__(self) -> dict[str, Any]:
         # pickle stores functions by name, and refuses a jitted one such as jax.nn.silu, because it
         # finds another object under that name. So a `_Reference` is stored instead.
-        names = ("router", "activation", "gating", "shared_gating")
+        names = ("router", "activation", "shared_activation")
         return self.__dict__ | {name: _Reference.of(getattr(self, name)) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,10 +334,8 @@ def _check_fields(config: MoEConfig) -> None:
     checks.check_number("free_expert_factor", config.free_expert_factor)
     checks.check_bool("record_choices", config.record_choices)
     config.unit().check()
-    if config.shared_gating is not None:
-        checks.check_function(
-            "shared_gating", config.shared_gating, "a function of two arrays, or None"
-        )
+    if config.shared_activation is not None:
+        check_activation("shared_activation", config.shared_activation, ", or None")
     if config.matmul_dtype is not None:
         check_matmul_dtype(config.matmul_dtype)
     checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
-from jax_ep.matmul.gating import (
-    Gating,
-    bias_of_row,
-    biases_of_rows,
-    hidden_values,
-    sum_by_group,
-)
+from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
     Experts,
@@ -35,7 +30,22 @@ from jax_ep.moe.expert_matmuls import (
 from jax_ep.runtime.jax_compat import is_traced, match_varying
 from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
-Activation = Callable[[jax.Array], jax.Array]
+# An elementwise function of one array, gate, or of two, gate and up.
+Activation = Callable[..., jax.Array]
+
+
+def takes_up(activation: Activation) -> bool:
+    """Returns whether `activation` must be given two arrays, gate and up."""
+    try:
+        parameters = inspect.signature(activation).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = (p for p in parameters if p.default is p.empty)
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
+
+
+def check_activation(name: str, value: Any, otherwise: str = "") -> None:
+    checks.check_function(name, value, f"a function of gate, or of gate and up{otherwise}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,15 +57,10 @@ class HiddenUnit:
     """
 
     activation: Activation = jax.nn.silu
-    gating: Gating | None = None
     clamp: float | None = None
 
     def check(self) -> None:
-        checks.check_function(
-            "activation", self.activation, "a function of one array, such as jax.nn.silu"
-        )
-        if self.gating is not None:
-            checks.check_function("gating", self.gating, "a function of two arrays, gate and up")
+        check_activation("activation", self.activation)
         if self.clamp is not None:
             checks.check_number("clamp", self.clamp, otherwise=", or None")
 
@@ -64,8 +69,8 @@ class HiddenUnit:
         if self.clamp is not None:
             gate = jnp.minimum(gate, jnp.asarray(self.clamp, gate.dtype))
             up = tuple(jnp.clip(u, -self.clamp, self.clamp) for u in up)
-        if self.gating is not None:
-            return self.gating(gate, *up)
+        if takes_up(self.activation):
+            return self.activation(gate, *up)
         hidden = self.activation(gate)
         return hidden * up[0] if up else hidden
 
@@ -81,7 +86,6 @@ def expert_mlp(
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
     activation: Activation = jax.nn.silu,
-    gating: Gating | None = None,
     clamp: float | None = None,
     matmul_dtype: Any = None,
     implementation: Implementation = None,
@@ -122,13 +126,12 @@ def expert_mlp(
       group_sizes: [L] integer: the number of rows in each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
-      activation: an elementwise function of one array, finite at zero. The expert computes
-        (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
-      gating: None, or an elementwise function of gate and up that replaces activation(gate) * up.
-        `activation` and `gating` are static arguments, so values that they read besides their
-        arguments are constants, which are not trained.
-      clamp: None, or a number c above 0: before activation or gating, gate is clamped to at most c,
-        and up to [-c, c] (GPT-OSS, DeepSeek-V4).
+      activation: an elementwise function, finite at zero. Of one array: the expert computes
+        (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1. Of two, as its
+        signature says: activation(gate, up) @ wo (GPT-OSS). It is a static argument, so values that
+        it reads besides its arguments are constants, which are not trained.
+      clamp: None, or a number c above 0: before the activation, gate is clamped to at most c, and
+        up to [-c, c] (GPT-OSS, DeepSeek-V4).
       matmul_dtype: None, or `jnp.float8_e4m3fn`: the dtype that the matmuls multiply; H and F are
         then multiples of 128. Tokens, hidden values, matrices and their gradients are quantized,
         and gradients pass straight through the rounding; parameters and results keep their dtypes.
@@ -143,7 +146,7 @@ def expert_mlp(
         here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = HiddenUnit(activation=activation, gating=gating, clamp=clamp)
+    unit = HiddenUnit(activation=activation, clamp=clamp)
     check_operands(tokens, experts, group_sizes, unit, matmul_dtype, implementation)
     # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
     group_sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
@@ -388,35 +391,33 @@ def check_computation(
     dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
     num_rows = 1 if tokens.shape[0] == 0 else tokens.shape[0]
     rows = jax.ShapeDtypeStruct((num_rows, experts.wi_0.shape[2]), wide_dtype(dtype))
-    _check_functions(unit, rows)
+    _check_activation(unit, rows)
     if experts.wi_1 is None:
-        for name, value in (("gating", unit.gating), ("wi_1_bias", experts.wi_1_bias)):
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be None where wi_1 is None: an expert without a gate has one "
-                    "pre-activation."
-                )
+        one = "where wi_1 is None: an expert without a gate has one pre-activation."
+        if takes_up(unit.activation):
+            raise ValueError(f"activation must be a function of one array {one}")
+        if experts.wi_1_bias is not None:
+            raise ValueError(f"wi_1_bias must be None {one}")
     check_implementation(implementation, experts.wi_0, name_of_implementation, matmul_dtype)
 
 
-def _check_functions(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    name = "activation" if unit.gating is None else "gating"
-    function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
+def _check_activation(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
+    count = 2 if takes_up(unit.activation) else 1
     try:
-        jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*[rows] * count)
+        jaxpr, result = jax.make_jaxpr(unit.activation, return_shape=True)(*[rows] * count)
     except TypeError as error:
-        arrays = "an array" if count == 1 else f"{count} arrays"
-        raise TypeError(f"{name} failed for {arrays}: {error}") from error
+        arrays = "an array" if count == 1 else "two arrays"
+        raise TypeError(f"activation failed for {arrays}: {error}") from error
     # A traced array that is not an argument would get no gradient.
     for constant in jaxpr.consts:
         if is_traced(constant):
             raise ValueError(
-                f"{name} must be a function of its arguments alone, but reads a traced array, "
+                "activation must be a function of its arguments alone, but reads a traced array, "
                 f"{jax.typeof(constant)}. Only constants may be read besides."
             )
     is_array = isinstance(result, jax.ShapeDtypeStruct) and result.shape == rows.shape
     if not (is_array and jnp.issubdtype(result.dtype, jnp.floating)):
         raise ValueError(
-            f"{name} must be elementwise: for {rows.dtype} of shape {rows.shape} it must return "
-            f"floats of the same shape, but returns {result}."
+            f"activation must be elementwise: for {rows.dtype} of shape {rows.shape} it must "
+            f"return floats of the same shape, but returns {result}."
         )

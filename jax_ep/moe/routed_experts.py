@@ -7,7 +7,7 @@ and h the hidden values of its row. Let g be the cotangent of w · y, and dh = g
 
 These gradients need neither y nor w · g. A separate `combine` would keep y for its gradient, and
 compute w · g and <g, y> in an additional pass over memory. Here, the pass over h and dh that
-computes the gradient of the gating also applies the weights.
+computes the gradient of the activation also applies the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from jax_ep.exchange.api import (
 from jax_ep.exchange.gradients import choices_to_rows, rows_to_choices
 from jax_ep.exchange.interface import Dispatched, Handle, Implementation
 from jax_ep.formats import QuantizedArray
-from jax_ep.matmul.gating import Gating
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe.config import MoEConfig, WeightsOn
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
@@ -72,7 +71,6 @@ def routed_experts(
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
     activation: Activation = jax.nn.silu,
-    gating: Gating | None = None,
     clamp: float | None = None,
     matmul_dtype: Any = None,
     weights_on: WeightsOn = "output",
@@ -97,7 +95,7 @@ def routed_experts(
         `QuantizedArray`; they then get no gradient.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
-      activation, gating, clamp, matmul_dtype: as in `expert_mlp`.
+      activation, clamp, matmul_dtype: as in `expert_mlp`.
       weights_on: whether the weight of a choice multiplies the "output" of its expert or the
         "input" (Llama 4).
       implementation: the implementation of combine and its gradient, as in `dispatch`.
@@ -115,7 +113,6 @@ def routed_experts(
         num_experts=received.handle.num_experts,
         num_experts_per_token=received.handle.shape[2],
         activation=activation,
-        gating=gating,
         clamp=clamp,
         matmul_dtype=matmul_dtype,
         weights_on=weights_on,

@@ -34,8 +34,8 @@ LEAST_QUANTIZED_TOKENS = 512
 
 def output(params: MoEParams, x: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
     """Runs the shared experts on every token x [T, H]; a partial sum along tensor axes."""
-    if config.shared_gating is not None:
-        config = dataclasses.replace(config, gating=config.shared_gating, clamp=None)
+    if config.shared_activation is not None:
+        config = dataclasses.replace(config, activation=config.shared_activation, clamp=None)
     *wi, wo = (
         fsdp.gather(name, without_gradient(name, w), where, config.dtype)
         for name in SHARED_WEIGHTS

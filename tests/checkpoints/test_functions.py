@@ -12,10 +12,9 @@ import pytest
 from jax_ep import MoEConfig
 from jax_ep.checkpoints.functions import (
     activation,
-    gpt_oss_gating,
+    gpt_oss_activation,
     sparse_mixer,
-    step_gating,
-    swiglu,
+    step_activation,
 )
 
 
@@ -53,11 +52,12 @@ def test_equal_numbers_give_equal_configurations():
     """Configurations with equal numbers must be equal, so that layers share a program."""
 
     def config(alpha: float) -> MoEConfig:
-        functions = dict(gating=gpt_oss_gating(alpha), router=sparse_mixer(0.01))
+        functions = dict(activation=gpt_oss_activation(alpha), router=sparse_mixer(0.01))
         return MoEConfig(num_experts=8, num_experts_per_token=2, **functions)
 
     assert config(1.5) == config(1.5) != config(1.7)
-    assert step_gating(0.0) is swiglu and step_gating(1.5) is step_gating(1.5)
+    assert step_activation(0.0) is jax.nn.silu
+    assert step_activation(1.5) is step_activation(1.5)
     again = pickle.loads(pickle.dumps(config(1.5)))
     one = jnp.ones(1)
-    np.testing.assert_array_equal(again.gating(one, one), gpt_oss_gating(1.5)(one, one))
+    np.testing.assert_array_equal(again.activation(one, one), gpt_oss_activation(1.5)(one, one))

@@ -56,16 +56,15 @@ def test_functions_that_are_equal_share_a_program():
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
-@pytest.mark.parametrize("name", ["activation", "gating"])
-def test_functions_read_no_traced_array(name, wrap):
+def test_an_activation_reads_no_traced_array(wrap):
     """A function that reads a traced array must be refused; the array's gradient would be 0."""
 
     def loss(b, params):
-        config = dataclasses.replace(CONFIG, **{name: lambda h, *up: h * b})
+        config = dataclasses.replace(CONFIG, activation=lambda gate, up: gate * up * b)
         return jnp.sum(moe_layer(params, make_x(), config)[0])
 
     for argnums in (0, (0, 1)):
-        with pytest.raises(ValueError, match=f"{name} must be .* reads a traced array, .?float32"):
+        with pytest.raises(ValueError, match="activation must be .* reads a traced .*float32"):
             wrap(jax.grad(loss, argnums))(1.5, make_params())
 
 
@@ -114,7 +113,7 @@ XLA_HOSTS: dict = dict(host_capacity_factor=0.5, implementation="xla")
         (dict(host_capacity_factor=0.0), ValueError, "host_capacity_factor must .* but is 0.0"),
         (XLA_HOSTS, ValueError, "host_capacity_factor needs .*two_level.* 0.5 with .*='xla'"),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
-        (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
+        (dict(activation="silu"), TypeError, "activation must be a function of gate, .* but is 'silu'"),
         (dict(activation=Unhashable()), TypeError, "activation must be hashable.*unhashable"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
         (dict(router_dtype=jnp.float64), TypeError, "router_dtype must be jnp.float32 .*float64"),

@@ -92,23 +92,23 @@ def test_kernels_may_be_named_for_matrices_of_any_dtype():
         jax.eval_shape(run, tokens, *matrices, GROUP_SIZES)
 
 
-def rounded_gating(gate, up):
+def rounded_swiglu(gate, up):
     return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
 
 
 @pytest.mark.usefixtures("strict_promotion")
-@pytest.mark.parametrize("kind", ["gated", "gating of another dtype", "not gated", "biased"])
+@pytest.mark.parametrize("kind", ["gated", "activation of another dtype", "not gated", "biased"])
 def test_gradients_are_near_those_of_bfloat16(kind):
     x, wi_0, wi_1, wo = numbers()
     weights = {"wi_0": wi_0, "wi_1": None if kind == "not gated" else wi_1, "wo": wo}
     if kind == "biased":
         weights["wi_0_bias"] = jnp.full((len(SIZES), F), 0.1, jnp.bfloat16)
         weights["wo_bias"] = jnp.ones((len(SIZES), H), jnp.bfloat16)
-    gating = rounded_gating if kind == "gating of another dtype" else None
+    activation = rounded_swiglu if kind == "activation of another dtype" else jax.nn.silu
     grad = jax.random.normal(jax.random.key(1), (ROWS, H), jnp.bfloat16)
 
     def run(matmul_dtype, x, weights):
-        options = dict(group_sizes=GROUP_SIZES, gating=gating, matmul_dtype=matmul_dtype)
+        options = dict(group_sizes=GROUP_SIZES, activation=activation, matmul_dtype=matmul_dtype)
         return jax_ep.expert_mlp(x, **weights, **options)
 
     results = []
@@ -177,13 +177,13 @@ def without_mesh(biased, options):
 OTHER_BLOCKS = 2 * 2**0.5 * 2.0**-5
 WIRE, TENSOR = dict(wire_dtype=FLOAT8), dict(tensor_axis="tensor")
 SPLIT_TOKENS = dict(batch_axes=SPLIT)
-GATING = dict(gating=lambda gate, up: jnp.tanh(gate) * (up + 1))
+OF_TWO = dict(activation=lambda gate, up: jnp.tanh(gate) * (up + 1))
 HOSTS = ("host", "expert")
 # A case is (mesh shape, axes, options with and without the mesh, options on the mesh only).
 LAYERS = {
     "plain": ((4,), ("expert",), {}, WIRE),
     "clamp": ((4,), ("expert",), dict(clamp=0.5), WIRE),
-    "gating": ((4,), ("expert",), GATING, WIRE),
+    "activation of two": ((4,), ("expert",), OF_TWO, WIRE),
     # Float8 on the wire would round rows that are multiplied by weights once more.
     "weights on input": ((4,), ("expert",), dict(weights_on="input"), {}),
     "biases": ((2, 2), SPLIT, {}, TENSOR),

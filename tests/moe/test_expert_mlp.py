@@ -37,7 +37,7 @@ CASES = {
 # Options of `expert_mlp` that set the hidden unit. All but "plain" have biases.
 UNITS: dict = {
     "plain": {},
-    "gating and clamp": dict(gating=lambda gate, up: (up + 1) * jnp.tanh(gate)),
+    "two arrays and clamp": dict(activation=lambda gate, up: (up + 1) * jnp.tanh(gate)),
     "not gated": dict(activation=lambda h: jax.nn.relu(h) ** 2),
 }
 
@@ -121,7 +121,7 @@ def output_and_gradients(tokens, weights, sizes, grad, unit="plain", implementat
     return out, *vjp(grad)
 
 
-@pytest.mark.parametrize("unit", quick([*UNITS], "plain", "gating and clamp"))
+@pytest.mark.parametrize("unit", quick([*UNITS], "plain", "two arrays and clamp"))
 @pytest.mark.parametrize("case", quick([*CASES], "empty and huge"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_output_and_gradients(implementation, dtype, case, unit):
@@ -164,7 +164,7 @@ def test_float64_experts_have_float64_biases():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
 def test_strict_promotion(dtype):
-    units = ["plain"] if dtype == "float32" else ["plain", "gating and clamp"]
+    units = ["plain"] if dtype == "float32" else ["plain", "two arrays and clamp"]
 
     def results():
         return [
@@ -358,18 +358,30 @@ def test_errors(name, shape, dtype, error, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(gating="swiglu"), TypeError, "gating must be a function of two arrays.* 'swiglu'"),
-        (dict(activation=None), TypeError, "activation must be a function of one array"),
+        (dict(activation="silu"), TypeError, "activation must be a function of gate, or .* 'silu'"),
+        (dict(activation=None), TypeError, "activation must be a function of gate"),
         (dict(clamp=-1.0), ValueError, "clamp must be above 0.* or None, but is -1.0"),
-        (dict(wi_1=None, gating=jnp.multiply), ValueError, "gating must be None where wi_1 is"),
+        (
+            dict(wi_1=None, activation=lambda a, b: a * b),
+            ValueError,
+            "activation must be a function of one array where wi_1 is None",
+        ),
         (dict(wi_1=None, wi_1_bias=np.ones((2, F))), ValueError, "wi_1_bias must be None where"),
         (dict(activation=lambda a: a[:1]), ValueError, r"activation must .*\(8, 128\).*\(1, 128\)"),
         (dict(activation=jnp.sum), ValueError, r"activation must be elementwise.*shape=\(\)"),
         (dict(activation=lambda a: a > 0), ValueError, "activation must .* returns .*bool"),
         (dict(activation=lambda a: None), ValueError, "activation must be .* but returns None"),
         (dict(wi_1=None, activation=lambda a: a[:1]), ValueError, "activation must be elementwise"),
-        (dict(gating=lambda a, b: a.T), ValueError, r"gating must be elementwise.*\(128, 8\)"),
-        (dict(gating=lambda a: a), TypeError, "gating failed for 2 arrays: .* takes 1 positional"),
+        (
+            dict(activation=lambda a, b: a.T),
+            ValueError,
+            r"activation must be .*\(128, 8\)",
+        ),
+        (
+            dict(activation=lambda: 1.0),
+            TypeError,
+            "activation failed for an array: .* 0 pos",
+        ),
     ],
 )
 def test_errors_of_units(options, error, message):

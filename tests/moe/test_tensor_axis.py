@@ -29,7 +29,7 @@ F, S = 8, 12
 CONFIG = MoEConfig(
     num_experts=E,
     num_experts_per_token=K,
-    gating=lambda gate, up: jnp.tanh(gate) * (up + 1),
+    activation=lambda gate, up: jnp.tanh(gate) * (up + 1),
     tensor_axis="tensor",
 )
 PARTS: dict = dict(shared_dim=S, use_shared_gate=True, use_gate_bias=True, use_mlp_bias=True)

@@ -124,7 +124,7 @@ BLOCKS = {
     "Ernie 4.5": Block(dict(normalize_epsilon=1e-12), biased=True),
     "LongCat": Block(dict(normalize=False, scale=6.0), biased=True),
     "GPT-OSS": Block(
-        dict(gating=lambda gate, up: (up + 1) * gate * jax.nn.sigmoid(1.702 * gate), clamp=1.5),
+        dict(activation=lambda gate, up: (up + 1) * gate * jax.nn.sigmoid(1.702 * gate), clamp=1.5),
         dict(use_gate_bias=True, use_mlp_bias=True),
         hidden=gpt_oss_swiglu,
     ),
@@ -145,7 +145,7 @@ BLOCKS = {
     "Laguna": Block(dict(score="sigmoid", logit_softcap=0.7), biased=True),
     "Hunyuan 4": Block(
         dict(score="sigmoid", scale=2.5, clamp=1.0, **_GROUPS)
-        | dict(shared_gating=lambda gate, up: jax.nn.silu(gate) * up),
+        | dict(shared_activation=jax.nn.silu),
         dict(num_shared_experts=1),
         biased=True,
         hidden=clamped_swiglu,
