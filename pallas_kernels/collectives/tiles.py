@@ -61,13 +61,6 @@ class FlatTiles:
     plan: TilePlan
     num_shards: int = 1
 
-    def __post_init__(self) -> None:
-        if self.size % vector_length(self.dtype) or self.size < self.tile:
-            raise ValueError(
-                f"a shard must be whole vectors of {vector_length(self.dtype)} elements and at "
-                f"least a tile of {self.tile}, but has {self.size}."
-            )
-
     @property
     def tile(self) -> int:
         return tile_length(self.dtype, self.plan.num_vectors)

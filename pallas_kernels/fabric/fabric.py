@@ -17,6 +17,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
@@ -32,6 +33,18 @@ from pallas_kernels.fabric.mosaic import Value, arith, ir, llvm, scf
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
+
+@jax.tree_util.register_pytree_node_class
+class Scratch(SimpleNamespace):
+    """Shared memory by name: types of scratch and, inside a kernel's body, references to it."""
+
+    def tree_flatten(self) -> tuple[list[Any], tuple[str, ...]]:
+        return list(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: Sequence[str], values: Iterable[Any]) -> Scratch:
+        return cls(**dict(zip(names, values, strict=True)))
 
 
 class Ranks(Protocol):

@@ -49,7 +49,6 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
-    check_buffers,
     launch_into,
     quotient_and_rest,
     run_one,
@@ -83,11 +82,6 @@ class DrhsTiles:
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
         return cls(block_n, min(stages, 6), band)
-
-    def __post_init__(self) -> None:
-        check_buffers(self)
-        if not 64 <= self.block_n <= 256 or self.block_n % CHUNK:
-            raise ValueError(f"block_n must be 64, 128, 192 or 256, but the tile sizes are {self}.")
 
 
 def drhs_of_each(
@@ -153,13 +147,6 @@ class _Drhs(Kernel):
     num_grads: int
     # Whether the results are added to what the outputs hold.
     adds: bool
-
-    def __post_init__(self) -> None:
-        if self.width % self.tiles.block_n:
-            raise ValueError(
-                f"the output must have a multiple of block_n={self.tiles.block_n} columns, but has "
-                f"{self.width}."
-            )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)

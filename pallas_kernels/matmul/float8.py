@@ -51,7 +51,6 @@ from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     Kernel,
     aligned,
-    check_buffers,
     launch,
     quotient_and_rest,
     swizzled,
@@ -87,9 +86,6 @@ class Float8Tiles:
     # Columns of an output tile. Callers keep the default; `float8_gated_matmul` and `drhs_of_each`
     # replace it by 128 if the halves of a tile are the same columns of two matrices.
     block_n: int = HALVES * BLOCK
-
-    def __post_init__(self) -> None:
-        check_buffers(self)
 
 
 def float8_matmul(

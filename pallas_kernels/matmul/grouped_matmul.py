@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,6 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
-    check_buffers,
     launch,
     transposed,
     zeros,
@@ -124,20 +123,6 @@ class Tiles:
     def part(self) -> int:
         """The number of columns that a compute warpgroup computes: half of a tile's, or all 64."""
         return max(self.block_n // COMPUTERS, CHUNK)
-
-    def __post_init__(self) -> None:
-        rising = list(self.heights) == sorted(set(self.heights))
-        whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
-        if not self.heights or not rising or not whole or self.block_n not in (64, 128, 256):
-            raise ValueError(
-                "heights must be multiples of 8 from 8 to 256 in rising order, and block_n must be "
-                f"64, 128 or 256, but the tile sizes are {self}."
-            )
-        if self.num_buffers < 1:
-            raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
-        if self.step < STEP or self.step % STEP:
-            raise ValueError(f"step must be a multiple of {STEP}, but the tile sizes are {self}.")
-        check_buffers(self)
 
 
 def passed_at_once(block_m: int) -> int:
@@ -259,24 +244,6 @@ class Product(Kernel):
         for each output an array [columns, rows] of `dtype`.
         """
         return (total[columns, rows].astype(dtype),)
-
-    def __post_init__(self) -> None:
-        if self.tiles.block_n < COMPUTERS * CHUNK and self.num_matrices < COMPUTERS:
-            raise ValueError(
-                f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
-                f"is {self.tiles.block_n}."
-            )
-        step = self.tiles.step
-        if any(depth % step for depth in self.depths) or step > self.matrices.longest_step:
-            raise ValueError(
-                f"step must divide K, and be {STEP} for matrices that are not in MXFP4, but is "
-                f"{step} for K of {self.depths}."
-            )
-        if self.width % self.tiles.part:
-            raise ValueError(
-                f"N, the columns of the matrices, must be a multiple of {self.tiles.part} for "
-                f"block_n={self.tiles.block_n}, but is {self.width}."
-            )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         # A chunk of every output is stored at a time, each through its own buffer.
@@ -417,8 +384,6 @@ class Matrices:
     operands: Sequence[Any]
     # What else of `types` is in shared memory.
     staged: Any = None
-
-    longest_step: ClassVar[int] = STEP
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:

@@ -193,14 +193,6 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 )
 
 
-def check_buffers(tiles: Any) -> None:
-    """Raises ValueError if a ring has less than 3 stages, or a band no column."""
-    if tiles.num_stages < 3 or tiles.band < 1:
-        raise ValueError(
-            f"num_stages must be at least 3 and band at least 1, but the tile sizes are {tiles}."
-        )
-
-
 def launch(
     kernel: Kernel,
     scratch_types: dict[str, Any],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +107,6 @@ def stored(matrices: Scaled) -> list[jax.Array]:
 
 class Mxfp4Matrices(Matrices):
     """Matrices in MXFP4. Their operands are values and scales of each array."""
-
-    longest_step: ClassVar[int] = _STEPS[0]
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:

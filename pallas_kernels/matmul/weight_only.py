@@ -130,8 +130,7 @@ def weight_only_matmul(
       rounded to bfloat16 before biases are added. Only T rows of each tile are written.
     """
     depth, width = rows.shape[1], matrices[0].values.shape[1]
-    if reason := unsupported_reason(format, num_rows, depth, width):
-        raise ValueError(f"the kernel cannot multiply: {reason}.")
+
     total = output_rows(groups, len(rows))
     job = _Job(
         num_rows=num_rows,

@@ -33,7 +33,7 @@ from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
+from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing
 
 # The number of rows that a thread block handles: one for each warp.
 _ROWS = WARPGROUP // WARP
@@ -96,12 +96,9 @@ def top_k(
       groups: the groups of columns for group-limited routing, or None.
       softmax: whether to return the softmax of the logits, too.
 
-    Raises:
-      ValueError: the kernel does not support this number of columns, choices or groups.
+    `plan.unavailable_reason` says which sizes the kernel supports.
     """
     rows, columns = logits.shape
-    if reason := unavailable_reason(columns, k, groups):
-        raise ValueError(f"the kernel cannot run: {reason}.")
     out_type = [
         jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)
     ]
