@@ -231,7 +231,7 @@ class OperandRing:
         full = self.full.at[stage]
         left.copy(lambda tile: self.left.at[stage, : tile.shape[0]], full)
         for i, right in enumerate(rights):
-            right.copy(lambda _, i=i: self.right_tile(stage, i), full)
+            right.copy(functools.partial(_always, self.right_tile(stage, i)), full)
 
     def accumulate(
         self,
@@ -334,3 +334,8 @@ class OperandRing:
     def _free(self, number: jax.Array) -> None:
         """Releases the stage of the block's step `number`."""
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])
+
+
+def _always(destination: Any, _: Any) -> Any:
+    """Returns `destination`, whichever tile is copied there."""
+    return destination
