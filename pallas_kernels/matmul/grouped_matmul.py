@@ -126,7 +126,6 @@ class Tiles:
 
 
 def passed_at_once(block_m: int) -> int:
-    """Returns how many rows of a product compute warpgroups pass to each other at a time."""
     return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
@@ -186,32 +185,21 @@ class Product(Kernel):
     the number of rows of its group.
     """
 
-    # K of each pair of operands.
-    depths: tuple[int, ...]
-    # The format of the matrices.
+    depths: tuple[int, ...]  # K of each pair of operands
     matrices: type[Matrices]
     transpose_rhs: bool
     zero_unused: bool
     # Whether all row tiles multiply the same rows, the first ones of each lhs.
     shared_rows: bool
 
-    @property
-    def num_matrices(self) -> int:
-        """The number of matrices by which the kernel multiplies a group's rows of each lhs."""
-        return 1
-
-    @property
-    def outputs(self) -> int:
-        return 1
-
-    @property
-    def num_biases(self) -> int:
-        """The number of arrays of biases, which are the operands before the table."""
-        return 0
+    # The numbers of matrices by which a group's rows of each lhs are multiplied, of outputs, and of
+    # arrays of biases, which are the operands before the table.
+    num_matrices = 1
+    outputs = 1
+    num_biases = 0
 
     @property
     def steps(self) -> int:
-        """The number of steps in which a tile is summed, over the depths of all pairs."""
         return sum(self.depths) // self.tiles.step
 
     @property
@@ -298,14 +286,12 @@ class Product(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """The row tiles of all groups, read from the table that the kernel takes as an operand."""
+    """The row tiles of all groups."""
 
-    # The result of `row_tiles`.
-    table: Any
+    table: Any  # the result of `row_tiles`
     heights: tuple[int, ...]
-    # The number of row tiles, and of rows in groups, int32.
     count: jax.Array
-    num_rows: jax.Array
+    num_rows: jax.Array  # in groups
 
     def height_index(self, tile: jax.Array) -> jax.Array:
         """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
@@ -367,23 +353,17 @@ class Loader:
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
         """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""
-        del step
         return inner
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """Unquantized matrices: what loads them to the ring, and what multiplies rows by them.
-
-    A subclass does the same for another format.
-    """
+    """Unquantized matrices: what loads them to the ring, and what multiplies rows by them."""
 
     kernel: Product
     ring: OperandRing
-    # For each pair its lhs, and then its arrays of matrices.
-    operands: Sequence[Any]
-    # What else of `types` is in shared memory.
-    staged: Any = None
+    operands: Sequence[Any]  # for each pair its lhs, and then its arrays of matrices
+    staged: Any = None  # what else of `types` is in shared memory
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:
@@ -392,12 +372,11 @@ class Matrices:
 
     @classmethod
     def fit_beside_loader(cls, kernel: Product) -> bool:
-        """Implements `Kernel.fits_beside_loader`."""
         return kernel.accumulators <= _MOST_ACCUMULATORS
 
     @classmethod
     def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
-        """Returns the types of the format's shared memory: "ring", and what a subclass adds."""
+        """Returns the types of the format's shared memory."""
         tiles = kernel.tiles
         left = tiles.block_m, tiles.step
         right = (tiles.block_n, STEP) if kernel.transpose_rhs else (STEP, tiles.block_n)
@@ -426,7 +405,6 @@ class Matrices:
         The products with several matrices lie side by side. `options` are the last arguments of
         `OperandRing.accumulate`, from `feeder` on; see there for the other arguments, too.
         """
-        del computer
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
             def of_height(height: int) -> None:
@@ -500,7 +478,6 @@ class Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape [columns, rows] in which this warpgroup computes its half of an output tile."""
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     @property
