@@ -92,9 +92,10 @@ def combine(
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
     window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
+    row = Row(y.shape[-1], y.dtype, wire)
     kernel = _Combine(
         num_tokens=num_tokens,
-        row=Row(y.shape[-1], y.dtype, wire),
+        row=row,
         top_k=top_k,
         num_local_experts=num_experts // num_ranks,
         capacity=y.shape[-2],
@@ -117,7 +118,10 @@ def combine(
         name="ep_combine",
         num_blocks=plan.num_blocks,
         num_warpgroups=1 + plan.num_workers,
-        out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *kernel.receive_types],
+        out_type=[
+            jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype),
+            *combine_receive_buffer(plan, row, num_tokens, num_ranks),
+        ],
         scratch_types=dict(scratch=kernel.scratch()),
         shared=kernel.shared,
     )(*operands)
@@ -126,10 +130,8 @@ def combine(
 
 class _Refs(NamedTuple):
     y: Any
-    # [T·K]
-    topk_idx: Any
-    # [N, T·K]
-    rows: Any
+    topk_idx: Any  # [T·K]
+    rows: Any  # [N, T·K]
     weights: Any  # [T·K], which peers read; or None
     out: Any
     received: Sequence[Any]  # the receive buffer for peers' sums; see `plan.combine_receive_buffer`
@@ -137,8 +139,6 @@ class _Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`."""
-
     num_tokens: int
     row: Row
     top_k: int
@@ -196,10 +196,6 @@ class _Combine:
         num_operands = 4 if self.weighted else 3
         received = range(num_operands + 1, num_operands + 1 + len(self.row.parts))
         return (*((3,) if self.weighted else ()), *received)
-
-    @property
-    def receive_types(self) -> list[jax.ShapeDtypeStruct]:
-        return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.fabric.num_ranks)
 
     def scratch(self) -> fb.Scratch:
         # Sum i · N + r of a step is for token i of rank r; axes of 2 are even and odd steps.
@@ -279,7 +275,6 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
-        """Lists the rows of y that each sum of a step adds, and their weights."""
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens, _ = self._range()
         token = first_token + step * self.step_tokens
@@ -370,7 +365,6 @@ class _Combine:
     def _sum_and_put(
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: fb.Scratch
     ) -> None:
-        """Sums the expert outputs of each token of a step; sends the sum to the owner."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         slot = lax.rem(step, self.receive_steps)

@@ -236,7 +236,6 @@ class _Kernel:
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether `row`, int32 [], is in the receive buffer, not dropped or NOWHERE."""
         return (row >= 0) & (row < self.experts.capacity)
 
     def receive(self, rows: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
@@ -360,8 +359,6 @@ class _Kernel:
 
 
 class _DispatchLike(_Kernel):
-    """The kernel of `dispatch_like`."""
-
     def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         x, rows, counts, *tokens = refs
         fabric, warpgroup = self.fabric, lax.axis_index("warpgroup")
@@ -394,8 +391,6 @@ class _DispatchLike(_Kernel):
 
 
 class _Dispatch(_Kernel):
-    """The kernel of `expert_dispatch`."""
-
     def scratch(self) -> fb.Scratch:
         return fb.Scratch(
             **vars(super().scratch()),
@@ -490,7 +485,6 @@ class _Dispatch(_Kernel):
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 
     def _add_counts(self, scratch: fb.Scratch) -> None:
-        """Adds up the counts of the sender and the receiver, and stores them in `next_rows`."""
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
@@ -520,8 +514,6 @@ class _Routes:
     scratch: fb.Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the first row of `words` that is kept, or NOWHERE."""
-        del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
             place = jnp.where(self.kernel.kept(row), row, place)

@@ -71,8 +71,6 @@ def combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`."""
-
     rows: Rows
     capacity: int  # the number of rows of y
     by_rank: bool  # whether y is rank-major, with one row for each pair
@@ -190,7 +188,6 @@ class _Combine:
             self._fetch_more(y, scratch)
 
     def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: fb.Scratch) -> None:
-        """Starts to copy row `place` of y into a stage of the ring."""
         row = self.fabric.mine(y).at[place]
         into = scratch.stages.at[stage, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, into, scratch.full.at[stage], oob_mode=fb.IN_BOUNDS)
@@ -257,7 +254,6 @@ class _Combine:
         endpoint.close()
 
     def _read_weights(self, scratch: fb.Scratch) -> None:
-        """Receives the routing weights of this block's tokens."""
         # Each warpgroup receives the weights of some pairs, and waits for the others.
         for pair, _, token, _, owner in self._pairs():
 

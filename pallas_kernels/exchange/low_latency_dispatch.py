@@ -117,8 +117,7 @@ def dispatch_like(
 
 class _Refs(NamedTuple):
     x: Any
-    # [T·K]
-    topk_idx: Any
+    topk_idx: Any  # [T·K]
     # [N, T·K] and [N, count_width], which `dispatch_like` reads, and else the kernel writes.
     rows: Any
     counts: Any
@@ -160,7 +159,6 @@ class _Dispatch:
     def call(
         self, operands: Sequence[jax.Array], *, more_results: Sequence[Any], name: str
     ) -> list[jax.Array]:
-        """Runs the kernel; returns [R, H] tokens, and arrays of the types `more_results`."""
         plan = self.rows.plan
         tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
@@ -277,7 +275,6 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
-        """Stores this warpgroup's i-th tile of a token to all rows of the token on this rank."""
         for place in places:
             kept = (place >= 0) & (place < self.experts.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)

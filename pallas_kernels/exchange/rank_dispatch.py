@@ -95,8 +95,6 @@ def rank_dispatch(
 
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
-    """The kernel of `rank_dispatch`."""
-
     num_experts: int
     top_k: int
     # A list has for each of the K choices the expert's index at the rank, or -1, then the bits of K
@@ -138,7 +136,6 @@ class _RankDispatch:
             pl.when(warpgroup == 2)(lambda: sender.quantize(x, scratch.sender))
 
     def has_expert(self, words: List) -> jax.Array:
-        """Returns whether a token chooses an expert of the rank whose list is `words`, bool []."""
         return fb.any_row(words[: self.top_k])
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
@@ -225,5 +222,4 @@ class _Routes:
         return jnp.where(self.kernel.has_expert(words), row, fb.NOWHERE)
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns no rows: a token has one row at a rank."""
-        return []
+        return []  # a token has one row at a rank

@@ -115,7 +115,6 @@ class Sender:
         return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
-        """Returns in how many steps this block sends its tokens, int32 []."""
         _, num_tokens = self.range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
@@ -244,7 +243,6 @@ class Sender:
     def _put_further(
         self, stage: jax.Array, rows: Sequence[jax.Array], tokens: Sequence[Any], scratch: Any
     ) -> None:
-        """Writes a stage to `rows` of this rank's receive buffer, except those that are NOWHERE."""
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])

@@ -327,10 +327,7 @@ def load_slices(fabric: Fabric, where: Any, *held: tuple[Any, Iterable[tuple[Any
 
 
 def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
-    """Starts a bulk copy from shared to global memory if `predicate` is true, without a branch.
-
-    The caller's next commit puts the copy into a group of copies, which can be waited for.
-    """
+    """Starts a bulk copy from shared to global memory if `predicate`, without a branch."""
     plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
 
 
@@ -372,7 +369,6 @@ def first_peer(fabric: Fabric) -> jax.Array:
 
 
 def any_row(rows: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of `rows`, [] int32 each, is the index of a row and not NOWHERE."""
     return any_of([row >= 0 for row in rows])
 
 
@@ -381,10 +377,7 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages.
-
-    The warpgroup that fills the stages calls it before it ends.
-    """
+    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages."""
     # Only each stage's last filling is still to be waited for: a warpgroup waits for a filling
     # before it fills the stage again.
 
