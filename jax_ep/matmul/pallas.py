@@ -325,6 +325,7 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
         return None
 
 
+@in_32_bits
 def gradient_as_elementwise(gating: Gating) -> Any:
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of

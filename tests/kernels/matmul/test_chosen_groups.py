@@ -14,8 +14,8 @@ from support.simulator import interpret, simulated
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, QuantizedArray, quantize
-from jax_ep.matmul import float8_pallas
 from jax_ep.matmul import pallas as backend
+from jax_ep.matmul.float8 import gated_product_by_kernel
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import float8
@@ -137,7 +137,7 @@ def test_a_gated_product_of_float8_is_one_kernel(num_rows):
 
     def gated(choices, x, gate, up):
         groups, _ = chosen_groups(choices, L)
-        return float8_pallas.gated_product_of_float8_by_kernel(x, (gate, up), groups, swiglu, False)
+        return gated_product_by_kernel(x, (gate, up), groups, swiglu, False)
 
     def quantized(format, *shape):
         scales = jnp.ones(format.scales_shape(shape), jnp.float32)
