@@ -29,10 +29,10 @@ from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
-    Matrices,
     Product,
     Share,
     Tiles,
+    format_and_operands,
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
@@ -73,19 +73,14 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized, matrices_type = isinstance(rhs[0], Scaled), Matrices
-    matrices: list[Any] = list(rhs)
-    if is_quantized:
-        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices, stored
-
-        matrices = [array for each in matrices for array in stored(each)]
-        matrices_type = Mxfp4Matrices
+    is_quantized = isinstance(rhs[0], Scaled)
+    format, matrices = format_and_operands(rhs)
     kernel = _GatedProduct(
         tiles=tiles,
         num_blocks=num_blocks,
         width=matrices[0].shape[1 if is_quantized else 2],
         depths=(lhs.shape[1],),
-        matrices=matrices_type,
+        matrices=format,
         transpose_rhs=is_quantized,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,

@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
+from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
@@ -89,18 +90,23 @@ class Tiles:
         band: int = 1,
         *,
         num_matrices: int = 1,
-        column_bytes: int = 2 * STEP,
-        other_bytes: int = 0,
-        steps: Sequence[int] = (STEP,),
+        mxfp4_depth: int | None = None,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. A column of a
-        matrix has `column_bytes` in 64 of K. `other_bytes` of shared memory are left out. The step
-        is the first of `steps` that leaves room for 3 stages, or the last.
+        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. `mxfp4_depth`
+        is K of matrices in MXFP4, or None. For these, the step is the longest that leaves room for
+        3 stages.
         """
+        # A column of a matrix has `column_bytes` in 64 of K.
+        column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
+        if mxfp4_depth is not None:
+            from pallas_kernels.matmul import decoder, mxfp4_matmul
+
+            column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
+            steps = [s for s in mxfp4_matmul.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
-        room = SHARED_MEMORY_BYTES - OTHER_BYTES - other_bytes
+        room = SHARED_MEMORY_BYTES - OTHER_BYTES - table_bytes
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
@@ -129,8 +135,18 @@ def passed_at_once(block_m: int) -> int:
     return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
+def format_and_operands(matrices: Sequence[Any]) -> tuple[type[Matrices], list[jax.Array]]:
+    """Returns the format of arrays of matrices, and a kernel's operands for them."""
+    if not isinstance(matrices[0], Scaled):
+        return Matrices, list(matrices)
+    from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+    parts = ((each.values, bitcast(each.scales, jnp.uint8)) for each in matrices)
+    return Mxfp4Matrices, [part for both in parts for part in both]
+
+
 def grouped_matmul(
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    pairs: Sequence[tuple[jax.Array, jax.Array | Scaled]],
     groups: Groups,
     *,
     transpose_rhs: bool,
@@ -145,8 +161,8 @@ def grouped_matmul(
 
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
-        All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
-        8, K of 64, N of tiles.part. K may differ between pairs.
+        All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K], and the only one
+        may be in MXFP4. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
@@ -160,19 +176,23 @@ def grouped_matmul(
     """
     lhs, rhs = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
+    operands: list[jax.Array] = []
+    for rows, each in pairs:
+        format, parts = format_and_operands([each])
+        operands += [rows, *parts]
     kernel = Product(
         tiles=tiles,
         num_blocks=num_blocks,
-        width=rhs.shape[1 if transpose_rhs else 2],
+        width=operands[1].shape[1 if transpose_rhs else 2],
         depths=tuple(lhs.shape[1] for lhs, _ in pairs),
-        matrices=Matrices,
+        matrices=format,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
         num_waves=num_waves,
     )
-    operands = [operand for pair in pairs for operand in pair]
-    (result,) = kernel.run(operands, groups, num_rows, "grouped_matmul")
+    name = f"grouped_matmul{'_mxfp4' if isinstance(rhs, Scaled) else ''}"
+    (result,) = kernel.run(operands, groups, num_rows, name)
     return result
 
 
