@@ -40,6 +40,8 @@ from pallas_kernels.mxfp4 import MXFP4
 NUMBER_BYTES = STEP // MXFP4.numbers_per_value
 SCALES = STEP // MXFP4.block[1]
 COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
+# A step has fixed costs, so stages are as long along K as they may be.
+STEPS = 256, 192, 128, STEP
 # A tensor core instruction multiplies 64 columns. A thread holds two of them, 8 apart.
 _COLUMNS, APART = 64, 8
 # A thread loads four words of numbers at once.

@@ -29,10 +29,10 @@ from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
+    Matrices,
     Product,
     Share,
     Tiles,
-    format_and_operands,
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
@@ -73,8 +73,12 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized = isinstance(rhs[0], Scaled)
-    format, matrices = format_and_operands(rhs)
+    is_quantized, format = isinstance(rhs[0], Scaled), Matrices
+    if is_quantized:
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+        format = Mxfp4Matrices
+    matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,
         num_blocks=num_blocks,
@@ -90,7 +94,7 @@ def gated_matmul(
         num_waves=num_waves,
     )
     operands = [lhs, *matrices, *(biases or ())]
-    name = f"grouped_matmul_gated{'_mxfp4' if is_quantized else ''}"
+    name = f"grouped_matmul_gated{format.suffix}"
     *products, hidden = kernel.run(operands, groups, num_rows, name)
     return hidden, *products
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
-from pallas_kernels.formats import Scaled, bitcast
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
@@ -101,10 +101,10 @@ class Tiles:
         # A column of a matrix has `column_bytes` in 64 of K.
         column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
         if mxfp4_depth is not None:
-            from pallas_kernels.matmul import decoder, mxfp4_matmul
+            from pallas_kernels.matmul import decoder
 
             column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
-            steps = [s for s in mxfp4_matmul.STEPS if mxfp4_depth % s == 0 or s == STEP]
+            steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES - table_bytes
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
@@ -135,16 +135,6 @@ def passed_at_once(block_m: int) -> int:
     return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
-def format_and_operands(matrices: Sequence[Any]) -> tuple[type[Matrices], list[jax.Array]]:
-    """Returns the format of arrays of matrices, and a kernel's operands for them."""
-    if not isinstance(matrices[0], Scaled):
-        return Matrices, list(matrices)
-    from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
-
-    parts = ((each.values, bitcast(each.scales, jnp.uint8)) for each in matrices)
-    return Mxfp4Matrices, [part for both in parts for part in both]
-
-
 def grouped_matmul(
     pairs: Sequence[tuple[jax.Array, jax.Array | Scaled]],
     groups: Groups,
@@ -154,6 +144,7 @@ def grouped_matmul(
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = True,
+    format: type[Matrices] | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
@@ -161,25 +152,24 @@ def grouped_matmul(
 
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
-        All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K], and the only one
-        may be in MXFP4. R is a multiple of 8, K of 64, N of tiles.part. K may differ between pairs.
+        All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
+        8, K of 64, N of tiles.part. K may differ between pairs.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
+      format: the format of the matrices; None: unquantized.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
       are summed in float32, and each sum is rounded once.
     """
-    lhs, rhs = pairs[0]
+    lhs, _ = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
-    operands: list[jax.Array] = []
-    for rows, each in pairs:
-        format, parts = format_and_operands([each])
-        operands += [rows, *parts]
+    format = format or Matrices
+    operands = [part for lhs, rhs in pairs for part in (lhs, *format.operands_of(rhs))]
     kernel = Product(
         tiles=tiles,
         num_blocks=num_blocks,
@@ -191,8 +181,7 @@ def grouped_matmul(
         shared_rows=lhs.shape[0] < num_rows,
         num_waves=num_waves,
     )
-    name = f"grouped_matmul{'_mxfp4' if isinstance(rhs, Scaled) else ''}"
-    (result,) = kernel.run(operands, groups, num_rows, name)
+    (result,) = kernel.run(operands, groups, num_rows, f"grouped_matmul{format.suffix}")
     return result
 
 
@@ -384,6 +373,13 @@ class Matrices:
     ring: OperandRing
     operands: Sequence[Any]  # for each pair its lhs, and then its arrays of matrices
     staged: Any = None  # what else of `types` is in shared memory
+
+    suffix: ClassVar[str] = ""  # of kernels' names
+
+    @classmethod
+    def operands_of(cls, matrices: Any) -> list[jax.Array]:
+        """Returns a kernel's operands for an array of matrices."""
+        return [matrices]
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:

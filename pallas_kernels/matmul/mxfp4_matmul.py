@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import Scaled
+from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
 from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Share, Tiles
 from pallas_kernels.matmul.kernel import CHUNK, STEP, transposed, zeros
 from pallas_kernels.matmul.operand_ring import Feed
 
-# A step has fixed costs, so stages are as long along K as they may be.
-STEPS = 256, 192, 128, STEP
 # Decoding tiles of more rows leaves no registers for a finished tile's results.
 _MOST_HELD = 128
 # With so many sums of one product or two in a thread, which also decodes, 168 registers are enough.
@@ -33,7 +31,13 @@ _MOST_ACCUMULATORS = {1: 64, 2: 16}
 
 
 class Mxfp4Matrices(Matrices):
-    """Matrices in MXFP4. Their operands are values and scales of each array."""
+    """Matrices in MXFP4."""
+
+    suffix: ClassVar[str] = "_mxfp4"
+
+    @classmethod
+    def operands_of(cls, matrices: Scaled) -> list[jax.Array]:
+        return [matrices.values, bitcast(matrices.scales, jnp.uint8)]
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:

@@ -22,6 +22,7 @@ from pallas_kernels.matmul import float8
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
+from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
 L, K, N = 4, 256, 256
 # The groups that 1 row and that 3 rows choose. No row chooses group 1, and -1 chooses no group.
@@ -71,12 +72,13 @@ def test_two_products(format, num_rows):
             tiles, pair = Tiles((8,), 64, 3, 1), tuple(map(scaled, wi))
         gating = Elementwise(swiglu, 2)
         (hidden,) = gated_matmul(x, pair, groups, gating, keep=False, tiles=tiles, **common)
-        pair, transposed = (hidden, wo), False
-        tiles = backend.chosen_tiles(groups, K)
-        if format is not None:
-            pair, transposed, tiles = (hidden, scaled(wo)), True, Tiles((8,), 128, 3, 1)
-        y = grouped_matmul([pair], groups, transpose_rhs=transposed, tiles=tiles, **common)
-        return hidden, y
+        if format is None:
+            pair, options = (hidden, wo), dict(tiles=backend.chosen_tiles(groups, K))
+        else:
+            pair = hidden, scaled(wo)
+            options = dict(tiles=Tiles((8,), 128, 3, 1), format=Mxfp4Matrices)
+        transposed = format is not None
+        return hidden, grouped_matmul([pair], groups, transpose_rhs=transposed, **options, **common)
 
     hidden, y = (np.asarray(array).astype(np.float32) for array in interpret(run))
     rows = np.asarray(rows)
