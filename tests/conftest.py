@@ -62,6 +62,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} devices, this machine has {jax.device_count()}")
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Frees the programs of a file after its last test, since those of all files take 4 GB."""
+    if nextitem is None or nextitem.path != item.path:
+        import jax
+
+        jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with test number JAX_EP_TESTS_FIRST, modulo their number, then runs the others.
 
