@@ -108,13 +108,6 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
-def check_columns(name: str, array: Any, shape: str) -> None:
-    if array.shape[-1] == 0:
-        raise ValueError(
-            f"{name} must be {shape} with at least one column, but has shape {array.shape}."
-        )
-
-
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
     """Raises ValueError if an array is sharded over Explicit axes of the mesh.
 
@@ -133,16 +126,6 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
             f"axes of the mesh here, but is {jax.typeof(array)}. Call this inside a jax.shard_map "
             "over them, where each rank has its own part, or gather it first: "
             f"jax.sharding.reshard({name}, jax.P{whole})."
-        )
-
-
-def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless x is floating [num_tokens, columns], columns > 0."""
-    check_array("x", x, 2, jnp.floating, "[T, H]")
-    if x.shape[0] != num_tokens or x.shape[1] == 0:
-        raise ValueError(
-            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
-            f"at least one column, but has shape {x.shape}."
         )
 
 

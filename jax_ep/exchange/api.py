@@ -253,6 +253,8 @@ def combine(
         _check_partial_sums(y, handle, topk_weights)
     else:
         _check_rows(y, handle)
+    if y.shape[-1] == 0:
+        raise ValueError(f"y must have at least one column, but has shape {y.shape}.")
     config = _configure(
         "y",
         y,
@@ -337,7 +339,13 @@ def _config_like(
 ) -> tuple[Config, jax.Array]:
     """Returns the checked `Config` of a `dispatch_like`, and x cast for the VJP."""
     _check_handle(handle)
-    checks.check_rows_of_tokens(x, handle.shape[1])
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    num_tokens = handle.shape[1]
+    if x.shape[0] != num_tokens or x.shape[1] == 0:
+        raise ValueError(
+            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
+            f"at least one column, but has shape {x.shape}."
+        )
     config = _configure("x", x, **_options_of(handle), **options)
     (x,) = gradients.match((x,), handle.axis_name)
     return config, x
@@ -408,7 +416,6 @@ def _check_handle(handle: Any) -> None:
 
 def _check_rows(y: Any, handle: Handle) -> None:
     checks.check_array("y", y, 2, jnp.floating, "[R, H]")
-    checks.check_columns("y", y, "[R, H]")
     if y.shape[0] != handle.capacity:
         raise ValueError(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
@@ -418,7 +425,6 @@ def _check_rows(y: Any, handle: Handle) -> None:
 
 def _check_partial_sums(y: Any, handle: RankHandle, topk_weights: Any) -> None:
     checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
-    checks.check_columns("y", y, "[N, T, H]")
     if y.shape[:2] != handle.shape[:2]:
         raise ValueError(
             f"y must have one row for each (source rank, token), {handle.shape[:2]}, but has shape "

@@ -42,35 +42,19 @@ def mesh_of(
     the argument, if a number of ranks does not divide what it splits.
     """
     left = len(devices) // tensor_parallel
-    wanted: list[tuple[str, int, dict[str, int]]] = [
-        (
-            "tensor_parallel",
-            tensor_parallel,
-            {
-                "devices": len(devices),
-                "key-value heads": config.num_key_value_heads,
-                "columns of an expert": config.mlp_dim,
-                "tokens of the vocabulary": config.vocab,
-            },
-        ),
-        (
-            "fsdp",
-            fsdp,
-            {"ranks that tensor_parallel leaves": left, "columns of a matrix": config.hidden},
-        ),
-        (
-            "expert_parallel",
-            expert_parallel or 1,
-            {
-                "ranks that tensor_parallel and fsdp leave": left // fsdp,
-                "experts": config.num_experts,
-            },
-        ),
-    ]
-    for name, ranks, divided in wanted:
-        for what, size in divided.items():
-            if size % ranks:
-                raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
+    # Each number of ranks, and what it must divide.
+    for name, ranks, size, what in (
+        ("tensor_parallel", tensor_parallel, len(devices), "devices"),
+        ("tensor_parallel", tensor_parallel, config.num_key_value_heads, "key-value heads"),
+        ("tensor_parallel", tensor_parallel, config.mlp_dim, "columns of an expert"),
+        ("tensor_parallel", tensor_parallel, config.vocab, "tokens of the vocabulary"),
+        ("fsdp", fsdp, left, "ranks that tensor_parallel leaves"),
+        ("fsdp", fsdp, config.hidden, "columns of a matrix"),
+        ("expert_parallel", expert_parallel or 1, left // fsdp, "ranks that both others leave"),
+        ("expert_parallel", expert_parallel or 1, config.num_experts, "experts"),
+    ):
+        if size % ranks:
+            raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
     experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     sizes = {"data": left // fsdp // experts, FSDP_AXIS: fsdp}
     return decoder_mesh(devices, sizes | {EXPERT_AXIS: experts, TENSOR_AXIS: tensor_parallel})

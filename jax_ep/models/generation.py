@@ -38,20 +38,13 @@ PADDING = -1
 
 
 class Model(NamedTuple):
-    """The parameters of a decoder, as decoding reads them.
+    """The parameters of a decoder, as decoding reads them."""
 
-    Attributes:
-        shared: the weights that belong to no layer, by their published names.
-        layers: the weights of each layer, without "model.layers.<i>." in their names. The
-            projections of queries, keys and values are joined into one matrix, `QKV`.
-        moe: the parameters of each layer's MoE block.
-        placement: which expert each expert slot holds; None if the blocks have no slots.
-    """
-
-    shared: Weights
+    shared: Weights  # that belong to no layer, by their published names
+    # Without "model.layers.<i>." in their names, and with queries, keys and values joined as `QKV`.
     layers: list[Weights]
-    moe: list[MoEParams]
-    placement: Placement | None = None
+    moe: list[MoEParams]  # of each layer
+    placement: Placement | None = None  # of the experts; None if the blocks have no slots
 
     @classmethod
     def of(cls, params: Params, config: DecoderConfig, num_ranks: int) -> Model:
@@ -75,21 +68,14 @@ def _one_qkv(weights: Weights) -> Weights:
 
 
 class Cache(NamedTuple):
-    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards.
+    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards."""
 
-    Attributes:
-        keys, values: one array per layer, [B, M, key-value heads, head size].
-        positions: [B, M] int32, the position in its sequence of the token in each slot; PADDING
-            where the slot holds none.
-        lengths: [B] int32, the number of tokens read of each sequence.
-        filled: [] int32, the number of filled slots, the same for all sequences.
-    """
-
-    keys: list[jax.Array]
+    keys: list[jax.Array]  # [B, M, key-value heads, head size] of each layer
     values: list[jax.Array]
+    # [B, M] int32: each slot's token's position in its sequence; PADDING where there is no token.
     positions: jax.Array
-    lengths: jax.Array
-    filled: jax.Array
+    lengths: jax.Array  # [B] int32: the number of tokens read of each sequence
+    filled: jax.Array  # [] int32: the number of filled slots, the same for all sequences
 
 
 class Sampling(NamedTuple):
@@ -103,21 +89,13 @@ GREEDY = Sampling()
 
 
 class State(NamedTuple):
-    """The state of a batch of B sequences during decoding.
+    """The state of a batch of B sequences during decoding."""
 
-    Attributes:
-        tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
-        last: [B] int32, the newest token of each sequence.
-        finished: [B] bool, whether a sequence has produced a stop token.
-        done: [] int32, the number of tokens decoded of each sequence.
-        cache: keys and values of all tokens but the newest.
-    """
-
-    tokens: jax.Array
-    last: jax.Array
-    finished: jax.Array
-    done: jax.Array
-    cache: Cache
+    tokens: jax.Array  # [B, steps] int32: the tokens decoded so far; PADDING elsewhere
+    last: jax.Array  # [B] int32: the newest token of each sequence
+    finished: jax.Array  # [B] bool: whether a sequence has produced a stop token
+    done: jax.Array  # [] int32: the number of tokens decoded of each sequence
+    cache: Cache  # of all tokens but the newest
 
 
 class Times(NamedTuple):

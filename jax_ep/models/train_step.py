@@ -33,56 +33,35 @@ GPU_COMPILER_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 class TrainState(NamedTuple):
-    """The state that one training step passes to the next, and that a checkpoint saves.
+    """The state that one training step passes to the next, and that a checkpoint saves."""
 
-    Attributes:
-        step: [] int32, the number of steps made.
-        params: the model's parameters.
-        biases: [layers, E] float32, the routers' selection biases (`Decoder.init_biases`), or None.
-        opt_state: the state of the optimizer.
-    """
-
-    step: Any
+    step: Any  # [] int32: the number of steps made
     params: Any
-    biases: Any
+    biases: Any  # the routers' selection biases (`Decoder.init_biases`), or None
     opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Says what a training step minimizes besides the cross-entropy, and how it balances experts.
+    """What a training step minimizes besides the cross-entropy, and how it balances experts."""
 
-    Attributes:
-        balance: the factor of the load-balance loss, which is a mean over layers.
-        router_z: the factor of the router's z-loss, which is a mean over layers.
-        bias_rate: how much a selection bias of a router changes in each step; see
-            `jax_ep.update_expert_bias`.
-        document_end: the id of the token that ends a document, or None. The first token after it
-            does not count in the loss, since nothing before it foretells it, and tokens do not
-            attend to other documents.
-    """
-
-    balance: float = 1e-3
-    router_z: float = 1e-4
-    bias_rate: float = 0.0
+    balance: float = 1e-3  # the factor of the load-balance loss, which is a mean over layers
+    router_z: float = 1e-4  # the factor of the router's z-loss, which is a mean over layers
+    bias_rate: float = 0.0  # of the selection biases; see `jax_ep.update_expert_bias`
+    # The id of the token that ends a document, or None. The first token after it does not count in
+    # the loss, since nothing before it foretells it. Tokens do not attend to other documents.
     document_end: int | None = None
 
 
 class Layout(NamedTuple):
-    """The shardings of the training step's arrays on the mesh.
+    """The shardings of the training step's arrays on the mesh."""
 
-    Attributes:
-        state: of a `TrainState`. Each device holds, and updates, a part of the parameters.
-        params: of the parameters while a step computes gradients.
-        batch: of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences of S tokens,
-            each with one more token as the target of the last.
-        everywhere: of a fully replicated array.
-    """
-
-    state: TrainState
-    params: Any
+    state: TrainState  # each device holds, and updates, a part of the parameters
+    params: Any  # while a step computes gradients
+    # Of token ids [A, B, S + 1]: A microbatches of B sequences of S tokens, each with one more
+    # token as the target of the last.
     batch: NamedSharding
-    everywhere: NamedSharding
+    everywhere: NamedSharding  # of a fully replicated array
 
 
 def make_layout(model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh) -> Layout:
@@ -117,10 +96,8 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
-
-    It splits the first dimension that allows it: parts of an early one need few transposed copies.
-    """
+    """Also splits an array over the mesh axes along which `sharding` replicates it."""
+    # Splits the first dimension that allows it: parts of an early one need few transposed copies.
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
     # The mesh axes over which each dimension is split, and those over which none is.
