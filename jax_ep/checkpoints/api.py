@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -522,19 +523,11 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         options["gate_init"] = None
     elif params.gate.shape[0] != hidden:
         options["router_dim"] = params.gate.shape[0]
-    structure = []
-
-    # `jax.eval_shape` returns arrays only, so `make` hands the layer's graph over in `structure`.
-    def make() -> Any:
-        graph, state = nnx.split(MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
-        structure.append(graph)
-        return state
-
     # Eager sharding is off: nnx would take the parameters' logical axes, such as "exp", for axes of
     # the ambient mesh.
     with nnx.use_eager_sharding(False):
-        shapes = jax.eval_shape(make)
-    layer = nnx.merge(structure[0], shapes)
+        make = functools.partial(MoE, hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0))
+        layer = jax.eval_shape(make)
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer

@@ -37,32 +37,23 @@ PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()
 
 
 class Tensor(NamedTuple):
-    """A stored tensor: its name, its axes, and the parameters whose weights it holds.
+    """A stored tensor: its name, its axes, and the parameters whose weights it holds."""
 
-    Attributes:
-        params: the parameters of `jax_ep.MoEParams` that it holds: two with an axis G, else one;
-            none for a tensor that the layer does not hold (`jax_ep.checkpoints.load_others`).
-        name: the tensor's name after "layers.<layer>.".
-        axes: the letters of the tensor's axes, separated by spaces, such as "E GF H".
-        where: a key of config.json whose value says whether the tensor exists; "": it always does.
-    """
-
+    # Two parameters of `jax_ep.MoEParams` with an axis G, else one; none for a tensor that the
+    # layer does not hold (`jax_ep.checkpoints.load_others`).
     params: tuple[str, ...]
-    name: str
-    axes: str
-    where: str = ""
+    name: str  # after "layers.<layer>."
+    axes: str  # letters, separated by spaces, such as "E GF H"
+    where: str = ""  # a key of config.json that says whether the tensor exists; "": it always does
 
 
 Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative sets of tensors in which the same weights may be stored.
+    """Alternative sets of tensors, which may differ only in their axes, of the same weights."""
 
-    A checkpoint has the tensors of one of the `layouts`, which may differ only in their axes. When
-    a first MoE block is saved to a checkpoint, it gets the first that the model's quantization
-    allows.
-    """
+    # A first MoE block that is saved to a checkpoint gets the first that its quantization allows.
 
     layouts: tuple[Tensors, ...]
 
@@ -242,10 +233,7 @@ _GPT_OSS_ROUTER = (
 
 
 def _row(family: dict[str, Any], models: str, model_types: str, **changes: Any) -> Architecture:
-    """Describes models of a family; mappings among the `changes` are added to the family's.
-
-    `model_types` are separated by spaces.
-    """
+    """Describes models of a family; mappings among the `changes` are added to the family's."""
     for name, value in changes.items():
         if isinstance(value, Mapping):
             changes[name] = {**family.get(name, {}), **value}
@@ -866,10 +854,7 @@ def root_parts() -> tuple[str, ...]:
 
 
 def published_root(model_type: str, is_part: bool) -> str:
-    """Returns the beginning of a published model's tensor names, such as "model.layers.".
-
-    `is_part` says whether the decoder is the `text_config` of a multimodal model.
-    """
+    """Returns the beginning of tensor names, "model.layers." or the like; see `_ROOTS`."""
     root = _ROOTS.get(model_type, _OTHER_ROOTS)[is_part]
     return root + ("blocks." if model_type == "dbrx" else "layers.")
 

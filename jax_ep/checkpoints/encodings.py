@@ -88,8 +88,7 @@ class _InBlocks:
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice of the tensor as float32; ValueError for scales of damaged files."""
         blocks, within = self._blocks(index)
-        numbers = self.format.decode(self._load_to_read(blocks), np.float32)
-        return numbers[(..., *within)]
+        return self.format.decode(self._load(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Encodes `values` and writes them to a slice of whole blocks; see the module."""
@@ -112,7 +111,7 @@ class _InBlocks:
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads a slice of whole blocks; returns (values, scales), which `format.decode` takes."""
-        return self._load_to_read(self._whole_blocks(index))
+        return self._load(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
         """Writes values and scales, as `read_parts` returns them, to a slice of whole blocks."""
@@ -170,10 +169,6 @@ class _InBlocks:
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values)
 
-    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        # `Float8` also checks the scales.
-        return self._load(blocks)
-
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads the stored (values, scales) of a slice of blocks, as `_blocks` returns it."""
         raise NotImplementedError
@@ -224,9 +219,10 @@ class Float8(_InBlocks):
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values, divide=True)
 
-    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Raises ValueError for scales that only a damaged file has."""
-        values, scales = self._load(blocks)
+        values = self._padded(self.directory.read(self.name, self._of_values(blocks)))
+        scales = self.directory.read(self.name + SCALE_SUFFIX, blocks)
         numbers = scales.astype(np.float32)
         wrong = ~(np.isfinite(numbers) & (numbers > 0))
         # A scale of 0 is right for a block of zeros.
@@ -241,10 +237,6 @@ class Float8(_InBlocks):
                 f"{wrong.size} scales that were read)."
             )
         return values, scales
-
-    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        values = self.directory.read(self.name, self._of_values(blocks))
-        return self._padded(values), self.directory.read(self.name + SCALE_SUFFIX, blocks)
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
         index = self._of_values(blocks)
@@ -313,16 +305,11 @@ class Scaled:
     what they are: float8_e4m3fn; uint8 or int8 for two float4_e2m1 numbers (NVFP4, DeepSeek-V4),
     the first in the low bits; int32 for eight integers from -8 to 7, to each of which 8 is added,
     the first in the lowest bits. Scales of dtype uint8 are exponents of two plus 127.
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor, which ends in "_packed" in the file if that exists.
-        scales: the name of the scales.
     """
 
     directory: Directory
-    name: str
-    scales: str
+    name: str  # in the file, perhaps with "_packed" at the end
+    scales: str  # the name of the scales
 
     @property
     def _values(self) -> str:
@@ -336,13 +323,10 @@ class Scaled:
     @property
     def stored(self) -> tuple[str, ...]:
         module = self.name.removesuffix("weight")
-        beside: tuple[str, ...] = (
-            self.name + "_shape",
-            module + "input_scale",
-            module + "input_global_scale",
-        )
-        beside = tuple(name for name in (*self._factors, *beside) if name in self.directory.files)
-        return self._values, self.scales, *beside
+        inputs = module + "input_scale", module + "input_global_scale"
+        others = *self._factors, self.name + "_shape", *inputs
+        there = (name for name in others if name in self.directory.files)
+        return self._values, self.scales, *there
 
     @property
     def _per_value(self) -> int:

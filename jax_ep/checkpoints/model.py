@@ -418,10 +418,7 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns the first process that holds an array whole, or with `by_row` each part of axis 0.
-
-    The result has one entry, or with `by_row` one for each index of axis 0; None: no process does.
-    """
+    """Returns the first process with the whole array, or with `by_row`, each entry of axis 0."""
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():
@@ -477,6 +474,5 @@ def _on_host(array: Any, rows: range | None) -> Any:
 
 
 def _together(step: str) -> None:
-    """Waits until all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(step)

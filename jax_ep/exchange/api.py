@@ -254,7 +254,9 @@ def combine(
     else:
         _check_rows(y, handle)
     if y.shape[-1] == 0:
-        raise ValueError(f"y must have at least one column, but has shape {y.shape}.")
+        raise ValueError(
+            f"y must be [R, H] or [N, T, H] with at least one column, but has shape {y.shape}."
+        )
     config = _configure(
         "y",
         y,

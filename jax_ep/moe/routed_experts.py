@@ -184,11 +184,7 @@ def by_dispatch(
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool
 ) -> int | None:
-    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic.
-
-    Without a capacity factor, R fits any routing; if a token's choices are `distinct`, it has at
-    most one row for each expert.
-    """
+    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic."""
     if checks.is_symbolic(num_tokens):
         for name in ("capacity_factor", "host_capacity_factor"):
             if (factor := getattr(config, name)) is not None:
