@@ -110,8 +110,8 @@ def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any)
 def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
     """Draws the parameters of an MoE block, without a selection bias."""
     options = config.parameters
-    shapes = {"gate": (config.hidden, config.moe.num_choosable)}
-    shapes |= weight_shapes(config.moe, options, config.hidden, config.mlp_dim)
+    shapes = weight_shapes(config.moe, options, config.hidden, config.mlp_dim)
+    shapes = {"gate": (config.hidden, config.moe.num_choosable), **shapes}
     assert options.gate_init is not None
     arrays = {}
     keys = jax.random.split(key, len(shapes))

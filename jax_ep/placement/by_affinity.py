@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +10,6 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
-
-# An integer program with more variables (experts of a layer times hosts or ranks) would exceed its
-# time limit, and is not tried.
-_LARGEST_PROGRAM = 1024
 
 
 def place_by_affinity(
@@ -30,8 +25,7 @@ def place_by_affinity(
     A token whose next expert is on its present rank needs no communication (ExFlow,
     arXiv:2401.08383). Experts are first split among hosts, then among the ranks of each host. A
     split clusters the first layer's experts by the choices of their tokens, then assigns the
-    experts of one layer after the other, given its neighbours. Small layers are finally assigned by
-    integer programs (MoETuner, arXiv:2502.06643), within ten seconds for all layers.
+    experts of one layer after the other, given its neighbours.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -109,12 +103,9 @@ def _split(
         for layer in range(1, len(experts)):
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
-        kept = _sweep(part, near, load, limit, parts, assign=_assign, most=4)
+        kept = _sweep(part, near, load, limit, parts)
         if kept > most_kept:
             best, most_kept = part, kept
-    if best.shape[1] * parts <= _LARGEST_PROGRAM:
-        exactly = functools.partial(_assign_exactly, seconds=10 / len(best))
-        _sweep(best, near, load, limit, parts, assign=exactly, most=1)
     order = np.argsort(best, axis=1, kind="stable")
     return np.split(np.take_along_axis(experts, order, 1), parts, axis=1)
 
@@ -151,18 +142,9 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
 
-def _sweep(
-    part: Array,
-    near: list[Array],
-    load: Array,
-    limit: Array,
-    parts: int,
-    *,
-    assign: Any,
-    most: int,
-) -> float:
+def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int) -> float:
     """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
-    # Updates `part` [layers, n] by at most `most` sweeps; `near` [n, n] counts pairs of choices.
+    # Updates `part` [layers, n] by at most four sweeps; `near` [n, n] counts pairs of choices.
     # Returns how many of these pairs then share a part.
 
     def kept(part: Array) -> float:
@@ -170,7 +152,7 @@ def _sweep(
         return float(sum(np.sum(m * s) for m, s in zip(near, same, strict=True)))
 
     best = kept(part)
-    for _ in range(most):
+    for _ in range(4):
         tried = part.copy()
         for layer in range(len(part)):
             gain = np.zeros((part.shape[1], parts))
@@ -178,7 +160,7 @@ def _sweep(
                 gain += _of_parts(near[layer - 1].T, tried[layer - 1], parts)
             if layer + 1 < len(part):
                 gain += _of_parts(near[layer], tried[layer + 1], parts)
-            tried[layer] = assign(gain, load[layer], limit[layer])
+            tried[layer] = _assign(gain, load[layer], limit[layer])
         if kept(tried) <= best:
             break
         part[:], best = tried, kept(tried)
@@ -196,30 +178,6 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
     if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):
         return part
     return _repair(part, gain, load, limit)
-
-
-def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Assigns as `_assign` does, by an integer program, if it is solved within `seconds`."""
-    from scipy import optimize, sparse
-
-    part = _assign(gain, load, limit)
-    items, parts = gain.shape
-    one_part = sparse.kron(sparse.eye(items), np.ones((1, parts)))
-    members = sparse.kron(np.ones((1, items)), sparse.eye(parts))
-    loads = sparse.kron(load[None], sparse.eye(parts))
-    solved = optimize.milp(
-        -gain.ravel(),
-        integrality=np.ones(gain.size),
-        bounds=optimize.Bounds(0, 1),
-        constraints=[
-            optimize.LinearConstraint(one_part, 1, 1),
-            optimize.LinearConstraint(members, items // parts, items // parts),
-            optimize.LinearConstraint(loads, -np.inf, limit),
-        ],
-        options=dict(time_limit=seconds),
-    )
-    # Only the status 0 means that the program was solved.
-    return part if solved.status else solved.x.reshape(gain.shape).argmax(axis=1)
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:

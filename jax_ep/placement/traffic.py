@@ -14,18 +14,12 @@ from jax_ep.placement.table import Array, Placement
 
 
 class Traffic(NamedTuple):
-    """The rows of one training step's tokens under a placement, by layer, for N ranks.
+    """The rows of one training step's tokens under a placement, by layer, for N ranks."""
 
-    Attributes:
-        rows: [layers, N], the rows that each rank's experts compute, one for each choice.
-        wire_rows: [layers, N], the rows that each rank receives from other ranks, one for each
-            token.
-        rank_changes: [layers - 1], the share of pairs (a token's choice in a layer, its choice in
-            the next layer) whose experts are on different ranks.
-    """
-
-    rows: Array
-    wire_rows: Array
+    rows: Array  # [layers, N]: that each rank's experts compute, one for each choice
+    wire_rows: Array  # [layers, N]: that each rank receives from others, one for each token
+    # [layers - 1]: the share of pairs (a token's choice in a layer, its choice in the next layer)
+    # whose experts are on different ranks.
     rank_changes: Array
 
 
@@ -79,11 +73,9 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 def _slots(
     topk_idx: jax.Array, slots_of_expert: jax.Array, num_copies: jax.Array, slots_per_rank: int
 ) -> jax.Array:
-
-    def of_layer(layer: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        of_ranks, slots, copies = layer
-        ranks = jnp.arange(len(of_ranks))
-        choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
-        return jax.vmap(choose, (0, 0, None, None))(of_ranks, ranks, slots, copies)
-
-    return jax.lax.map(of_layer, (topk_idx, slots_of_expert, num_copies))
+    choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
+    of_ranks = jax.vmap(choose, (0, 0, None, None))
+    ranks = jnp.arange(topk_idx.shape[1])
+    return jax.lax.map(
+        lambda layer: of_ranks(layer[0], ranks, *layer[1:]), (topk_idx, slots_of_expert, num_copies)
+    )

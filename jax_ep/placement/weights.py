@@ -286,15 +286,12 @@ def _mover(
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: axis + 1]
-        dtype = leaf.dtype
-        columns = _row_length(leaf.shape[axis + 1 :], dtype.itemsize)
-        bits = f"uint{8 * dtype.itemsize}"
-        rows = leaf.astype(bits) if dtype == jnp.bool_ else lax.bitcast_convert_type(leaf, bits)
+        columns = _row_length(leaf.shape[axis + 1 :], leaf.dtype.itemsize)
+        rows = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], plan.shape[-1])
         rows = _move_rows(rows, plan, axes, implementation)
-        rows = rows.reshape(leaf.shape)
-        return rows.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(rows, dtype)
+        return rows.reshape(leaf.shape).view(leaf.dtype)
 
     moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
     return jax.jit(moved, donate_argnums=0)
@@ -342,10 +339,7 @@ def _move_rows(
 
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: str) -> Any:
-    """Applies a function to the leaves of a tree that hold experts' weights; keeps all others.
-
-    The shape of each such leaf must begin with `lead`; errors call its last size `size_name`.
-    """
+    """Applies a function to the leaves of experts' weights, whose shapes must begin with `lead`."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     if paths and not any(map(_of_experts, paths)):
         raise ValueError(
