@@ -158,11 +158,6 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
     return value
 
 
-def check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        check_integer(name, size)
-
-
 def floating(dtype: Any) -> np.dtype | None:
     """Returns a floating dtype as `np.dtype`, or None if `dtype` is not a floating dtype."""
     try:

@@ -95,11 +95,8 @@ IMPLEMENTATIONS = Implementations(
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
-    """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`.
-
-    The exchange that sends the rows' cotangents is checked, too. Conditions that depend on the
-    program's devices are checked only when the program is lowered.
-    """
+    """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`."""
+    # What depends on the program's devices is checked when the program is lowered.
     for each in (config, config.of_cotangents):
         moved = _rows(each, rows, list_words)
         problem = Problem(availability.TRACED, config.axis_name, moved)

@@ -186,8 +186,7 @@ def of_two_levels(
 ) -> dict[str, int]:
     """Returns the buffers of "two_level", including those inside a host: name -> bytes per rank.
 
-    `sizes` are those of the exchange among all ranks. `rows_to_host` are the rows that a rank sends
-    to each other host: T, or the host_capacity.
+    `rows_to_host` are the rows that a rank sends to each other host: T, or the host_capacity.
     """
     num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")

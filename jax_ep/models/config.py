@@ -87,10 +87,9 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
-        """Makes the configuration of a published Qwen3-MoE or GPT-OSS.
+        """Makes the configuration of a published Qwen3-MoE or GPT-OSS from config.json in `path`.
 
-        `published` has the contents of config.json, and `path` is its directory, for errors. Raises
-        ValueError for another model or a value that is not supported.
+        Raises ValueError for another model or a value that is not supported.
         """
         model_type = published.get("model_type")
         # Maps a key to its value and the supported values.
@@ -169,11 +168,8 @@ class DecoderConfig:
         return self.windows[layer % len(self.windows)]
 
     def active_params(self) -> int:
-        """Returns the number of parameters that are used to compute one token, without biases.
-
-        They are K routed experts and the shared experts, attention, routers, norms and the output
-        matrix [V, H], but not the embedding, which is only looked up.
-        """
+        """Returns the number of parameters that are used to compute one token, without biases."""
+        # The embedding is only looked up, but the output matrix [V, H] counts.
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim * self.qk_norm
         experts = self.num_experts_per_token + self.parameters.num_shared_experts
@@ -182,11 +178,8 @@ class DecoderConfig:
         return self.num_layers * layer + self.hidden + self.vocab * self.hidden
 
     def training_flops_per_token(self, seq_len: int) -> float:
-        """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
-
-        Each active parameter takes 6 FLOPs. Causal attention takes 6 * S * num_heads * head_dim
-        FLOPs in each layer, because a token attends to S / 2 keys on average.
-        """
+        """Returns the FLOPs of a token, forward and backward, in sequences of `seq_len` tokens."""
+        # Each active parameter takes 6 FLOPs; a token attends to S / 2 keys on average.
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
 

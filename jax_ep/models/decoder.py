@@ -1,9 +1,7 @@
-"""Defines a decoder-only Mixture-of-Experts language model, for training and for decoding.
+"""Defines a decoder-only Mixture-of-Experts language model, Qwen3-MoE or GPT-OSS.
 
-It is Qwen3-MoE or GPT-OSS: RMSNorm before attention and before experts, grouped-query attention
-with a rotary embedding, and `jax_ep.moe_layer` in every layer. Parameters have the names and shapes
-of the published checkpoint. `jax_ep.models.train_step` trains the model, and
-`jax_ep.models.generation` decodes with it, both by `decoder_layer`.
+`jax_ep.models.train_step` trains the model, and `jax_ep.models.generation` decodes with it, both by
+`decoder_layer`. Parameters have the names and shapes of the published checkpoint.
 """
 
 from __future__ import annotations

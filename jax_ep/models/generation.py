@@ -1,8 +1,4 @@
-"""Decodes with a `jax_ep.models` decoder: prompts of any lengths, and a compiled loop over tokens.
-
-`prefill` reads prompts in chunks, padded on either side. `decode` continues them in one compiled
-loop, of which `step` is an iteration. `generate` makes these calls. All run on the ambient mesh.
-"""
+"""Decodes with a `jax_ep.models` decoder: prompts of any lengths, a compiled loop over tokens."""
 
 from __future__ import annotations
 
@@ -282,10 +278,9 @@ def generate(
 ) -> tuple[list[list[int]], State, Times]:
     """Continues prompts of any lengths by up to `steps` tokens each, stop tokens included.
 
-    Generation runs twice: the first run compiles, the second is timed. `padding` is the side on
-    which short prompts are padded, "left" or "right". With `loop` "device", `decode` runs all
-    steps; with "host", each is a call of `step`. Returns the new tokens of each sequence, the state
-    after the last step, and the times of the second run.
+    Generation runs twice: the first run compiles, the second is timed. `padding` is the side of
+    short prompts' padding. With `loop` "device", `decode` runs all steps; with "host", each is a
+    call of `step`. Returns the new tokens of each sequence, the last state, and the times.
     """
     tokens, mask = padded(prompts, padding)
     batch, length = tokens.shape

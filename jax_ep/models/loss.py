@@ -26,15 +26,9 @@ def cross_entropy(
     chunk, so the backward pass recomputes no logits. The gradient of `head` is accumulated in
     float32 and summed over devices once, after the last chunk.
 
-    Args:
-        x: [B, S, H] floating, the final hidden states; B is a multiple of the number of devices
-            that sequences are split over.
-        head: [V, H] floating, the output matrix; it is cast to the dtype of x.
-        targets: [B, S] int32, the target token ids, below V; the loss ignores negative ones.
-        chunk: the number of tokens of a chunk.
-
-    Returns:
-        The mean over targets that are not negative, [] float32, in nats.
+    x is [B, S, H] floating, and B a multiple of the devices that sequences are split over. `head`
+    [V, H] floating is cast to the dtype of x. `targets` are [B, S] int32 token ids; the mean, []
+    float32 in nats, leaves out negative ones.
     """
     found = _on_ranks(x, head, targets, chunk, gradients=False)
     return found.loss / found.number

@@ -245,7 +245,8 @@ def weight_shapes(
     config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
     """Maps a layer's parameters, except `gate` and `bias`, to their global shapes."""
-    checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
+    checks.check_integer("hidden", hidden)
+    checks.check_integer("mlp_dim", mlp_dim)
     sizes = {
         "E": config.num_held,
         "R": config.num_choosable,
