@@ -519,8 +519,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
     # Eager sharding is off: nnx would take the parameters' logical axes, such as "exp", for axes of
     # the ambient mesh.
     with nnx.use_eager_sharding(False):
-        make = functools.partial(MoE, hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0))
-        layer = jax.eval_shape(make)
+        layer = jax.eval_shape(lambda: MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer
