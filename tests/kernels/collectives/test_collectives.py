@@ -26,7 +26,7 @@ from support.simulator import simulate, simulated
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives.algorithms import FUSED
-from pallas_kernels.collectives.tiles import FlatTiles, TilePlan
+from pallas_kernels.collectives.tiles import TilePlan
 
 # --------------------------------------------------------------------- kernels in the simulator
 
@@ -71,13 +71,6 @@ def test_kernel(name, protocol, num_ranks, dtype, size, plan, detect_races):
         assert set(counters.values()) == {1}
         workers = num_ranks * plan.num_blocks * plan.num_warpgroups
         assert len(counters) == workers * (num_ranks - 1)
-
-
-# The sizes are less than a tile, and not whole vectors.
-@pytest.mark.parametrize("size", [8, 1028])
-def test_sizes_that_cannot_be_are_refused(size):
-    with pytest.raises(ValueError, match=f"whole vectors of 8 elements.*has {size}"):
-        FlatTiles(size, jnp.bfloat16, TilePlan(1))
 
 
 NORM_CASES = {

@@ -14,15 +14,15 @@ from support.simulator import interpret, simulated
 
 from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, QuantizedArray, quantize
-from jax_ep.matmul import float8_pallas
 from jax_ep.matmul import pallas as backend
+from jax_ep.matmul.float8 import gated_product_by_kernel
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import float8
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
-from pallas_kernels.matmul.mxfp4_matmul import mxfp4_matmul
+from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
 L, K, N = 4, 256, 256
 # The groups that 1 row and that 3 rows choose. No row chooses group 1, and -1 chooses no group.
@@ -73,11 +73,12 @@ def test_two_products(format, num_rows):
         gating = Elementwise(swiglu, 2)
         (hidden,) = gated_matmul(x, pair, groups, gating, keep=False, tiles=tiles, **common)
         if format is None:
-            tiles = backend.chosen_tiles(groups, K)
-            y = grouped_matmul([(hidden, wo)], groups, transpose_rhs=False, tiles=tiles, **common)
+            pair, options = (hidden, wo), dict(tiles=backend.chosen_tiles(groups, K))
         else:
-            y = mxfp4_matmul(hidden, scaled(wo), groups, tiles=Tiles((8,), 128, 3, 1), **common)
-        return hidden, y
+            pair = hidden, scaled(wo)
+            options = dict(tiles=Tiles((8,), 128, 3, 1), format=Mxfp4Matrices)
+        transposed = format is not None
+        return hidden, grouped_matmul([pair], groups, transpose_rhs=transposed, **options, **common)
 
     hidden, y = (np.asarray(array).astype(np.float32) for array in interpret(run))
     rows = np.asarray(rows)
@@ -137,7 +138,7 @@ def test_a_gated_product_of_float8_is_one_kernel(num_rows):
 
     def gated(choices, x, gate, up):
         groups, _ = chosen_groups(choices, L)
-        return float8_pallas.gated_product_of_float8_by_kernel(x, (gate, up), groups, swiglu, False)
+        return gated_product_by_kernel(x, (gate, up), groups, swiglu, False)
 
     def quantized(format, *shape):
         scales = jnp.ones(format.scales_shape(shape), jnp.float32)

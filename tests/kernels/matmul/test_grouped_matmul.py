@@ -114,25 +114,3 @@ def test_a_loader_where_registers_are_enough(monkeypatch):
         assert has_loader(False, Matrices, *tiles) == in_bfloat16
         assert has_loader(False, Mxfp4Matrices, *tiles) == in_mxfp4
         assert has_loader(True, Matrices, *tiles)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((20, 64), 128, 3, 1), "heights must be multiples of 8 from 8 to 256 in rising order"),
-        (((64, 264), 128, 3, 1), "heights must be multiples of 8"),
-        (((64, 32), 128, 3, 1), "heights must be multiples of 8"),
-        (((), 128, 3, 1), "heights must be multiples of 8"),
-        (((64,), 192, 3, 1), "block_n must be 64, 128 or 256"),
-        (((64,), 128, 2, 1), "num_stages must be at least 3"),
-        (((64,), 128, 3, 0), "num_buffers must be positive"),
-        (((64,), 128, 3, 1, 0), "band at least 1"),
-        (((32,), 64, 3, 1), "block_n must be at least 128 .* but is 64"),
-        (((32,), 256, 3, 1), "must be a multiple of 128 for block_n=256, but is 192"),
-    ],
-)
-def test_tiles_that_cannot_be_are_refused(arguments, message):
-    lhs, rhs, group_sizes, _ = operands(64, [3, 0], "bfloat16", matrix_shape=(64, 192))
-    with pytest.raises(ValueError, match=message):
-        tiles = Tiles(*arguments)
-        grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
