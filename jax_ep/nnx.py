@@ -256,12 +256,10 @@ def _bias(config: MoEConfig) -> RouterState:
 
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
-    """Returns `value` as a variable with the logical axes of parameter `name`, sharded.
-
-    Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
-    optimizer's state must take its sharding from the parameter's type; eager sharding would take it
-    from the logical axes, of which a stack of layers may lack one.
-    """
+    """Returns `value` as a variable with the logical axes of parameter `name`, sharded."""
+    # Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
+    # optimizer's state must take its sharding from the parameter's type; eager sharding would take
+    # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
     mesh = _mesh_of_state(config)

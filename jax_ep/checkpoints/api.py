@@ -105,7 +105,7 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
         hint = "; quantized=jax_ep.formats.FLOAT8_MATRICES holds experts as float8"
         check_compute_dtype(param_dtype, hint, name="param_dtype")
     if mesh is not None:
-        checks.check_mesh("mesh", mesh)
+        checks.check_mesh(mesh)
     is_keep = isinstance(quantized, str) and quantized == "keep"
     if not (quantized is None or is_keep or isinstance(quantized, Format)):
         raise TypeError(

@@ -252,7 +252,12 @@ def combine(
     if isinstance(handle, RankHandle):
         _check_partial_sums(y, handle, topk_weights)
     else:
-        _check_rows(y, handle)
+        checks.check_array("y", y, 2, jnp.floating, "[R, H]")
+        if y.shape[0] != handle.capacity:
+            raise ValueError(
+                "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
+                f"{handle.capacity}, but y has shape {y.shape}."
+            )
     if y.shape[-1] == 0:
         raise ValueError(
             f"y must be [R, H] or [N, T, H] with at least one column, but has shape {y.shape}."
@@ -413,15 +418,6 @@ def _check_handle(handle: Any) -> None:
         raise ValueError(
             f"handle.{name} must have shape [{num_ranks}, T, K], one plane for each rank along "
             f"{handle.axis_name}, but has shape {shape}."
-        )
-
-
-def _check_rows(y: Any, handle: Handle) -> None:
-    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
-    if y.shape[0] != handle.capacity:
-        raise ValueError(
-            "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
-            f"{handle.capacity}, but y has shape {y.shape}."
         )
 
 

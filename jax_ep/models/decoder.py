@@ -140,10 +140,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotary(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies a rotary embedding to x [..., S, heads, D] (Su et al., "RoFormer", 2021).
-
-    `angles` are cosines and sines, [..., S, 1, D / 2] each, as `cos_and_sin` computes them.
-    """
+    """Applies the rotary embedding of `cos_and_sin` to x [..., S, heads, D] ("RoFormer", 2021)."""
     (cos, sin), (a, b) = angles, jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 

@@ -107,8 +107,7 @@ def hidden_states(
 ) -> tuple[jax.Array, Cache, jax.Array]:
     """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
 
-    `mask` [B, S] bool is False where a column is padding. Returns the last layer's output
-    [B, S, H], the new cache, and how many tokens chose each expert, [layers, E] int32.
+    Returns the last layer's output [B, S, H], the new cache, and counts of experts, [layers, E].
     """
     # Columns of padding have the position of the last token before them.
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
@@ -181,10 +180,9 @@ def prefill(
     cache: Cache,
     chunk: int,
 ) -> tuple[jax.Array, Cache]:
-    """Reads prompts [B, S] of one token or more, `chunk` columns at a time.
+    """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
 
-    `mask` [B, S] is False at padding. Returns the logits [B, V] float32 of each prompt's next
-    token, and the cache.
+    Returns the logits [B, V] float32 of each prompt's next token, and the cache.
     """
     batch, length = tokens.shape
     chunk = min(chunk, length)
@@ -242,8 +240,7 @@ def step(
 ) -> tuple[State, jax.Array, jax.Array]:
     """Decodes one token of each sequence.
 
-    Returns the new state, the logits [B, V] float32 from which the tokens were chosen, and how many
-    tokens chose each expert, [layers, E] int32.
+    Returns the new state, the logits [B, V] float32, and how many tokens chose each expert.
     """
     # A finished sequence reads padding.
     last = jnp.where(state.finished, 0, state.last)[:, None]

@@ -126,9 +126,8 @@ def init_state(
 ) -> TrainState:
     """Makes the training state before the first step, sharded as `layout` says.
 
-    `params` to start from are donated; None: random ones, of `seed`. With `only_shapes`, nothing is
-    computed, and `jax.ShapeDtypeStruct` objects with shardings are returned, for example to restore
-    a checkpoint.
+    `params` to start from are donated; None: random ones, of `seed`. With `only_shapes`, returns
+    only types with shardings, for example to restore a checkpoint.
     """
 
     def init(key: jax.Array, params: Params | None) -> TrainState:
@@ -150,17 +149,10 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
-    The state is donated. A step has A microbatches of B sequences, which run one after the other;
-    its gradients are means over the microbatches.
-
-    The metrics are a dict:
-        "loss": the cross-entropy in nats per token, mean over microbatches.
-        "load_balance_loss", "router_z_loss": the auxiliary losses without their factors, means over
-            microbatches and layers.
-        "num_dropped": the number of (token, choice) pairs that were dropped, sum over microbatches
-            and layers, float32.
-        "expert_counts": [layers, E], how often each expert was chosen, sum over microbatches.
-        "grad_norm": the Euclidean norm of all gradients.
+    The state is donated. A step has A microbatches of B sequences, which run one after the other.
+    Gradients, and in the metrics "loss" (nats per token), "load_balance_loss" and "router_z_loss"
+    (without their factors), are means over microbatches and layers; "num_dropped" (float32) and
+    "expert_counts" [layers, E] are sums. "grad_norm" is the Euclidean norm of all gradients.
     """
 
     def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:
@@ -231,11 +223,9 @@ def make_train_step(
 def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.stages.Wrapped:
     """Returns the jitted evaluation step: (state, token ids [B, S + 1]) -> metrics.
 
-    The metrics are a dict:
-        "loss": the sum of the targets' cross-entropies, in nats.
-        "tokens": the number of targets.
-        "expert_counts": [layers, E], how often each expert was chosen.
-        "topk_idx": [layers, B, S, K] int32, the choices, if `MoEConfig.record_choices` is set.
+    The metrics are "loss", the sum of the cross-entropies in nats, and "tokens", the number of
+    targets; "expert_counts" [layers, E]; and, if recorded, the choices, "topk_idx" [layers, B, S,
+    K] int32.
     """
 
     def eval_step(state: TrainState, tokens: jax.Array) -> dict[str, Any]:
@@ -254,10 +244,7 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
 def _inputs_and_targets(
     tokens: jax.Array, objective: Objective
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns inputs, targets and numbers of documents, [B, S] each, of tokens [B, S + 1].
-
-    A target of -1 does not count. The numbers are None without `document_end`.
-    """
+    """Returns inputs, targets and any numbers of documents, [B, S] each, of tokens [B, S + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if objective.document_end is None:
         return inputs, targets, None

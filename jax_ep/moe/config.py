@@ -348,7 +348,7 @@ def _check_fields(config: MoEConfig) -> None:
     if config.fsdp_axes is not None:
         _check_fsdp_axes(config.fsdp_axes)
     if config.mesh is not None and not isinstance(config.mesh, AbstractMesh):
-        checks.check_mesh("mesh", config.mesh, ", or None for the ambient one")
+        checks.check_mesh(config.mesh, ", or None for the ambient one")
 
 
 @dataclasses.dataclass(frozen=True)

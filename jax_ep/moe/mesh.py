@@ -127,7 +127,7 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
-    check_mesh("mesh", mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
+    check_mesh(mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
 
 
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:

@@ -26,8 +26,7 @@ class Traffic(NamedTuple):
 def means(steps: Array, placement: Placement) -> dict[str, float]:
     """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
 
-    "balance" is the rows of the busiest rank over the mean, "wire_rows" the rows sent between ranks
-    for a token, and "rank_changes" the mean of `Traffic.rank_changes`.
+    "balance" is the rows of the busiest rank over the mean, "wire_rows" are those of a token.
     """
     tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
     counted = [traffic(step, placement) for step in steps]
@@ -41,10 +40,7 @@ def means(steps: Array, placement: Placement) -> dict[str, float]:
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
-
-    Each rank has tokens // N consecutive tokens; the remaining tokens at the end are ignored.
-    """
+    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert."""
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
     per_rank = tokens // num_ranks

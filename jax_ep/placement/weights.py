@@ -1,9 +1,7 @@
 """Converts experts' weights and optimizer state between experts and slots, and moves them.
 
 The functions take any pytree, such as a train state, and change only leaves of experts: those whose
-path has a key that names an expert's parameter, such as "wi_0". Their first axis is P slots in a
-layer with slots, else E experts. Leaves of one element stay as they are: optax uses them as
-placeholders for moments that it does not keep.
+path has a key that names an expert's parameter, such as "wi_0".
 """
 
 from __future__ import annotations
@@ -167,7 +165,7 @@ def redistribute(
         ValueError: sizes of the placements, the mesh and the leaves differ; a leaf has a dtype of
             less than 8 bits or a complex dtype; or there is no leaf of experts.
     """
-    checks.check_mesh("mesh", mesh)
+    checks.check_mesh(mesh)
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(f"axis_name {axes} must name axes of the mesh, but it has {mesh.shape}.")
