@@ -119,9 +119,17 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
     )
 
 
-def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
+def _stacked(
+    block: str,
+    axes: str = "E GF H",
+    down_axes: str = "E H F",
+    *,
+    gate_up: str = "gate_up_proj",
+    down: str = "down_proj",
+):
     """Lists the tensors of models in which two tensors hold the matrices of all experts."""
-    return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
+    wo = Tensor(("wo",), f"{block}.{down}", down_axes)
+    return Tensor(("wi_0", "wi_1"), f"{block}.{gate_up}", axes), wo
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
@@ -135,9 +143,7 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 
 # Each expert has its own tensors, or two tensors hold all experts. In _STACKED, the second is
 # preferred, but each expert of a float8 model still has its own tensors.
-_EXPERTS = OneOf(
-    (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-)
+_EXPERTS = OneOf((_each("mlp.experts"), _stacked("mlp.experts")))
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 
 _K = {
@@ -211,6 +217,7 @@ _NEMOTRON_EXPERTS = (
     Tensor(("wi_0",), "mixer.experts.{e}.up_proj.weight", "F H"),
     Tensor(("wo",), "mixer.experts.{e}.down_proj.weight", "H F"),
 )
+_LINEAR = {"gate_up": "input_linear.weight", "down": "output_linear.weight"}
 _GRANITE_SHARED = (
     Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
     Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
@@ -226,6 +233,9 @@ _GPT_OSS: dict[str, Any] = {
     # same weights, once the chosen ones are divided by their sum.
     "fixed": _SOFTMAX,
 }
+_GPT_OSS_BLOCKS = _stacked(
+    "mlp.experts", "E FG H", gate_up="gate_up_proj_blocks", down="down_proj_blocks"
+)
 _GPT_OSS_ROUTER = (
     _router("mlp.router.weight"),
     Tensor(("gate_bias",), "mlp.router.bias", "R"),
@@ -286,14 +296,7 @@ TABLE = (
         tensors=(
             _router("mlp.gate.weight"),
             # As published, and as transformers 5 saves them.
-            OneOf(
-                (
-                    _stacked(
-                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"
-                    ),
-                    _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-                )
-            ),
+            OneOf((_stacked("mlp.experts", "E H GF", "E F H"), _stacked("mlp.experts"))),
         ),
     ),
     _like_qwen(
@@ -571,7 +574,7 @@ TABLE = (
         tensors=(
             _router("router.proj.weight"),
             Tensor(("expert_scale",), "router.per_expert_scale", "R"),
-            *_stacked("experts.gate_up_proj", "experts.down_proj"),
+            *_stacked("experts"),
             *_others("router.scale"),
         ),
     ),
@@ -581,7 +584,7 @@ TABLE = (
         fields={"activation": "activation_function"},
         tensors=(
             _router("mlp.router.layer.weight"),
-            *_stacked("mlp.input_linear.weight", "mlp.output_linear.weight"),
+            *_stacked("mlp", **_LINEAR),
             *_others("mlp.bias"),
         ),
     ),
@@ -595,7 +598,7 @@ TABLE = (
         defaults=_SILU,
         tensors=(
             *_others("mlp.gate.weight", "mlp.gate.bias", "mlp.gate.global_scale"),
-            *_stacked("mlp.experts.w13_weight", "mlp.experts.w2_weight", "E FG H"),
+            *_stacked("mlp.experts", "E FG H", gate_up="w13_weight", down="w2_weight"),
             *_others("mlp.shared_experts.shared_w13_weight"),
             *_others("mlp.shared_experts.shared_w2_weight"),
         ),
@@ -638,7 +641,7 @@ TABLE = (
         only={"mlp_bias": (False,), "hidden_act": ("silu",)},
         tensors=(
             _router("mlp.router.weight"),
-            *_stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", "E H GF", "E F H"),
+            *_stacked("mlp.experts", "E H GF", "E F H", gate_up="fc1.weight", down="fc2.weight"),
             *_mlp("mlp.shared_experts"),
         ),
     ),
@@ -664,9 +667,7 @@ TABLE = (
         # Granite computes the softmax over the chosen logits only; see _GPT_OSS.
         tensors=(
             _router("block_sparse_moe.router.layer.weight"),
-            *_stacked(
-                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
-            ),
+            *_stacked("block_sparse_moe", **_LINEAR),
             *_GRANITE_SHARED,
         ),
     ),
@@ -676,9 +677,7 @@ TABLE = (
         sizes={"S": "shared_intermediate_size"},
         tensors=(
             _router("block_sparse_moe.router.weight"),
-            *_stacked(
-                "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
-            ),
+            *_stacked("block_sparse_moe.experts"),
             *_GRANITE_SHARED,
         ),
     ),
@@ -689,19 +688,7 @@ TABLE = (
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
             *_GPT_OSS_ROUTER,
-            OneOf(
-                (
-                    _stacked(
-                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H FG", "E F H"
-                    ),
-                    _stacked(
-                        "mlp.experts.gate_up_proj_blocks",
-                        "mlp.experts.down_proj_blocks",
-                        "E FG H",
-                        "E H F",
-                    ),
-                )
-            ),
+            OneOf((_stacked("mlp.experts", "E H FG", "E F H"), _GPT_OSS_BLOCKS)),
             Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E FG"),
             Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
         ),
@@ -713,7 +700,7 @@ TABLE = (
         fixed=_FLOAT32,
         tensors=(
             *_GPT_OSS_ROUTER,
-            *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
+            *_stacked("mlp.experts", "E H GF", "E F H"),
             Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E GF"),
             Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
         ),
@@ -726,12 +713,7 @@ TABLE = (
         fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"} | _OWN_DTYPE,
         tensors=(
             _router("feed_forward.router.weight"),
-            *_stacked(
-                "feed_forward.experts.gate_up_proj",
-                "feed_forward.experts.down_proj",
-                "E H GF",
-                "E F H",
-            ),
+            *_stacked("feed_forward.experts", "E H GF", "E F H"),
             *_mlp("feed_forward.shared_expert"),
         ),
     ),
