@@ -196,16 +196,7 @@ def dispatch(
             received_weights = received_weights.astype(topk_weights.dtype)
         rank_handle = RankHandle(route, axis_name, num_experts)
         return RankDispatched(tokens, route.local_topk_idx, received_weights, rank_handle)
-    handle = Handle(
-        routes=route,
-        axis_name=axis_name,
-        capacity=config.capacity,
-        num_experts=num_experts,
-        expert_alignment=config.expert_alignment,
-        overflow=config.overflow,
-        host_capacity=config.host_capacity,
-        zero_unused=config.zero_unused,
-    )
+    handle = Handle.of(route, config)
     return Dispatched(tokens, **groups_or_weights._asdict(), handle=handle)
 
 
@@ -359,20 +350,9 @@ def _config_like(
 
 
 def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
-    options: dict[str, Any] = dict(
-        axis_name=handle.axis_name,
-        num_experts=handle.num_experts,
-        list_words=handle.shape[2],
-    )
-    if isinstance(handle, RankHandle):
-        return options | dict(layout="rank")
-    return options | dict(
-        capacity=handle.capacity,
-        expert_alignment=handle.expert_alignment,
-        overflow=handle.overflow,
-        host_capacity=handle.host_capacity,
-        zero_unused=handle.zero_unused,
-    )
+    options = {name: getattr(handle, name) for name in interface.static_fields(handle)}
+    layout = "rank" if isinstance(handle, RankHandle) else "expert"
+    return options | {"list_words": handle.shape[2], "layout": layout}
 
 
 def _check_choices(x: Any, topk_idx: Any) -> None:

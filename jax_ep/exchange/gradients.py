@@ -141,13 +141,7 @@ def _combine_bwd(config, residuals, g):
         return dispatch_like_with_vjp(config.of_cotangents, g, routes), None, None
     y, topk_weights = saved
     config = config.of_cotangents
-    handle = Handle(
-        routes=routes,
-        axis_name=config.axis_name,
-        capacity=config.capacity,
-        num_experts=config.num_experts,
-        expert_alignment=config.expert_alignment,
-    )
+    handle = Handle.of(routes, config)
     rows: Any = dispatch_like_with_vjp(config, g, routes)
     rows = rows.astype(jnp.float32)
     weights = choices_to_rows(topk_weights, handle, config.implementation)

@@ -147,6 +147,11 @@ def _static(**default: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **default)
 
 
+def static_fields(handle: Any) -> list[str]:
+    """Lists the fields of a `Handle` or `RankHandle` but the routes; `Config` has them, too."""
+    return [field.name for field in dataclasses.fields(handle) if field.metadata.get("static")]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -166,6 +171,10 @@ class Handle:
     overflow: Overflow = _static(default="tail")
     host_capacity: int | None = _static(default=None)
     zero_unused: bool = _static(default=True)
+
+    @classmethod
+    def of(cls, routes: Routes, config: Config) -> Handle:
+        return cls(routes, **{name: getattr(config, name) for name in static_fields(cls)})
 
     @property
     def shape(self) -> tuple[int, ...]:
