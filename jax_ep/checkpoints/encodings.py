@@ -88,7 +88,7 @@ class _InBlocks:
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice of the tensor as float32; ValueError for scales of damaged files."""
         blocks, within = self._blocks(index)
-        return self.format.decode(self._load(blocks), np.float32)[(..., *within)]
+        return self.format.decode(self._load_to_read(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Encodes `values` and writes them to a slice of whole blocks; see the module."""
@@ -111,7 +111,7 @@ class _InBlocks:
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads a slice of whole blocks; returns (values, scales), which `format.decode` takes."""
-        return self._load(self._whole_blocks(index))
+        return self._load_to_read(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
         """Writes values and scales, as `read_parts` returns them, to a slice of whole blocks."""
@@ -169,6 +169,10 @@ class _InBlocks:
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values)
 
+    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        # `Float8` also checks the scales, which a write replaces.
+        return self._load(blocks)
+
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads the stored (values, scales) of a slice of blocks, as `_blocks` returns it."""
         raise NotImplementedError
@@ -219,10 +223,9 @@ class Float8(_InBlocks):
     def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.format.encode(values, divide=True)
 
-    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Raises ValueError for scales that only a damaged file has."""
-        values = self._padded(self.directory.read(self.name, self._of_values(blocks)))
-        scales = self.directory.read(self.name + SCALE_SUFFIX, blocks)
+        values, scales = self._load(blocks)
         numbers = scales.astype(np.float32)
         wrong = ~(np.isfinite(numbers) & (numbers > 0))
         # A scale of 0 is right for a block of zeros.
@@ -237,6 +240,10 @@ class Float8(_InBlocks):
                 f"{wrong.size} scales that were read)."
             )
         return values, scales
+
+    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        values = self.directory.read(self.name, self._of_values(blocks))
+        return self._padded(values), self.directory.read(self.name + SCALE_SUFFIX, blocks)
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
         index = self._of_values(blocks)
