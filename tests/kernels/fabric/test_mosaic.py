@@ -93,11 +93,6 @@ def test_the_names_that_kernels_need_are_those_that_they_use():
 
 
 @needs_kernels
-def test_this_jax_has_all_of_it(forgets):
-    assert requirements.unavailable_reason() is None
-
-
-@needs_kernels
 @pytest.mark.parametrize("path", USES)
 def test_whatever_is_missing_is_named(path, forgets, monkeypatch):
     module, name = next(
