@@ -32,7 +32,6 @@ SHARED_TESTS = (
     ("jax_ep/exchange", "rail", "two_level"),
     ("jax_ep/formats", "transposed", "quantized_array"),
     ("jax_ep/matmul", "backend loop pallas primitives xla", "api"),
-    ("jax_ep/matmul", "float8_pallas", "float8"),
     ("jax_ep/matmul", "gating", "unquantized"),
     ("jax_ep/models", "published", "tests/checkpoints/test_transformers.py"),
     ("jax_ep/models", "launch", "tests/test_examples.py"),

@@ -29,15 +29,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.dtypes import rounded
-from jax_ep.formats import (
-    FLOAT8_MATRICES,
-    FLOAT8_ROWS,
-    QuantizedArray,
-    Transposed,
-    quantize,
-)
-from jax_ep.matmul.backend import Backend, added
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed, quantize
+from jax_ep.matmul.backend import Backend, added, pad_rows
 from jax_ep.matmul.gating import Gating
+from jax_ep.matmul.pallas import (
+    as_elementwise,
+    gradient_as_elementwise,
+    in_32_bits,
+    launch_size,
+)
 from jax_ep.matmul.primitives import Implementation, bind, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format, Scaled
@@ -216,16 +216,19 @@ def drhs_of_each(
 # Quantized operands and results are `Scaled`.
 
 
+# Only "pallas" has kernels; these take rows padded to a multiple of 8.
+
+
 def _selected(
     implementation: Implementation, platform: str, matrix_shape: Sequence[int], num_rows: Any
-) -> tuple[Backend, Any]:
-    """Returns the backend, and the module of float8 kernels, or None for a backend without them."""
+) -> tuple[Backend, bool]:
+    """Returns the backend, and whether it has float8 kernels."""
     backend = select(implementation, platform, matrix_shape, DTYPE, num_rows, has_scales=True)
-    if backend.name != "pallas":
-        return backend, None
-    from jax_ep.matmul import float8_pallas
+    return backend, backend.name == "pallas"
 
-    return backend, float8_pallas
+
+def _padded(rows: Scaled) -> Scaled:
+    return Scaled(*map(pad_rows, rows))
 
 
 def _encode(format: Float8, x: jax.Array) -> Scaled:
@@ -242,9 +245,11 @@ def _dequantized_matrices(matrices: Scaled) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_matrices(matrices, *, implementation, platform):
-    _, kernels = _selected(implementation, platform, matrices.shape[1:], num_rows=None)
-    if kernels:
-        return kernels.quantize_matrices(matrices)
+    _, has_kernels = _selected(implementation, platform, matrices.shape[1:], num_rows=None)
+    if has_kernels:
+        from pallas_kernels.matmul import quantize as kernels
+
+        return in_32_bits(kernels.quantize_matrices)(matrices)
     kept = _encode(FLOAT8_MATRICES, matrices)
     return kept, Scaled(*(jnp.swapaxes(part, 1, 2) for part in kept))
 
@@ -252,9 +257,13 @@ def _compute_matrices(matrices, *, implementation, platform):
 @functools.partial(jax.jit, static_argnames=("return_rows", "implementation", "platform"))
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
     num_rows, width = jax.tree.leaves(rows)[0].shape
-    _, kernels = _selected(implementation, platform, (width, width), num_rows)
-    if kernels:
-        return kernels.transpose_rows(rows, blocks, return_rows)
+    _, has_kernels = _selected(implementation, platform, (width, width), num_rows)
+    if has_kernels:
+        from pallas_kernels.matmul import quantize as kernels
+
+        if isinstance(rows, Scaled):
+            return in_32_bits(kernels.transpose_rows)(rows, blocks)
+        return in_32_bits(kernels.quantize_rows)(rows, blocks, return_rows=return_rows)
     # The rows of `blocks`, [P / 128, 128]. A block of fewer rows than 128 is filled with zeros.
     row_in_block = jnp.arange(BLOCK, dtype=jnp.int32)[None]
     exists = (row_in_block < blocks[:, 1:])[..., None]
@@ -293,11 +302,28 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
 def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unused):
     rows, matrices = pairs[0]
     num_rows, shape = rows.values.shape[0], matrices.values.shape[1:]
-    backend, kernels = _selected(implementation, platform, shape, num_rows)
-    if kernels:
-        return kernels.product_of_float8_by_kernel(pairs, groups, dtype, zero_unused)
+    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    if has_kernels:
+        return _product_by_kernel(pairs, groups, dtype, zero_unused)
     wide = [(_dequantized_rows(rows), _dequantized_matrices(matrices)) for rows, matrices in pairs]
     return _sum_of_products(backend, wide, groups, zero_unused).astype(dtype)
+
+
+@in_32_bits
+def _product_by_kernel(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool) -> jax.Array:
+    from pallas_kernels.matmul.float8 import float8_matmul
+
+    rows, matrices = pairs[0]
+    num_rows = output_rows(groups, rows.values.shape[0])
+    depth = sum(rows.values.shape[1] for rows, _ in pairs)
+    out = float8_matmul(
+        [(_padded(rows), matrices) for rows, matrices in pairs],
+        groups,
+        dtype=dtype,
+        zero_unused=zero_unused,
+        **launch_size(num_rows, depth, matrices.values.shape[1]),
+    )
+    return out[:num_rows]
 
 
 def _sum_of_products(
@@ -323,15 +349,13 @@ def _sum_of_products(
 @_exact
 def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
     num_rows, shape = lhs.values.shape[0], rhs[0].values.shape[1:]
-    backend, kernels = _selected(implementation, platform, shape, num_rows)
-    if kernels:
-        results = kernels.gated_product_of_float8_by_kernel(lhs, rhs, groups, gating, keep)
+    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    if has_kernels:
+        results = gated_product_by_kernel(lhs, rhs, groups, gating, keep)
         if results is not None:
             return results
         products = [
-            kernels.product_of_float8_by_kernel(
-                [(lhs, each)], groups, dtype=jnp.float32, zero_unused=False
-            )
+            _product_by_kernel([(lhs, each)], groups, jnp.float32, zero_unused=False)
             for each in rhs
         ]
     else:
@@ -343,14 +367,32 @@ def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
     return [_encode(FLOAT8_ROWS, each) for each in [hidden, *(products if keep else ())]]
 
 
+@in_32_bits
+def gated_product_by_kernel(
+    lhs: Scaled, rhs: tuple[Scaled, Scaled], groups: Groups, gating: Gating, keep: bool
+) -> Any:
+    """Returns None if no kernel can call `gating`."""
+    from pallas_kernels.matmul.float8 import float8_gated_matmul
+
+    if (function := as_elementwise(gating)) is None:
+        return None
+    num_rows = output_rows(groups, lhs.values.shape[0])
+    _, num_cols, depth = rhs[0].values.shape
+    size = launch_size(num_rows, 2 * depth, num_cols)
+    results = float8_gated_matmul(_padded(lhs), rhs, groups, function, keep=keep, **size)
+    return jax.tree.map(lambda part: part[:num_rows], results)
+
+
 @functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
     dtype, width = dhidden.dtype, dhidden.shape[1]
-    _, kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
-    if kernels:
-        results = kernels.gate_gradient(gating, dhidden, products, weights, blocks)
-        if results is not None:
-            return results
+    _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
+    if has_kernels and dtype == jnp.bfloat16:
+        from pallas_kernels.matmul import float8_gate_gradient as kernels
+
+        if (function := gradient_as_elementwise(gating)) is not None:
+            operands = dhidden, *products, weights, blocks
+            return in_32_bits(kernels.gate_gradient)(function, *operands)
 
     def in_float32(*arrays: jax.Array) -> jax.Array:
         return gating(*arrays).astype(jnp.float32)
@@ -374,9 +416,13 @@ def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implem
 @_exact
 def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, platform):
     shape = lhs.values.shape[0], grads[0].values.shape[0]
-    backend, kernels = _selected(implementation, platform, shape, lhs.values.shape[1])
-    if kernels:
-        return kernels.drhs_of_each(lhs, grads, group_blocks, sums, dtype)
+    backend, has_kernels = _selected(implementation, platform, shape, lhs.values.shape[1])
+    if has_kernels:
+        from pallas_kernels.matmul import float8_drhs as kernels
+
+        size = launch_size(*lhs.values.shape, sum(grad.values.shape[0] for grad in grads))
+        drhs = in_32_bits(kernels.drhs_of_each)
+        return drhs(lhs, grads, group_blocks, sums, dtype=dtype, **size)
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )

@@ -111,6 +111,8 @@ def sum_of_products(
     zero_unused: bool = True,
 ) -> jax.Array:
     """With `transpose_rhs` and only one pair, its rhs may be `Scaled` transposes in MXFP4."""
+    from pallas_kernels.matmul.grouped_matmul import grouped_matmul
+
     lhs, rhs = pairs[0]
     num_groups, num_cols, mxfp4_depth = _sizes(rhs, transpose_rhs)
     num_rows = output_rows(groups, lhs.shape[0])
@@ -120,12 +122,10 @@ def sum_of_products(
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     depth = sum(lhs.shape[1] for lhs, _ in pairs)
     options = dict(tiles=tiles, zero_unused=zero_unused, **launch_size(num_rows, depth, num_cols))
-    if not isinstance(rhs, jax.Array):
-        from pallas_kernels.matmul.mxfp4_matmul import mxfp4_matmul
+    if mxfp4_depth is not None:
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
-        return mxfp4_matmul(pad_rows(lhs), rhs, groups, **options)[:num_rows]
-    from pallas_kernels.matmul.grouped_matmul import grouped_matmul
-
+        options["format"] = Mxfp4Matrices
     padded: list[Any] = [(pad_rows(lhs), rhs) for lhs, rhs in pairs]
     return grouped_matmul(padded, groups, transpose_rhs=transpose_rhs, **options)[:num_rows]
 
@@ -247,7 +247,7 @@ def product_tiles(
     elif not is_large:
         heights = (64, 128)
     band_columns = band(num_cols, block_n, most=16)
-    return _fitting_tiles(heights, block_n, band_columns, num_matrices=1, mxfp4_depth=mxfp4_depth)
+    return _fitting_tiles(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
@@ -279,24 +279,14 @@ def chosen_tiles(
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
     band_columns = band(num_cols, block_n, most=8)
-    return _fitting_tiles((groups.height,), block_n, band_columns, num_matrices, mxfp4_depth)
+    options = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
+    return _fitting_tiles((groups.height,), block_n, band_columns, **options)
 
 
-def _fitting_tiles(
-    heights: tuple[int, ...],
-    block_n: int,
-    band_columns: int,
-    num_matrices: int,
-    mxfp4_depth: int | None,
-) -> Tiles:
-    sizes = heights, block_n, band_columns
-    if mxfp4_depth is None:
-        from pallas_kernels.matmul.grouped_matmul import Tiles
+def _fitting_tiles(*sizes: Any, **options: Any) -> Tiles:
+    from pallas_kernels.matmul.grouped_matmul import Tiles
 
-        return Tiles.fitting(*sizes, num_matrices=num_matrices)
-    from pallas_kernels.matmul import mxfp4_matmul
-
-    return mxfp4_matmul.fitting_tiles(*sizes, depth=mxfp4_depth, num_matrices=num_matrices)
+    return Tiles.fitting(*sizes, **options)
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
@@ -325,6 +315,7 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
         return None
 
 
+@in_32_bits
 def gradient_as_elementwise(gating: Gating) -> Any:
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of

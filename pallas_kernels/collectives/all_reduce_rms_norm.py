@@ -94,18 +94,13 @@ def low_latency_all_reduce_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Does what `all_reduce_rms_norm` does, with the same bits, over the low-latency protocol.
 
-    With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them.
-    `mesh_index` is [1] int32, the row-major index of this GPU in the mesh. Raises ValueError if the
-    protocol has no room, or if the plan has fewer than T / N blocks for `two_shot`.
+    With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them;
+    the plan has at least T / N blocks. `mesh_index` is [1] int32, the row-major index of this GPU
+    in the mesh.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
-    if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
-        raise ValueError(
-            f"plan must have at least {-(-num_rows // channels.num_ranks)} blocks in two shots "
-            "over the low-latency protocol, where a block has one row for each rank: there are "
-            f"{num_rows} rows and {channels.num_ranks} ranks, but plan is {plan}."
-        )
+
     sends_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = low_latency.call(
         body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
@@ -127,15 +122,6 @@ class _Refs(NamedTuple):
     scale: Any
     normalized: Any  # in a two-shot kernel with signals, peers first write the sums of rows here
     new_residual: Any
-
-
-class _Scratch(NamedTuple):
-    """The shared memory of the kernel."""
-
-    # [2, warps] float32: each warp's part of the sum of squares of a row. Consecutive rows use the
-    # two halves in turn: when a row's sums are written, those of the row before may still be read.
-    squares: Any
-    together: Any  # a barrier of the block's warpgroups
 
 
 class _Row(NamedTuple):
@@ -161,21 +147,16 @@ class _Body:
     fabric: Any  # `Channels` with the low-latency protocol
     plan: TilePlan
 
-    def __post_init__(self) -> None:
-        if self.padded % self.vector or self.padded < self.tile:
-            raise ValueError(
-                f"a row must be whole vectors of {self.vector} elements and at least a tile of "
-                f"{self.tile}, but has {self.padded}."
-            )
-
     @property
     def out_type(self) -> list[jax.ShapeDtypeStruct]:
         shape = (self.num_rows, self.padded)
         return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.dtype, self.residual_dtype)]
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
         sums = self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP
-        return _Scratch(
+        return fb.Scratch(
+            # Each warp's part of the sum of squares of a row. Consecutive rows use the two halves
+            # in turn: when a row's sums are written, those of the row before may still be read.
             squares=plgpu.SMEM((2, sums), jnp.float32),
             together=plgpu.Barrier(num_arrivals=self.plan.num_warpgroups),
         )
@@ -204,7 +185,7 @@ class _Body:
     def rows_per_block(self) -> int:
         return pl.cdiv(self.num_rows, self.plan.num_blocks)
 
-    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+    def __call__(self, *arrays: Any, scratch: fb.Scratch) -> None:
         fabric = self.fabric
         refs, here = _Refs(*arrays), _Refs(*map(fabric.mine, arrays))
         first = lax.axis_index("block") * self.rows_per_block
@@ -244,7 +225,7 @@ class _Body:
                 self._signal(release=False)
             self._wait()
 
-    def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
+    def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the one-shot kernel over the low-latency protocol."""
         # Blocks past the last row compute it again: all blocks send and receive equally many tiles.
         refs, count = _Refs(*arrays), self.tiles_of_warpgroup
@@ -260,7 +241,7 @@ class _Body:
             sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(row_of_x)]
             self._norm(_Row(row, sums, residual, scale), refs, i % 2, scratch)
 
-    def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: _Scratch) -> None:
+    def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the two-shot kernel over the low-latency protocol."""
         # A block handles N rows; rank r sums row number r, and sends the sum to all ranks. Rows
         # past the last one are the last one again.
@@ -320,7 +301,7 @@ class _Body:
         row: _Row,
         refs: _Refs,
         half: Any,
-        scratch: _Scratch,
+        scratch: fb.Scratch,
         signal: Callable[[], None] | None = None,
     ) -> None:
         """Adds the residual to a row of sums, normalizes the result, and stores both."""
@@ -382,7 +363,7 @@ class _Body:
         position = fb.iota(self.tile, self.vector)
         return jnp.where(position >= moved_by, value, jnp.zeros_like(value))
 
-    def _meet(self, scratch: _Scratch) -> None:
+    def _meet(self, scratch: fb.Scratch) -> None:
         plgpu.barrier_arrive(scratch.together)
         plgpu.barrier_wait(scratch.together)
 

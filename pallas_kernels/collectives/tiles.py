@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,46 +48,6 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
     return WARPGROUP * num_vectors * vector_length(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class FlatTiles:
-    """Distributes the tiles of `num_shards` shards of `size` elements over a kernel's warpgroups.
-
-    The last tile of a shard is moved back until it ends with the shard, and may overlap the tile
-    before. Both must then store the same values to the overlap.
-    """
-
-    size: int
-    dtype: Any
-    plan: TilePlan
-    num_shards: int = 1
-
-    def __post_init__(self) -> None:
-        if self.size % vector_length(self.dtype) or self.size < self.tile:
-            raise ValueError(
-                f"a shard must be whole vectors of {vector_length(self.dtype)} elements and at "
-                f"least a tile of {self.tile}, but has {self.size}."
-            )
-
-    @property
-    def tile(self) -> int:
-        return tile_length(self.dtype, self.plan.num_vectors)
-
-    def each(self, body: Callable[[Any, Any], None]) -> None:
-        """Calls `body(shard, where)` for every tile of this warpgroup; `where` is a slice."""
-        # Neighbouring warpgroups take different shards, to spread the load over the links.
-        workers, worker = self.plan.num_workers, self.plan.worker()
-        num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
-
-        def call_body(i: jax.Array, _: None) -> None:
-            index = worker + i * workers
-            shard = lax.rem(index, jnp.int32(self.num_shards))
-            start = lax.div(index, jnp.int32(self.num_shards)) * self.tile
-            body(shard, pl.ds(jnp.minimum(start, self.size - self.tile), self.tile))
-
-        count = lax.div(num_tiles - worker + (workers - 1), jnp.int32(workers))
-        lax.fori_loop(0, jnp.maximum(count, 0), call_body, None)
-
-
 def load(ref: Any) -> jax.Array:
     """Loads a tile from global memory into registers."""
     return vectors.load(ref, vector_length(ref.dtype))
@@ -123,25 +83,41 @@ def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
 
 def call(
     fabric: fb.Fabric,
-    body: Callable[..., None],
     plan: TilePlan,
-    operands: Sequence[jax.Array],
-    out_type: jax.ShapeDtypeStruct,
+    x: jax.Array,
+    shape: tuple[int, ...],
+    compute: Callable[[Any, Any, Any, Any], None],
     *,
     name: str,
+    num_shards: int = 1,
     reads: bool = False,
     puts: bool = False,
 ) -> jax.Array:
-    """Runs the kernel of a collective, whose `body` each warpgroup calls with references.
+    """Runs the kernel of a collective of x [..., S], with a result of `shape` on each rank.
 
-    `reads` and `puts` are whether it reads other ranks' inputs, and writes to their outputs.
+    `compute(x_ref, out_ref, shard, where)` computes a tile, the slice `where` of one of the shards.
+    The last tile of a shard is moved back until it ends with the shard, and may overlap the tile
+    before. Both must then store the same values to the overlap. `reads` and `puts` are whether
+    other ranks' inputs are read, and their outputs written.
     """
+    size, tile = x.shape[-1], tile_length(x.dtype, plan.num_vectors)
+    workers, num_tiles = plan.num_workers, num_shards * pl.cdiv(size, tile)
 
-    # A block's warpgroups arrive at the barrier `finished` when they have run the body.
-    def run(*refs: Any, finished: Any) -> None:
+    # A block's warpgroups arrive at the barrier `finished` when they have computed their tiles.
+    def run(x_ref: Any, out_ref: Any, *, finished: Any) -> None:
         fabric.delay_point(0)
         fabric.connect()
-        body(*refs)
+        worker = plan.worker()
+
+        def compute_tile(i: jax.Array, _: None) -> None:
+            # Neighbouring warpgroups take different shards, to spread the load over the links.
+            index = worker + i * workers
+            shard = lax.rem(index, jnp.int32(num_shards))
+            start = lax.div(index, jnp.int32(num_shards)) * tile
+            compute(x_ref, out_ref, shard, pl.ds(jnp.minimum(start, size - tile), tile))
+
+        count = lax.div(num_tiles - worker + (workers - 1), jnp.int32(workers))
+        lax.fori_loop(0, jnp.maximum(count, 0), compute_tile, None)
         fabric.delay_point(1)
         plgpu.barrier_arrive(finished)
 
@@ -152,17 +128,14 @@ def call(
             fabric.wait(_DONE, 1, name)
             fabric.delay_point(2)
 
-    # The result follows the operands.
-    shared = [*range(len(operands))] if reads else []
-    shared += [len(operands)] if puts else []
     (out,) = fb.kernel(
         fabric,
         run,
         name=name,
         num_blocks=plan.num_blocks,
         num_warpgroups=plan.num_warpgroups,
-        out_type=[out_type],
+        out_type=[jax.ShapeDtypeStruct(shape, x.dtype)],
         scratch_types=dict(finished=plgpu.Barrier(num_arrivals=plan.num_warpgroups)),
-        shared=tuple(shared),
-    )(*operands)
+        shared=(*([0] if reads else []), *([1] if puts else [])),
+    )(x)
     return out

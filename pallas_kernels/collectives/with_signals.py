@@ -18,12 +18,14 @@ bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.collectives import tiles
-from pallas_kernels.collectives.tiles import FlatTiles, TilePlan
+from pallas_kernels.collectives.tiles import TilePlan
 from pallas_kernels.fabric import fabric as fb
 
 
@@ -34,50 +36,35 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     of 16-byte vectors, and at least one tile of `plan`. Arrays of stacked ranks have a leading axis
     of N.
     """
-    (size,) = x.shape[-1:]
 
-    def body(x_ref, out_ref):
-        def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, where)
-            tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
+    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+        total = tiles.sum_of_ranks(fabric, x_ref, where)
+        tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
-        FlatTiles(size, x.dtype, plan).each(reduce_tile)
-
-    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
+    name = "ep_all_reduce_one_shot"
+    return tiles.call(fabric, plan, x, x.shape[-1:], reduce_tile, name=name, reads=True)
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [N, S] like `one_shot`, by the two-shot algorithm; returns [N, S] on every rank."""
-    num_shards, size = x.shape[-2:]
 
-    def body(x_ref, out_ref):
-        rank = fabric.rank()
+    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+        total = tiles.sum_of_ranks(fabric, x_ref, fabric.rank(), where)
+        tiles.put(fabric, out_ref, (fabric.rank(), where), total.astype(x.dtype))
 
-        def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
-            tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
-
-        FlatTiles(size, x.dtype, plan).each(reduce_tile)
-
-    out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
     name = "ep_all_reduce_two_shot"
-    return tiles.call(fabric, body, plan, [x], out_type, name=name, reads=True, puts=True)
+    return tiles.call(fabric, plan, x, x.shape[-2:], reduce_tile, name=name, reads=True, puts=True)
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Gathers x [S] from all N ranks into [N, S]; S as for `one_shot`."""
-    (size,) = x.shape[-1:]
 
-    def body(x_ref, out_ref):
-        def put_tile(_, where):
-            tile = tiles.load(fabric.mine(x_ref).at[where])
-            tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
+    def put_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+        tile = tiles.load(fabric.mine(x_ref).at[where])
+        tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
 
-        FlatTiles(size, x.dtype, plan).each(put_tile)
-
-    out_type = jax.ShapeDtypeStruct((fabric.num_ranks, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather", puts=True)
+    shape = fabric.num_ranks, x.shape[-1]
+    return tiles.call(fabric, plan, x, shape, put_tile, name="ep_all_gather", puts=True)
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
@@ -85,19 +72,13 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Ar
 
     The sum is rounded once to x's dtype. S as for `one_shot`.
     """
-    (size,) = x.shape[-1:]
 
-    def body(x_ref, out_ref):
-        rank = fabric.rank()
+    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+        total = tiles.sum_of_ranks(fabric, x_ref, fabric.rank(), where)
+        tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
-        def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
-            tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
-
-        FlatTiles(size, x.dtype, plan).each(reduce_tile)
-
-    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", reads=True)
+    name = "ep_reduce_scatter"
+    return tiles.call(fabric, plan, x, x.shape[-1:], reduce_tile, name=name, reads=True)
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
@@ -105,18 +86,13 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
     S as for `one_shot`.
     """
-    num_ranks, size = x.shape[-2:]
+    num_ranks = x.shape[-2]
 
-    def body(x_ref, out_ref):
-        rank = fabric.rank()
+    def put_tile(x_ref: Any, out_ref: Any, shard: Any, where: Any) -> None:
+        # Ranks begin with different peers, to spread the load over the links.
+        peer = lax.rem(fabric.rank() + shard, jnp.int32(num_ranks))
+        tile = tiles.load(fabric.mine(x_ref).at[peer, where])
+        tiles.store(fabric.peer(out_ref, peer).at[fabric.rank(), where], tile)
 
-        def put_tile(shard, where):
-            # Ranks begin with different peers, to spread the load over the links.
-            peer = lax.rem(rank + shard, jnp.int32(num_ranks))
-            tile = tiles.load(fabric.mine(x_ref).at[peer, where])
-            tiles.store(fabric.peer(out_ref, peer).at[rank, where], tile)
-
-        FlatTiles(size, x.dtype, plan, num_ranks).each(put_tile)
-
-    out_type = jax.ShapeDtypeStruct((num_ranks, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_to_all", puts=True)
+    name, shape = "ep_all_to_all", x.shape[-2:]
+    return tiles.call(fabric, plan, x, shape, put_tile, name=name, num_shards=num_ranks, puts=True)

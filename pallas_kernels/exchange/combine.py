@@ -92,9 +92,10 @@ def combine(
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
     window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
+    row = Row(y.shape[-1], y.dtype, wire)
     kernel = _Combine(
         num_tokens=num_tokens,
-        row=Row(y.shape[-1], y.dtype, wire),
+        row=row,
         top_k=top_k,
         num_local_experts=num_experts // num_ranks,
         capacity=y.shape[-2],
@@ -117,7 +118,10 @@ def combine(
         name="ep_combine",
         num_blocks=plan.num_blocks,
         num_warpgroups=1 + plan.num_workers,
-        out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *kernel.receive_types],
+        out_type=[
+            jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype),
+            *combine_receive_buffer(plan, row, num_tokens, num_ranks),
+        ],
         scratch_types=dict(scratch=kernel.scratch()),
         shared=kernel.shared,
     )(*operands)
@@ -126,38 +130,15 @@ def combine(
 
 class _Refs(NamedTuple):
     y: Any
-    # [T·K]
-    topk_idx: Any
-    # [N, T·K]
-    rows: Any
+    topk_idx: Any  # [T·K]
+    rows: Any  # [N, T·K]
     weights: Any  # [T·K], which peers read; or None
     out: Any
     received: Sequence[Any]  # the receive buffer for peers' sums; see `plan.combine_receive_buffer`
 
 
-class _Scratch(NamedTuple):
-    """Sum i · N + r of a step is for token i of rank r; axes of 2 are even and odd steps."""
-
-    # [N, window]: the row of y, int32, and the weight, float32, of each choice in a step.
-    window_rows: Any
-    window_weights: Any
-    # [2, sums] int32: how many rows of y each sum adds. It is NOWHERE if the token chose no expert
-    # of this rank, so that no sum is sent.
-    list_counts: Any
-    # [2, sums, listed_rows]: the rows of y to add, int32, and their weights, float32.
-    list_rows: Any
-    list_weights: Any
-    # 2 barriers each: the scout has listed a step's rows; all workers have sent a step's sums; all
-    # workers have read the sums that this rank received for a step.
-    listed: Any
-    put: Any
-    read: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`."""
-
     num_tokens: int
     row: Row
     top_k: int
@@ -216,25 +197,27 @@ class _Combine:
         received = range(num_operands + 1, num_operands + 1 + len(self.row.parts))
         return (*((3,) if self.weighted else ()), *received)
 
-    @property
-    def receive_types(self) -> list[jax.ShapeDtypeStruct]:
-        return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.fabric.num_ranks)
-
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
+        # Sum i · N + r of a step is for token i of rank r; axes of 2 are even and odd steps.
         ranks, sums = self.fabric.num_ranks, self.step_tokens * self.fabric.num_ranks
         workers = plgpu.Barrier(num_arrivals=self.plan.num_workers, num_barriers=2)
-        return _Scratch(
+        return fb.Scratch(
+            # The row of y and the weight of each choice in a step.
             window_rows=plgpu.SMEM((ranks, self.window.width), jnp.int32),
             window_weights=plgpu.SMEM((ranks, self.window.width), jnp.float32),
+            # How many rows of y each sum adds; NOWHERE if the token chose no expert of this rank,
+            # so that no sum is sent. Then these rows and their weights.
             list_counts=plgpu.SMEM((2, sums), jnp.int32),
             list_rows=plgpu.SMEM((2, sums, self.listed_rows), jnp.int32),
             list_weights=plgpu.SMEM((2, sums, self.listed_rows), jnp.float32),
+            # The scout has listed a step's rows; all workers have sent a step's sums; all workers
+            # have read the sums that this rank received for a step.
             listed=plgpu.Barrier(num_barriers=2),
             put=workers,
             read=workers,
         )
 
-    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+    def __call__(self, *arrays: Any, scratch: fb.Scratch) -> None:
         y, topk_idx, rows, *rest = arrays
         weights = rest.pop(0) if self.weighted else None
         out, *received = rest
@@ -259,7 +242,7 @@ class _Combine:
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def _scout(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _scout(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs the scout warpgroup: lists the rows to add in each step, and signals to peers."""
         fabric = self.fabric
         _, _, num_steps = self._range()
@@ -291,8 +274,7 @@ class _Combine:
         pl.when(num_steps > 0)(lambda: begin(jnp.int32(0)))
         lax.fori_loop(0, num_steps, run_step, None)
 
-    def _list(self, step: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Lists the rows of y that each sum of a step adds, and their weights."""
+    def _list(self, step: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens, _ = self._range()
         token = first_token + step * self.step_tokens
@@ -305,7 +287,7 @@ class _Combine:
         fb.load_slices(fabric, pl.ds(start, self.window.width), *loads)
         half = lax.rem(step, 2)
 
-        # Sum i is for a token of the step and its owner; see `_Scratch`.
+        # Sum i is for a token of the step and its owner; see `scratch`.
         def list_sum(i: jax.Array, _: None) -> None:
             step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
             entry = (token + step_token) * top_k - start
@@ -331,7 +313,7 @@ class _Combine:
         tokens = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
-    def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
+    def _work(self, worker: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a worker: sums and sends the rows of each step, and adds up received sums."""
         _, _, num_steps = self._range()
 
@@ -381,9 +363,8 @@ class _Combine:
         lax.fori_loop(0, count, call_body, None)
 
     def _sum_and_put(
-        self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: _Scratch
+        self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: fb.Scratch
     ) -> None:
-        """Sums the expert outputs of each token of a step; sends the sum to the owner."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         slot = lax.rem(step, self.receive_steps)

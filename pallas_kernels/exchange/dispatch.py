@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +39,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
+from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Plan, Row, pad_last
-from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
+from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -197,28 +197,6 @@ def dispatch_like(
     return updated
 
 
-class _Scratch(NamedTuple):
-    sender: SenderScratch
-    experts: ExpertScratch
-    # [N, window] int32: the receive-buffer row for each choice of each source rank's tokens in one
-    # step.
-    step_rows: Any
-    # [tokens of a step · N, K] int32: for each of the step's tokens that has several rows on this
-    # rank, the row number of each of its K choices; NOWHERE for a choice without a row here.
-    step_copies: Any
-    # [C, columns]: the receiver's ring, from which values are copied to a token's other rows.
-    copies: Any
-    copy_full: Any  # [C] barriers: a row has arrived in a stage of `copies`
-    groups_known: Any  # A barrier: the sender has found where each expert's rows are
-    # The following are None in `dispatch_like`.
-    # [count_width + WARPGROUP] int32: for each expert of all ranks, the next free row in the
-    # receive buffer of the expert's rank.
-    next_rows: Any = None
-    counted: Any = None  # A barrier: choices have been counted
-    # A barrier: the receiver has called `fabric.connect`, so the sender may write to peers.
-    connected: Any = None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """What both kernels share: the types of shared memory, and the receiver."""
@@ -238,25 +216,29 @@ class _Kernel:
     def num_warpgroups(self) -> int:
         return 2 + self.sender.num_warpgroups
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
         ranks, num_stages = self.fabric.num_ranks, self.sender.plan.num_copy_stages
         tokens_of_step = self.sender.step_tokens * ranks
         columns, dtype = self.sender.row.parts[0]
-        return _Scratch(
+        return fb.Scratch(
             sender=self.sender.scratch(),
             experts=self.experts.scratch(),
+            # The receive-buffer row for each choice of each source rank's tokens in one step.
             step_rows=plgpu.SMEM((ranks, self.sender.step_window.width), jnp.int32),
+            # For each of the step's tokens that has several rows on this rank, the row number of
+            # each of its K choices; NOWHERE for a choice without a row here.
             step_copies=plgpu.SMEM((tokens_of_step, self.top_k), jnp.int32),
+            # The receiver's ring, from which values are copied to a token's other rows.
             copies=plgpu.SMEM((num_stages, columns), dtype),
             copy_full=plgpu.Barrier(num_barriers=(num_stages,)),
+            # The sender has found where each expert's rows are.
             groups_known=plgpu.Barrier(),
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        """Returns whether `row`, int32 [], is in the receive buffer, not dropped or NOWHERE."""
         return (row >= 0) & (row < self.experts.capacity)
 
-    def receive(self, rows: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
+    def receive(self, rows: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Waits for the tokens of peers, and copies each from its first row to its other rows."""
         first_token, num_tokens = self.sender.range()
 
@@ -285,7 +267,7 @@ class _Kernel:
         first_token: jax.Array,
         num_tokens: jax.Array,
         rows: Any,
-        scratch: _Scratch,
+        scratch: fb.Scratch,
     ) -> jax.Array:
         """Lists a step's tokens that have several rows here in `step_copies`; returns the count."""
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
@@ -321,7 +303,7 @@ class _Kernel:
         return count
 
     def _copy_listed(
-        self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: _Scratch
+        self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: fb.Scratch
     ) -> None:
         """Copies each listed token to its other rows; `begun` were copied in earlier steps."""
         num_copies = self.sender.plan.num_copy_stages
@@ -346,7 +328,7 @@ class _Kernel:
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _begin_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: _Scratch) -> None:
+    def _begin_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: fb.Scratch) -> None:
         """Starts to copy the i-th listed token's first row into stage begun + i of the ring."""
         first_row = jnp.int32(fb.NOWHERE)
         for choice in reversed(range(self.top_k)):
@@ -360,7 +342,9 @@ class _Kernel:
             oob_mode=fb.IN_BOUNDS,
         )
 
-    def _finish_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: _Scratch) -> None:
+    def _finish_copy(
+        self, i: jax.Array, begun: jax.Array, values: Any, scratch: fb.Scratch
+    ) -> None:
         """Waits until a listed token's first row is in the ring; copies it to its other rows."""
         stage = lax.rem(begun + i, jnp.int32(self.sender.plan.num_copy_stages))
         plgpu.barrier_wait(scratch.copy_full.at[stage])
@@ -375,9 +359,7 @@ class _Kernel:
 
 
 class _DispatchLike(_Kernel):
-    """The kernel of `dispatch_like`."""
-
-    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+    def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         x, rows, counts, *tokens = refs
         fabric, warpgroup = self.fabric, lax.axis_index("warpgroup")
 
@@ -409,17 +391,19 @@ class _DispatchLike(_Kernel):
 
 
 class _Dispatch(_Kernel):
-    """The kernel of `expert_dispatch`."""
+    def scratch(self) -> fb.Scratch:
+        return fb.Scratch(
+            **vars(super().scratch()),
+            # For each expert of all ranks, the next free row in the receive buffer of the expert's
+            # rank. `take_rows` looks up a row for every choice. For a choice whose id names no
+            # expert it uses the extra entry at `count_width`, and the result is ignored.
+            next_rows=plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32),
+            counted=plgpu.Barrier(num_arrivals=_COUNTERS),
+            # The receiver has called `fabric.connect`, so the sender may write to peers.
+            connected=plgpu.Barrier(),
+        )
 
-    def scratch(self) -> _Scratch:
-        # `take_rows` looks up a row for every choice. For a choice whose id names no expert it uses
-        # the extra entry at `count_width`, and the result is ignored.
-        next_rows = plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32)
-        counted = plgpu.Barrier(num_arrivals=_COUNTERS)
-        common = super().scratch()
-        return common._replace(next_rows=next_rows, counted=counted, connected=plgpu.Barrier())
-
-    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+    def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         x, choices, *results = refs
         num_parts = len(self.sender.row.parts)
         tokens, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
@@ -465,7 +449,7 @@ class _Dispatch(_Kernel):
         if self.sender.num_warpgroups > 1:
             pl.when(warpgroup == 3)(lambda: self.sender.quantize(x, scratch.sender))
 
-    def _count(self, choices: Any, warpgroup: jax.Array, scratch: _Scratch) -> None:
+    def _count(self, choices: Any, warpgroup: jax.Array, scratch: fb.Scratch) -> None:
         """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
         # The sender and the receiver of block 0 together count the choices of all tokens of this
         # rank, those of another block the choices of the tokens of blocks with lower indices.
@@ -494,14 +478,13 @@ class _Dispatch(_Kernel):
         fabric.barrier()
         plgpu.barrier_arrive(scratch.counted)
 
-    def _counts_of(self, warpgroup: Any, scratch: _Scratch) -> Any:
+    def _counts_of(self, warpgroup: Any, scratch: fb.Scratch) -> Any:
         """Returns the half of `experts.scan`, [count_width] int32, in which a warpgroup counts."""
         # `ExpertRows.find_groups` uses `scan` only later.
         width = self.experts.count_width
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 
-    def _add_counts(self, scratch: _Scratch) -> None:
-        """Adds up the counts of the sender and the receiver, and stores them in `next_rows`."""
+    def _add_counts(self, scratch: fb.Scratch) -> None:
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
@@ -509,7 +492,7 @@ class _Dispatch(_Kernel):
             scratch.next_rows[part] = functools.reduce(operator.add, found)
         self.fabric.barrier()
 
-    def _send_counts(self, scratch: _Scratch) -> None:
+    def _send_counts(self, scratch: fb.Scratch) -> None:
         """Sends the counts of this rank's choices to all ranks, itself included, from block 0."""
         fabric, width = self.fabric, self.experts.count_width
 
@@ -528,11 +511,9 @@ class _Routes:
     """`sender.Routes` whose list for a rank has the row there of each of the token's K choices."""
 
     kernel: _Kernel
-    scratch: _Scratch
+    scratch: fb.Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the first row of `words` that is kept, or NOWHERE."""
-        del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
             place = jnp.where(self.kernel.kept(row), row, place)

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,20 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
-
-
-class ExpertScratch(NamedTuple):
-    """The shared memory of `ExpertRows`; W is `ExpertRows.count_width`."""
-
-    all_counts: Any  # [N, W] int32: how often the tokens of each source rank choose each expert
-    # [2 · W] int32: workspace of the prefix sums of `find_groups`; before, a kernel may use it for
-    # counts of its own.
-    scan: Any
-    # [2, W] int32: element [0, e] is the row after the last token of expert e, and element [1, e]
-    # is the row after the expert's padding.
-    group_ends: Any
-    zeros: Sequence[Any]  # a row of zeros, which `fill` copies to the receive buffer
-    counts_full: Any  # A barrier: `all_counts` is filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +58,24 @@ class ExpertRows:
     def count_width(self) -> int:
         return count_width(self.num_experts)
 
-    def scratch(self) -> ExpertScratch:
+    def scratch(self) -> fb.Scratch:
         """Returns the types of the shared memory that the kernel must allocate."""
         ranks, width = self.fabric.num_ranks, self.count_width
-        return ExpertScratch(
+        return fb.Scratch(
+            # How often the tokens of each source rank choose each expert.
             all_counts=plgpu.SMEM((ranks, width), jnp.int32),
+            # Workspace of the prefix sums of `find_groups`; before, a kernel may use it for counts
+            # of its own.
             scan=plgpu.SMEM((2 * width,), jnp.int32),
+            # Element [0, e] is the row after the last token of expert e, and element [1, e] is the
+            # row after the expert's padding.
             group_ends=plgpu.SMEM((2, width), jnp.int32),
+            # A row of zeros, which `fill` copies to the receive buffer.
             zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=self.count_arrivals or ranks),
         )
 
-    def fetch_counts(self, counts: Any, scratch: ExpertScratch) -> None:
+    def fetch_counts(self, counts: Any, scratch: fb.Scratch) -> None:
         """Starts to copy an earlier dispatch's counts, [N, count_width] int32, to shared memory."""
         for rank in range(self.fabric.num_ranks):
             plgpu.copy_gmem_to_smem(
@@ -93,7 +85,7 @@ class ExpertRows:
                 oob_mode=fb.IN_BOUNDS,
             )
 
-    def receive_counts(self, scratch: ExpertScratch) -> None:
+    def receive_counts(self, scratch: fb.Scratch) -> None:
         """Waits for the counts that every rank sends, and copies them to `all_counts`."""
         for rank in range(self.fabric.num_ranks):
             self.fabric.read_values(rank, 0, scratch.all_counts.at[rank], "dispatch")
@@ -102,7 +94,7 @@ class ExpertRows:
 
     def find_groups(
         self,
-        scratch: ExpertScratch,
+        scratch: fb.Scratch,
         *,
         next_rows: Any = None,
         group_starts: Any = None,
@@ -172,7 +164,7 @@ class ExpertRows:
             shift *= 2
         return ends
 
-    def _quotas(self, total: Any, scratch: ExpertScratch) -> Any:
+    def _quotas(self, total: Any, scratch: fb.Scratch) -> Any:
         """Returns the most rows each expert may keep of its `total`; both [count_width] int32."""
         # All experts of a rank have the same quota: the largest with which their rows fit in the
         # capacity. One binary search, from the highest bit, finds the quotas of all ranks at once.
@@ -214,7 +206,7 @@ class ExpertRows:
         self,
         experts: Sequence[Any],
         next_rows: Any,
-        scratch: ExpertScratch,
+        scratch: fb.Scratch,
         *,
         leading: tuple[Any, ...] = (),
         last: bool = False,
@@ -255,7 +247,7 @@ class ExpertRows:
 
     def describe(
         self,
-        scratch: ExpertScratch,
+        scratch: fb.Scratch,
         group_sizes: Any,
         expert_counts: Any,
         num_dropped: Any,
@@ -302,7 +294,7 @@ class ExpertRows:
             fabric.mine(num_dropped)[0] = dropped
             fabric.mine(rows_needed)[0] = needed
 
-    def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
+    def fill(self, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Writes zeros to the groups' padding and, if `zero_unused`, to rows after the groups."""
         if self.adds:
             return

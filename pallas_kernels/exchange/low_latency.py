@@ -76,7 +76,7 @@ class Rows:
         return token * self.plan.tiles_of_worker + tile
 
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of row `row` of `ref`, in global memory, into registers."""
+        """Loads this warpgroup's tiles of a row into registers."""
         vector = self.plan.vector
         return [vectors.load(ref.at[row, where], vector) for where, _ in self.tiles()]
 
@@ -102,8 +102,7 @@ class Rows:
     def send_tokens(self, endpoint: Endpoint, x: Any, topk_idx: Any) -> list[list[jax.Array]]:
         """Sends this warpgroup's tiles of tokens to the peers whose experts they choose.
 
-        x is [T, H] and topk_idx [T·K] int32 in global memory. Returns the tiles of each token in
-        registers.
+        Returns the tiles of each token in registers.
         """
         fabric, top_k = self.fabric, self.plan.top_k
         sent = [self.load(fabric.mine(x), token) for token, _ in self.tokens()]
@@ -147,7 +146,6 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def zeros(self) -> jax.Array:
-        """Returns a tile of float32 zeros in registers."""
         return vectors.constant(self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
@@ -162,7 +160,6 @@ class Rows:
 
 
 def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
-    """Returns whether `rank` is one of `ranks`, bool []."""
     return fb.any_of([other == rank for other in ranks])
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,29 +69,8 @@ def combine(
     return out
 
 
-class _Scratch(NamedTuple):
-    """A pair is a token and its owner. Row number n of the block goes to stage n modulo S."""
-
-    stages: Any  # [S, H], the ring: rows of y
-    # [pairs, rows_of_pair] int32: the token's rows of y on this rank, and which of the token's K
-    # choices has each.
-    places: Any
-    choices: Any
-    # [pairs] int32: how many rows a pair has. NOWHERE if the token chose no expert of this rank.
-    num_rows: Any
-    # [S] barriers each: a row has arrived; all summers have read it. A warpgroup must wait for
-    # every completion of a barrier, so summers arrive at `empty` only if the stage is refilled.
-    full: Any
-    empty: Any
-    listed: Any  # a barrier: the scout has filled `places`, `choices` and `num_rows`
-    together: Any  # a barrier of the summers
-    weights: Any  # [pairs, K] float32: the routing weights of the block's pairs, or None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`."""
-
     rows: Rows
     capacity: int  # the number of rows of y
     by_rank: bool  # whether y is rank-major, with one row for each pair
@@ -122,22 +101,30 @@ class _Combine:
         """Whether the ring has a stage for every row of y that a block may need."""
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
+        # A pair is a token and its owner.
         plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
         weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)
-        return _Scratch(
+        return fb.Scratch(
+            # The ring of rows of y: row number n of the block goes to stage n modulo S.
             stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
+            # The token's rows of y on this rank, and which of the token's K choices has each.
             places=plgpu.SMEM(lists, jnp.int32),
             choices=plgpu.SMEM(lists, jnp.int32),
+            # How many rows a pair has; NOWHERE if the token chose no expert of this rank.
             num_rows=plgpu.SMEM((self.num_pairs,), jnp.int32),
+            # A row has arrived; all summers have read it. A warpgroup must wait for every
+            # completion of a barrier, so summers arrive at `empty` only if the stage is refilled.
             full=plgpu.Barrier(num_barriers=(stages,)),
             empty=plgpu.Barrier(num_barriers=(stages,), num_arrivals=plan.warpgroups),
+            # The scout has filled `places`, `choices` and `num_rows`.
             listed=plgpu.Barrier(),
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
+            # The routing weights of the block's pairs.
             weights=weights if self.weighted else None,
         )
 
-    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+    def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         y, topk_idx, rows, *rest = refs
         weights = rest.pop(0) if self.weighted else None
         (out,) = rest
@@ -166,7 +153,7 @@ class _Combine:
             for j, owner in enumerate(owners)
         ]
 
-    def _scout(self, y: Any, rows: Any, scratch: _Scratch) -> None:
+    def _scout(self, y: Any, rows: Any, scratch: fb.Scratch) -> None:
         """Runs the scout warpgroup: lists each pair's rows of y, and copies them into the ring."""
         fabric, top_k = self.fabric, self.top_k
         rows_of_pairs = [
@@ -200,13 +187,12 @@ class _Combine:
         if not self.all_fit:
             self._fetch_more(y, scratch)
 
-    def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: _Scratch) -> None:
-        """Starts to copy row `place` of y into a stage of the ring."""
+    def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: fb.Scratch) -> None:
         row = self.fabric.mine(y).at[place]
         into = scratch.stages.at[stage, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, into, scratch.full.at[stage], oob_mode=fb.IN_BOUNDS)
 
-    def _fetch_more(self, y: Any, scratch: _Scratch) -> None:
+    def _fetch_more(self, y: Any, scratch: fb.Scratch) -> None:
         """Copies into the ring those rows of y for which it had no free stage before."""
 
         def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
@@ -228,7 +214,7 @@ class _Combine:
     def _stage(self, number: jax.Array) -> jax.Array:
         return lax.rem(number, jnp.int32(self.num_stages))
 
-    def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: _Scratch) -> None:
+    def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: fb.Scratch) -> None:
         """Runs a summer: sends sums to the tokens' ranks, then adds the sums it receives."""
         fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
         fabric.delay_point(0)
@@ -267,8 +253,7 @@ class _Combine:
         fabric.delay_point(2)
         endpoint.close()
 
-    def _read_weights(self, scratch: _Scratch) -> None:
-        """Receives the routing weights of this block's tokens."""
+    def _read_weights(self, scratch: fb.Scratch) -> None:
         # Each warpgroup receives the weights of some pairs, and waits for the others.
         for pair, _, token, _, owner in self._pairs():
 
@@ -287,7 +272,7 @@ class _Combine:
         pair: int,
         begun: jax.Array,
         num_rows: jax.Array,
-        scratch: _Scratch,
+        scratch: fb.Scratch,
     ) -> list[jax.Array]:
         """Adds row r of a pair, number begun + r of the block, times its weight, to `sums`."""
         of_rows, stage = self.rows, self._stage(begun + r)

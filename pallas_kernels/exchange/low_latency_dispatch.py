@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows, ExpertScratch
+from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.fabric import fabric as fb
@@ -117,32 +117,13 @@ def dispatch_like(
 
 class _Refs(NamedTuple):
     x: Any
-    # [T·K]
-    topk_idx: Any
+    topk_idx: Any  # [T·K]
     # [N, T·K] and [N, count_width], which `dispatch_like` reads, and else the kernel writes.
     rows: Any
     counts: Any
     tokens: Any
     # The four results that `ExpertRows.describe` writes; none in `dispatch_like`.
     groups: Sequence[Any] = ()
-
-
-class _Scratch(NamedTuple):
-    """The shared memory; in `dispatch_like`, all fields but `experts` are None."""
-
-    experts: ExpertScratch
-    # [N, T·K] int32 with padding: for each source rank, the experts that its tokens choose.
-    choices: Any = None
-    # [N, count_width + WARPGROUP] int32: for each source rank and expert, the receive-buffer row of
-    # the rank's next token that chooses the expert.
-    next_rows_from: Any = None
-    # [count_width] int32, the first row of each expert in the receive buffer of the expert's rank.
-    group_starts: Any = None
-    # [N, tokens of a block, K] int32: the row of this rank's receive buffer for each choice of the
-    # block's tokens of each source rank.
-    token_rows: Any = None
-    groups_known: Any = None  # A barrier: the planner has found where each expert's rows are
-    together: Any = None  # a barrier of the movers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +159,6 @@ class _Dispatch:
     def call(
         self, operands: Sequence[jax.Array], *, more_results: Sequence[Any], name: str
     ) -> list[jax.Array]:
-        """Runs the kernel; returns [R, H] tokens, and arrays of the types `more_results`."""
         plan = self.rows.plan
         tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
@@ -191,24 +171,29 @@ class _Dispatch:
             scratch_types=dict(scratch=self.scratch()),
         )(*operands)
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
         plan, ranks = self.rows.plan, self.fabric.num_ranks
         width = self.experts.count_width
         if self.routes_known:
-            return _Scratch(experts=self.experts.scratch())
-        return _Scratch(
+            return fb.Scratch(experts=self.experts.scratch())
+        return fb.Scratch(
             experts=self.experts.scratch(),
+            # For each source rank, the experts that its tokens choose.
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, WARPGROUP)), jnp.int32),
-            # `take_rows` looks up a row for every choice. For a choice of another rank's expert it
-            # uses the extra element at `width`, and the result is ignored.
+            # For each source rank and expert, the receive-buffer row of the rank's next token that
+            # chooses the expert. `take_rows` looks up a row for every choice. For a choice of
+            # another rank's expert it uses the extra element at `width`, and the result is ignored.
             next_rows_from=plgpu.SMEM((ranks, width + WARPGROUP), jnp.int32),
+            # The first row of each expert in the receive buffer of the expert's rank.
             group_starts=plgpu.SMEM((width,), jnp.int32),
+            # The row here of each choice of the block's tokens of each source rank.
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
+            # The planner has found where each expert's rows are.
             groups_known=plgpu.Barrier(),
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
         )
 
-    def __call__(self, *arrays: Any, scratch: _Scratch) -> None:
+    def __call__(self, *arrays: Any, scratch: fb.Scratch) -> None:
         if self.routes_known:
             refs = _Refs(*arrays)
         else:
@@ -225,7 +210,7 @@ class _Dispatch:
         def plan() -> None:
             self._plan(refs, scratch)
 
-    def _plan(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _plan(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs the planner: finds where each expert's rows are, and zeroes unused rows."""
         fabric, of_experts = self.fabric, self.experts
         if self.routes_known:
@@ -243,7 +228,7 @@ class _Dispatch:
         if self.routes_known:
             hello(fabric.wait, "dispatch")
 
-    def _move(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _move(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a mover: sends tiles of this rank's tokens, and stores tiles it receives."""
         fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
@@ -290,7 +275,6 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
-        """Stores this warpgroup's i-th tile of a token to all rows of the token on this rank."""
         for place in places:
             kept = (place >= 0) & (place < self.experts.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
@@ -302,7 +286,7 @@ class _Dispatch:
         token: jax.Array,
         choice: int,
         refs: _Refs,
-        scratch: _Scratch,
+        scratch: fb.Scratch,
     ) -> jax.Array:
         """Returns the row here of a choice of token i of the block of `source`, or NOWHERE."""
         if self.routes_known:
@@ -312,7 +296,7 @@ class _Dispatch:
     # The remaining methods compute the row of each choice, unless it is known. Each mover handles
     # the tokens of some of the source ranks.
 
-    def _find_rows(self, refs: _Refs, scratch: _Scratch) -> None:
+    def _find_rows(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Writes the rows here of the block's tokens to `token_rows` and `refs.rows`."""
         plan = self.rows.plan
 
@@ -330,7 +314,7 @@ class _Dispatch:
         each_source(lambda source: self._rows_from(source, refs.rows, scratch))
         meet(self.fabric, scratch.together)
 
-    def _count(self, source: jax.Array, scratch: _Scratch) -> None:
+    def _count(self, source: jax.Array, scratch: fb.Scratch) -> None:
         """Receives the choices of rank `source`, and counts how many are of each expert."""
         # `all_counts` counts all choices, `next_rows` those of blocks with lower indices.
         fabric, of_experts = self.fabric, self.experts
@@ -354,7 +338,7 @@ class _Dispatch:
             fb.count(bins, experts, of_experts.num_experts)
         fabric.barrier()
 
-    def _rows_from(self, source: jax.Array, rows: Any, scratch: _Scratch) -> None:
+    def _rows_from(self, source: jax.Array, rows: Any, scratch: fb.Scratch) -> None:
         """Writes the rows of `source`'s tokens of this block to `token_rows` and `rows`."""
         fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts

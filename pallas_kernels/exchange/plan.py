@@ -79,16 +79,10 @@ class Plan:
     window_tokens: int = 16  # tokens whose routing data a block holds in shared memory at a time
     step_tokens: int = 1  # tokens that a block sends between two signals
     num_copy_stages: int = 2  # rows in the ring of a dispatch's receiver
-    receive_steps: int = 3  # steps whose sums a combine's receive buffer holds
+    # Steps whose sums a combine's receive buffer holds, at least 3: a combine reads the sums
+    # received for one step, sends the sums of the next, and lists the rows of the one after that.
+    receive_steps: int = 3
     num_workers: int = 2  # worker warpgroups of a block of combine
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.store_lag < self.num_stages:
-            raise ValueError(f"store_lag must be less than num_stages, but the plan is {self}.")
-        # A combine uses three steps at once: it reads the sums received for one step, sends the
-        # sums of the next step, and lists the rows of the step after that.
-        if self.receive_steps < 3:
-            raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
@@ -307,7 +301,7 @@ def count_width(num_experts: int) -> int:
 
 
 def _group_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words of shared memory of `ExpertScratch`, without its row of zeros."""
+    """Returns the int32 words of shared memory of `ExpertRows`, without its row of zeros."""
     # Counts by source rank, workspace of a prefix sum, ends of groups without and with padding.
     return (num_ranks + 2 + 2) * count_width(num_experts)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import float8, mosaic, vectors
-from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
@@ -315,13 +315,7 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
 
 def _vectors_of(ref: Any) -> int:
     """Returns the number of vectors of 16 bytes in a row of `ref`, [R, n] of a 32-bit dtype."""
-    num_vectors, rest = divmod(ref.shape[1] * jnp.dtype(ref.dtype).itemsize, VECTOR_BYTES)
-    if rest:
-        raise ValueError(
-            f"a row must have a multiple of {VECTOR_BYTES} bytes, but ref is {ref.dtype} of shape "
-            f"{ref.shape}."
-        )
-    return num_vectors
+    return ref.shape[1] * WORD_BYTES // VECTOR_BYTES
 
 
 def _divided(unit: Value, num_vectors: int) -> tuple[Value, Value]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import Plan, Row
-from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, SenderScratch
+from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -93,17 +93,8 @@ def rank_dispatch(
     return tuple(parts), lists[..., :top_k], weights
 
 
-class _Scratch(NamedTuple):
-    sender: SenderScratch
-    # [N, window] int32: for each source rank, the lists that have arrived with a step's tokens.
-    step_lists: Any
-    zeros: Sequence[Any]  # a row of zeros, which the receiver copies to rows without a token
-
-
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
-    """The kernel of `rank_dispatch`."""
-
     num_experts: int
     top_k: int
     # A list has for each of the K choices the expert's index at the rank, or -1, then the bits of K
@@ -114,15 +105,17 @@ class _RankDispatch:
     def fabric(self) -> fb.Fabric:
         return self.sender.fabric
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> fb.Scratch:
         sender = self.sender
-        return _Scratch(
+        return fb.Scratch(
             sender=sender.scratch(),
+            # For each source rank, the lists that have arrived with a step's tokens.
             step_lists=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
+            # A row of zeros, which the receiver copies to rows without a token.
             zeros=[plgpu.SMEM((padded_columns(width, t),), t) for width, t in sender.row.parts],
         )
 
-    def __call__(self, *refs: Any, scratch: _Scratch) -> None:
+    def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         x, words, *tokens, lists = refs
         fabric, sender, warpgroup = self.fabric, self.sender, lax.axis_index("warpgroup")
 
@@ -143,10 +136,9 @@ class _RankDispatch:
             pl.when(warpgroup == 2)(lambda: sender.quantize(x, scratch.sender))
 
     def has_expert(self, words: List) -> jax.Array:
-        """Returns whether a token chooses an expert of the rank whose list is `words`, bool []."""
         return fb.any_row(words[: self.top_k])
 
-    def _receive(self, lists: Any, tokens: Sequence[Any], scratch: _Scratch) -> None:
+    def _receive(self, lists: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Runs the receiver: waits for tokens, and zeroes rows of tokens not sent here."""
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
         num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
@@ -198,7 +190,7 @@ class _Routes:
     kernel: _RankDispatch
     # [T·num_words] int32 in global memory: each token's experts, and weights if these are sent.
     words: Any
-    scratch: _Scratch
+    scratch: fb.Scratch
 
     def sources(self) -> list[Any]:
         return [self.kernel.fabric.mine(self.words)]
@@ -230,5 +222,4 @@ class _Routes:
         return jnp.where(self.kernel.has_expert(words), row, fb.NOWHERE)
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns no rows: a token has one row at a rank."""
-        return []
+        return []  # a token has one row at a rank

@@ -46,22 +46,6 @@ class SenderRefs(NamedTuple):
     lists: Any
 
 
-class SenderScratch(NamedTuple):
-    # [sources, window.width] int32: a slice of each array of `Routes.sources`, for the tokens to be
-    # sent next.
-    words: Any
-    # [S, columns] of values and, if quantized, of scales: rows as they are sent.
-    stages: Sequence[Any]
-    # [S, H], the rows before they are quantized. None if rows are sent unquantized.
-    wide_stages: Any
-    lists: Any  # [S, N, num_words] int32: the list for each rank
-    full: Any  # [S] barriers: an input row has arrived
-    # [S] barriers: the quantizer has written a row; the sender no longer reads it. None if rows are
-    # sent unquantized.
-    quantized: Any
-    sent: Any
-
-
 class Routes(Protocol):
     """How a dispatch kernel gives its sender the destinations of each token."""
 
@@ -69,7 +53,7 @@ class Routes(Protocol):
         """Returns the arrays of routing data, [T·num_words] int32 in any rank's memory."""
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> Sequence[List]:
-        """Returns a token's list for each rank; `SenderScratch.words[:, entry:]` has its data."""
+        """Returns a token's list for each rank; `words[:, entry:]` of the scratch has its data."""
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
         """Returns the row of a rank's buffer that gets the block's i-th token, or NOWHERE."""
@@ -107,15 +91,20 @@ class Sender:
         """The slice of a source rank's routing data, of one step, that the receiver loads."""
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
-    def scratch(self) -> SenderScratch:
+    def scratch(self) -> fb.Scratch:
         """Returns the types of the shared memory that the kernel must allocate for the sender."""
         stages, row = self.plan.num_stages, self.row
         wide = plgpu.SMEM((stages, row.hidden), row.dtype) if row.wire.quantized else None
-        return SenderScratch(
+        return fb.Scratch(
+            # A slice of each array of `Routes.sources`, for the tokens to be sent next.
             words=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
+            # Rows as they are sent: values and, if quantized, scales; rows before they are
+            # quantized; the list for each rank.
             stages=[plgpu.SMEM((stages, columns), t) for columns, t in row.parts],
             wide_stages=wide,
             lists=plgpu.SMEM((stages, self.fabric.num_ranks, self.num_words), jnp.int32),
+            # An input row has arrived; the quantizer has written a row; the sender no longer reads
+            # it. Without a quantizer, the last two are None.
             full=plgpu.Barrier(num_barriers=stages),
             quantized=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
             sent=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
@@ -126,7 +115,6 @@ class Sender:
         return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
-        """Returns in how many steps this block sends its tokens, int32 []."""
         _, num_tokens = self.range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
@@ -140,7 +128,7 @@ class Sender:
     def num_warpgroups(self) -> int:
         return 2 if self.row.wire.quantized else 1
 
-    def fetch_first(self, x: Any, scratch: SenderScratch) -> None:
+    def fetch_first(self, x: Any, scratch: fb.Scratch) -> None:
         """Starts to copy the rows of this block's first tokens into the ring, one to each stage."""
         first, count = self.range()
 
@@ -149,7 +137,7 @@ class Sender:
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
-    def quantize(self, x: Any, scratch: SenderScratch) -> None:
+    def quantize(self, x: Any, scratch: fb.Scratch) -> None:
         """Quantizes this block's rows in the quantizer, while the sender sends earlier ones."""
         from pallas_kernels.exchange.quantized_rows import quantize_row
 
@@ -172,7 +160,7 @@ class Sender:
 
         lax.fori_loop(0, num_tokens, quantize_token, None)
 
-    def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
+    def open_window(self, routes: Routes, i: Any, scratch: fb.Scratch) -> None:
         """Loads the routing data of the block's tokens from the i-th on to `scratch.words`."""
         first_token, _ = self.range()
         sources = enumerate(routes.sources())
@@ -180,7 +168,7 @@ class Sender:
         entries = pl.ds(start, self.window.width)
         fb.load_slices(self.fabric, entries, (scratch.words, sources))
 
-    def send(self, refs: SenderRefs, routes: Routes, scratch: SenderScratch) -> None:
+    def send(self, refs: SenderRefs, routes: Routes, scratch: fb.Scratch) -> None:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         First `fetch_first`, and `open_window` for the block's first token; `quantize` in the
@@ -255,7 +243,6 @@ class Sender:
     def _put_further(
         self, stage: jax.Array, rows: Sequence[jax.Array], tokens: Sequence[Any], scratch: Any
     ) -> None:
-        """Writes a stage to `rows` of this rank's receive buffer, except those that are NOWHERE."""
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
@@ -271,7 +258,7 @@ class Sender:
         lists_ref: Any,
         peers: Sequence[jax.Array],
         lists_of_peers: Sequence[List],
-        scratch: SenderScratch,
+        scratch: fb.Scratch,
     ) -> None:
         """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory."""
         fabric, num_words = self.fabric, self.num_words
@@ -293,7 +280,7 @@ class Sender:
                 commit_group=False,
             )
 
-    def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: SenderScratch) -> None:
+    def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: fb.Scratch) -> None:
         """Starts to copy row `token` of x, the row of the block's i-th token, into the ring."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]

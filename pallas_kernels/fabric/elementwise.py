@@ -111,8 +111,8 @@ _quotient = _instruction("div.full.f32", 2)
 
 
 def _exp(x: Value) -> Value:
-    """Emits e^x, by the same instructions as the function expf of NVIDIA's libdevice."""
-    # x / ln 2 is split into an integer j, clamped to float32's exponents, and a rest f.
+    # The instructions of NVIDIA's libdevice: x / ln 2 is split into an integer j, clamped to
+    # float32's exponents, and a rest f.
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"
@@ -187,7 +187,6 @@ def _select(condition: Value, if_false: Value, if_true: Value, **_: Any) -> Valu
 
 
 def _same(x: Value, **_: Any) -> Value:
-    # Emits nothing, for primitives that change no float32 scalar.
     return x
 
 

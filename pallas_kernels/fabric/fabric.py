@@ -17,6 +17,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
@@ -32,6 +33,18 @@ from pallas_kernels.fabric.mosaic import Value, arith, ir, llvm, scf
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
+
+@jax.tree_util.register_pytree_node_class
+class Scratch(SimpleNamespace):
+    """Shared memory by name: types of scratch and, inside a kernel's body, references to it."""
+
+    def tree_flatten(self) -> tuple[list[Any], tuple[str, ...]]:
+        return list(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: Sequence[str], values: Iterable[Any]) -> Scratch:
+        return cls(**dict(zip(names, values, strict=True)))
 
 
 class Ranks(Protocol):
@@ -314,10 +327,7 @@ def load_slices(fabric: Fabric, where: Any, *held: tuple[Any, Iterable[tuple[Any
 
 
 def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
-    """Starts a bulk copy from shared to global memory if `predicate` is true, without a branch.
-
-    The caller's next commit puts the copy into a group of copies, which can be waited for.
-    """
+    """Starts a bulk copy from shared to global memory if `predicate`, without a branch."""
     plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
 
 
@@ -359,7 +369,6 @@ def first_peer(fabric: Fabric) -> jax.Array:
 
 
 def any_row(rows: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether any of `rows`, [] int32 each, is the index of a row and not NOWHERE."""
     return any_of([row >= 0 for row in rows])
 
 
@@ -368,10 +377,7 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages.
-
-    The warpgroup that fills the stages calls it before it ends.
-    """
+    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages."""
     # Only each stage's last filling is still to be waited for: a warpgroup waits for a filling
     # before it fills the stage again.
 

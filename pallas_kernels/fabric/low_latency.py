@@ -80,7 +80,7 @@ class Channels(fb.RanksOfMesh):
         pass
 
     def mesh_index(self, ref: Any) -> jax.Array:
-        """Returns ref[0]; the simulator's ranks have another index each."""
+        # The simulator's ranks have another index each.
         return ref[0]
 
 
@@ -104,17 +104,15 @@ class Endpoint:
         self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)
 
-    def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends a tile in registers to each of `peers`, which pass the same `index` to `receive`.
+    # `index` counts the tiles of a call from 0, and `exact` is whether NaNs keep their bits; sender
+    # and receiver pass the same.
 
-        `index` counts the tiles of this call from 0. `exact` is whether NaNs keep their bits; the
-        receiver must pass the same.
-        """
+    def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
+        """Sends a tile in registers to each of `peers`."""
         for i, tile in enumerate(tiles_of_peers):
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to peers[i]; see `send`."""
         number = self._buffer(self._here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
@@ -209,10 +207,7 @@ class TileMemory:
     num_gpus: int  # GPUs that have a heap
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile of `TILE_BYTES` in registers to an empty tile buffer of another GPU.
-
-        `exact` is whether NaNs keep their bits; the receiver must pass the same value.
-        """
+        """Sends a tile of `TILE_BYTES` in registers to an empty tile buffer of another GPU."""
 
         def emit(gpu: Array, buffer: Array, tile: Array) -> None:
             (of_thread,) = mosaic.registers(tile)
@@ -256,11 +251,9 @@ class TileMemory:
         exact: bool,
         wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
-        """Waits for tiles in `buffers` of this GPU, empties the buffers, and returns the tiles.
+        """Waits for the `wanted` tiles in `buffers` of this GPU, and empties the buffers.
 
-        `peers` are the ranks that send to the buffers, for the message of a timeout. `wanted` says
-        for each buffer whether a tile is sent to it, None that all are; what is returned for other
-        buffers is undefined.
+        `peers` are the ranks that send to the buffers, for the message of a timeout.
         """
         count = len(buffers)
 
@@ -308,8 +301,6 @@ class TileMemory:
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the values of some of this GPU's call counters, [] int32 each."""
-
         def emit(gpu: Array, *counters: Array) -> list[Array]:
             values = []
             for counter in counters:
@@ -379,13 +370,12 @@ class TileMemory:
         return arith.addi(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's 16 bytes of tile buffer `buffer` of GPU `gpu`."""
+        # The address of this thread's 16 bytes.
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.warpgroup_thread(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
-        """Emits the address of this thread's note on tile buffer `buffer` of GPU `gpu`."""
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
         thread = arith.extui(mosaic.integer_type(64), mosaic.warpgroup_thread())

@@ -42,10 +42,7 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
-    """Returns the register layout in which neighbouring threads hold neighbouring vectors.
-
-    A vector is `elements` neighbouring elements of the array.
-    """
+    """Returns the register layout in which neighbouring threads hold vectors of `elements`."""
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
 
 
@@ -99,7 +96,6 @@ def struct_type(members: Sequence[Any]) -> Any:
 
 
 def width_of(memref: Value) -> int:
-    """Returns the length of a memref's second axis."""
     return ir.MemRefType(memref.type).shape[1]
 
 

@@ -120,8 +120,7 @@ class Gpus(RanksOfMesh):
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
         `buffers` are those that peers access, in one order on all ranks; `reads` is whether peers
-        read data that this rank wrote to them before the call. Raises ValueError if the kernel
-        exceeds a limit of `memory_map`.
+        read data that this rank wrote to them before the call.
         """
         self._check_limits(name, num_blocks, len(buffers))
         mesh_index = operands[0][0]
@@ -362,12 +361,9 @@ class Gpus(RanksOfMesh):
         self._read(rank, 0, words, total=-(-total // 2), what=what, halves=True)
 
     def send_values(self, words: Any, start: Any) -> None:
-        """Sends n values of up to `memory_map.MAX_VALUES`, without waiting until they are read.
-
-        Even and odd calls use different memory at the receiver: when a sender uses it again, two
-        calls later, the receiver has read it, since a rank receives something from each peer in
-        every call.
-        """
+        # Even and odd calls use different memory at the receiver: when a sender uses it again, two
+        # calls later, the receiver has read it, since a rank receives something from each peer in
+        # every call.
         call, (count,) = self._call, words.shape
         if count > memory_map.MAX_VALUES:
             raise ValueError(
@@ -468,7 +464,6 @@ class Gpus(RanksOfMesh):
         return address_at(i64(self.base), 0, (gpu, memory_map.STRIDE))
 
     def _call_counter(self, heap: Value, peer: Value, block: Value) -> Value:
-        """Emits the address in `heap` of the counter of calls of a block with `peer`."""
         of_peer = peer, 8 * memory_map.MAX_BLOCKS
         return address_at(heap, memory_map.CALLS, of_peer, (block, 8))
 

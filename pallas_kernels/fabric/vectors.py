@@ -155,7 +155,7 @@ def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
 
 
 def constant(size: int, value: float, elements: int) -> jax.Array:
-    """Returns a float32 array [size] in registers whose elements are all `value`."""
+    """Returns a float32 array [size] in registers."""
     array = jnp.full((size,), value, jnp.float32)
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=elements))
 
@@ -172,10 +172,7 @@ def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[
 
 
 def _select(
-    predicate: jax.Array,
-    yes: Sequence[jax.Array],
-    no: Sequence[jax.Array],
-    elements: int,
+    predicate: jax.Array, yes: Sequence[jax.Array], no: Sequence[jax.Array], elements: int
 ) -> list[jax.Array]:
     """Returns the arrays `yes` if `predicate` is true, else `no`; all have one shape and dtype."""
     shape, dtype = no[0].shape, no[0].dtype

@@ -40,6 +40,8 @@ from pallas_kernels.mxfp4 import MXFP4
 NUMBER_BYTES = STEP // MXFP4.numbers_per_value
 SCALES = STEP // MXFP4.block[1]
 COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
+# A step has fixed costs, so stages are as long along K as they may be.
+STEPS = 256, 192, 128, STEP
 # A tensor core instruction multiplies 64 columns. A thread holds two of them, 8 apart.
 _COLUMNS, APART = 64, 8
 # A thread loads four words of numbers at once.
@@ -62,10 +64,7 @@ _LOADED = (WARPGROUP * _PER_THREAD,)
 )
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """Shared memory of a decoder, besides the ring of the matmul.
-
-    Outside the kernel's body, the attributes are types of scratch; inside, references to it.
-    """
+    """Shared memory of a decoder, besides the ring: types of scratch, or references to it."""
 
     # [stages, pieces * matrices * block_n] int32. A word has the two scales of a column in a piece,
     # as bfloat16.
@@ -86,11 +85,9 @@ class Decoder:
 
     # One or two arrays: values [L, N, K / 2] uint8 and scales [L, N, K / 32] uint8.
     matrices: Sequence[Scaled]
-    # The ring's stages, [stages, (matrices,) block_n, pieces * 32] uint8.
-    values: Any
+    values: Any  # the ring's stages, [stages, (matrices,) block_n, pieces * 32] uint8
     staged: Staged
-    # The number of columns of a tile.
-    block_n: int
+    block_n: int  # the number of columns of a tile
 
     @property
     def scales(self) -> Any:
@@ -316,7 +313,6 @@ def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:
 
 
 def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
-    """Loads `count` words from shared memory, from word `first` after `pointer` on."""
     word = mosaic.integer_type(32)
     start = mosaic.element_pointer(pointer, first, word)
     loaded = llvm.load(mosaic.vector_type(count, word), start, alignment=4 * count)
@@ -324,7 +320,6 @@ def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
 
 
 def _scales_of(codes: Value) -> Value:
-    """Returns the scales with the codes in bytes 0 and 1 of a word, as two bfloat16."""
     low, high = (
         bits_of_e8m0(
             arith.andi(arith.shrui(codes, mosaic.i32(first)), mosaic.i32(0xFF)), fraction_bits=7
@@ -354,7 +349,6 @@ def _operand(pairs: Sequence[Value]) -> Any:
 
 
 def _entry(byte: Value) -> Value:
-    """Returns the place of the table's word for a byte and this lane."""
     of_lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
     return arith.addi(arith.muli(byte, mosaic.i32(WARP)), of_lane)
 
@@ -365,7 +359,6 @@ _HIGH = 0x3F3F3F00, 0x40404040
 
 
 def _bfloat16_of_byte(byte: Value) -> Value:
-    """Converts the two float4 numbers of a byte to two bfloat16 in a word."""
     low, high = (
         mosaic.chosen_bytes(mosaic.i32(first), mosaic.i32(last), arith.andi(byte, mosaic.i32(0x77)))
         for first, last in (_LOW, _HIGH)

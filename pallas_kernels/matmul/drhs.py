@@ -49,7 +49,6 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
-    check_buffers,
     launch_into,
     quotient_and_rest,
     run_one,
@@ -69,12 +68,9 @@ BLOCK_M = COMPUTERS * CHUNK
 class DrhsTiles:
     """The tile sizes of `drhs_of_each`, and the depth of its ring in shared memory."""
 
-    # Columns of an output tile, a multiple of 64 up to 256.
-    block_n: int
-    # At least 3, of 64 rows each.
-    num_stages: int
-    # Columns of output tiles in a band; see `Kernel.tile_position`.
-    band: int = 1
+    block_n: int  # columns of an output tile, a multiple of 64 up to 256
+    num_stages: int  # at least 3, of 64 rows each
+    band: int = 1  # columns of output tiles in a band; see `Kernel.tile_position`
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
@@ -83,11 +79,6 @@ class DrhsTiles:
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
         return cls(block_n, min(stages, 6), band)
-
-    def __post_init__(self) -> None:
-        check_buffers(self)
-        if not 64 <= self.block_n <= 256 or self.block_n % CHUNK:
-            raise ValueError(f"block_n must be 64, 128, 192 or 256, but the tile sizes are {self}.")
 
 
 def drhs_of_each(
@@ -148,18 +139,9 @@ class _Drhs(Kernel):
     """The kernel of `drhs_of_each`: lhs[rows].T @ grad[rows] for each group and each grad."""
 
     num_groups: int
-    # K, the number of columns of lhs.
-    height: int
+    height: int  # K, the number of columns of lhs
     num_grads: int
-    # Whether the results are added to what the outputs hold.
-    adds: bool
-
-    def __post_init__(self) -> None:
-        if self.width % self.tiles.block_n:
-            raise ValueError(
-                f"the output must have a multiple of block_n={self.tiles.block_n} columns, but has "
-                f"{self.width}."
-            )
+    adds: bool  # whether the results are added to what the outputs hold
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
@@ -186,7 +168,6 @@ class _Drhs(Kernel):
 
     @property
     def _tile_rows(self) -> int:
-        """How many output tiles cover the K rows of a group's output."""
         # The last tile may reach past row K. Copies of lhs read zeros there; nothing is stored.
         return -(-self.height // BLOCK_M)
 
@@ -209,10 +190,8 @@ class _Drhs(Kernel):
 class _Tile(NamedTuple):
     """An output tile, and the rows of lhs and grad over which its sum runs. All are int32."""
 
-    # The index of the array `grad`, and of the output.
-    which: jax.Array
+    which: jax.Array  # the index of the array `grad`, and of the output
     group: jax.Array
-    # The tile's first row and first column in the group's matrix.
     top: jax.Array
     left_edge: jax.Array
     # Steps of 64 rows, and the first row of the first step, a multiple of 8.
@@ -245,10 +224,8 @@ class _Loader:
 
     kernel: _Drhs
     ring: OperandRing
-    # [stages] barriers, at which a loader warpgroup arrives when it has cleared a stage.
-    cleared: Any
-    # The result of `_group_steps`.
-    table: Any
+    cleared: Any  # [stages] barriers, at which a loader arrives when it has cleared a stage
+    table: Any  # the result of `_group_steps`
     lhs: Any
     grads: Sequence[Any]
 
@@ -314,11 +291,7 @@ class _Loader:
 
 
 def clear(
-    ring: OperandRing,
-    stage: jax.Array,
-    rows: _Range,
-    worker: Any = 0,
-    num_workers: int = 1,
+    ring: OperandRing, stage: jax.Array, rows: _Range, worker: Any = 0, num_workers: int = 1
 ) -> None:
     """Zeroes all rows of a stage but `rows`: the share of warpgroup `worker` of `num_workers`."""
     for operands in (ring.left, ring.right):
@@ -375,7 +348,6 @@ class _Computer:
     def _compute_tile(
         self, tile: _Tile, _: Any, carry: tuple[jax.Array, Feed | None, _Held]
     ) -> Any:
-        """Computes this warpgroup's half of a tile; meanwhile stores the previous one."""
         used, feed, before = carry
         multiply = functools.partial(self._multiply, tile)
         # A chunk is stored in each step, and the rest after the last step.
@@ -417,7 +389,6 @@ class _Computer:
 
     @property
     def _columns(self) -> range:
-        # The first column of each chunk of a tile.
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,6 @@ from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     Kernel,
     aligned,
-    check_buffers,
     launch,
     quotient_and_rest,
     swizzled,
@@ -60,13 +59,7 @@ from pallas_kernels.matmul.kernel import (
 from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.row_blocks import BLOCK
-from pallas_kernels.matmul.row_tiles import (
-    BEGIN,
-    END,
-    FIRST,
-    GROUP,
-    table_of,
-)
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 
 # The number of rows of an output tile that each compute warpgroup computes.
 ROWS = BLOCK // COMPUTERS
@@ -87,9 +80,6 @@ class Float8Tiles:
     # Columns of an output tile. Callers keep the default; `float8_gated_matmul` and `drhs_of_each`
     # replace it by 128 if the halves of a tile are the same columns of two matrices.
     block_n: int = HALVES * BLOCK
-
-    def __post_init__(self) -> None:
-        check_buffers(self)
 
 
 def float8_matmul(
@@ -205,29 +195,32 @@ def _run(kernel, operands, groups, out_type, name):
     return launch(kernel, kernel.scratch_types(), out_type, name)(*operands, table)
 
 
+class Computer(NamedTuple):
+    """A compute warpgroup, and what it works with."""
+
+    number: jax.Array
+    feeder: Feeder
+    outs: Sequence[Any]
+    scratch: dict[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Float8Kernel(Kernel):
     """Base class of the float8 kernels: the operand ring, the sums, and the stores."""
 
-    # K of each pair of operands.
-    depths: tuple[int, ...]
-    # Of the operands, float8.
-    dtype: Any
+    depths: tuple[int, ...]  # K of each pair of operands
+    dtype: Any  # of the operands, float8
     out_dtype: Any
     # Whether all row tiles multiply the same rows, the first of each left operand.
     shared_rows: bool
 
+    # The number of right operands of a tile: 2 if its halves are columns of two of them.
+    num_matrices: ClassVar[int]
     # Whether each row of the left operand has its own scales. If not, 128 rows share their scales.
     rows_have_scales: ClassVar[bool] = True
 
     @property
-    def num_matrices(self) -> int:
-        # The number of right operands of a tile: 2 if its halves are columns of two of them.
-        raise NotImplementedError
-
-    @property
     def steps(self) -> int:
-        """The number of steps of 128 in which an output element is summed, over all pairs."""
         return sum(self.depths) // BLOCK
 
     @property
@@ -275,37 +268,27 @@ class Float8Kernel(Kernel):
         used_rows: jax.Array | int = 0,
         may_be_empty: bool = False,
     ) -> None:
-        """Computes and stores the output tiles of this thread block, of `total` of all blocks.
-
-        `look_up` maps the index of a tile to the `tile` that `compute_tile` takes. `used_rows` is
-        passed to `finish`. `may_be_empty` is whether a tile may have no steps.
-        """
+        """Computes and stores this block's output tiles, of `total`; `look_up` finds their data."""
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
 
-        def compute(computer):
+        def compute(number):
+            computer = Computer(number, feeder, outs, scratch)
+
             def one_tile(tile, _, carry):
-                used, feed = carry
-                return self.compute_tile(computer, tile, used, feed, feeder, outs, scratch)
+                return self.compute_tile(computer, tile, *carry)
 
             used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
             feeder.finish(used)
-            self.finish(computer, used_rows, outs, scratch)
+            self.finish(computer, used_rows)
 
         self.take_roles(feeder.run, compute)
 
-    def finish(self, computer: jax.Array, used_rows: Any, outs: Any, scratch: Any) -> None:
-        """Runs in each compute warpgroup after its last output tile; does nothing by default."""
+    def finish(self, computer: Computer, used_rows: Any) -> None:
+        """Runs in each compute warpgroup after its last output tile."""
 
     def compute_tile(
-        self,
-        computer: jax.Array,
-        tile: Any,
-        used: jax.Array,
-        feed: Feed | None,
-        feeder: Feeder,
-        outs: Any,
-        scratch: Any,
+        self, computer: Computer, tile: Any, used: jax.Array, feed: Feed | None
     ) -> tuple[jax.Array, Feed | None]:
         """Computes and stores a compute warpgroup's part of an output tile."""
         # Takes and returns the number of steps multiplied or skipped so far, and the feed.
@@ -353,14 +336,13 @@ class Float8Kernel(Kernel):
 
     def accumulate_halves(
         self,
+        computer: Computer,
         used: jax.Array,
+        feed: Feed | None,
         row: Any,
         first_half: Any,
         num_halves: jax.Array | int,
         steps: jax.Array | int,
-        feeder: Feeder,
-        feed: Feed | None,
-        scratch: Any,
     ) -> tuple[tuple[jax.Array, ...], Feed | None]:
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
@@ -368,7 +350,7 @@ class Float8Kernel(Kernel):
         columns, from half `first_half` on. `used` is the number of steps before. Returns two sums
         [64, 128] float32, the second zero if it is not computed; and the feed after these steps.
         """
-        num_stages = jnp.int32(self.tiles.num_stages)
+        num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
         def step(i, carry):
@@ -395,30 +377,27 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, feeder.follow(used + i, feed)
+            return totals, computer.feeder.follow(used + i, feed)
 
         return lax.fori_loop(0, steps, step, ((zero,) * HALVES, feed))
 
     def load_scales(self, scales: Any) -> jax.Array:
-        """Loads the scales of 64 rows from shared memory, [64] in the layout `WGMMA.reduce(1)`."""
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, used: jax.Array, feeder: Feeder, feed: Feed | None, scratch: Any) -> Feed | None:
+    def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
         def step(i, feed):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
-            plgpu.barrier_wait(scratch["full"].at[stage])
-            plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return feeder.follow(used + i, feed)
+            plgpu.barrier_wait(computer.scratch["full"].at[stage])
+            plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
+            return computer.feeder.follow(used + i, feed)
 
         return lax.fori_loop(0, self.steps, step, feed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowLoader:
-    """Loads the operands of tiles, step by step."""
-
     kernel: Float8Kernel
     scratch: Any
     operands: Sequence[Any]
@@ -426,7 +405,6 @@ class _RowLoader:
     num_tiles: jax.Array
 
     def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Returns a tile's group, its first row of the left operand, and its first column.
         row_tile, left_edge = self.kernel.tile_position(index, self.num_tiles)
         group, first_row = (self.table[row_tile, column] for column in (GROUP, FIRST))
         if self.kernel.shared_rows:
@@ -487,37 +465,25 @@ class _RowLoader:
 
 @dataclasses.dataclass(frozen=True)
 class _Product(Float8Kernel):
-    """The kernel of `float8_matmul`: a tile's halves are adjacent columns of one matrix."""
-
     zero_unused: bool
 
-    @property
-    def num_matrices(self) -> int:
-        return 1
+    num_matrices = 1
 
-    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
+    def compute_tile(self, computer, tile, used, feed):
         _, first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = end - first <= ROWS
-        row = pl.multiple_of(jnp.where(is_short, 0, computer * ROWS), ROWS)
-        first_half = jnp.where(is_short, computer, 0)
+        row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
+        first_half = jnp.where(is_short, computer.number, 0)
         num_halves = jnp.where(is_short, 1, HALVES)
         totals, feed = self.accumulate_halves(
-            used,
-            row,
-            first_half=first_half,
-            num_halves=num_halves,
-            steps=self.steps,
-            feeder=feeder,
-            feed=feed,
-            scratch=scratch,
+            computer, used, feed, row, first_half, num_halves, self.steps
         )
         top, left = first + row, left_edge + first_half * BLOCK
-        room = scratch["staged"].at[computer]
         for half, total in enumerate(totals):
 
             def store(total=total, left=left + half * BLOCK):
-                self.store_half(total, outs[0], room, top, left, begin - top, end - top)
+                self.store_half(computer, total, top, left, begin - top, end - top)
 
             is_stored = (left + half * BLOCK < self.width) & (top < end)
             if half == 1:
@@ -526,21 +492,22 @@ class _Product(Float8Kernel):
         return used + self.steps, feed
 
     def store_half(
-        self, total: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
+        self, computer: Computer, total: jax.Array, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
         """Stores rows [begin, end) of `total`, this warpgroup's part of a half, at (top, left)."""
+        (out,), room = computer.outs, computer.scratch["staged"].at[computer.number]
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
             register_tiles.store_rows_through(room, out, part, top, left + i, begin, end)
 
-    def finish(self, computer: jax.Array, used_rows: jax.Array, outs: Any, scratch: Any) -> None:
+    def finish(self, computer: Computer, used_rows: jax.Array) -> None:
         """Zeroes this warpgroup's share of the rows from `used_rows` on, if the kernel is to."""
         if not self.zero_unused:
             return
-        (out,), room = outs, scratch["staged"].at[computer]
+        (out,), room = computer.outs, computer.scratch["staged"].at[computer.number]
         zero_chunk = zeros((ROWS, self.chunk), self.out_dtype)
         # The compute warpgroups of all blocks take turns at chunks of 64 rows.
-        worker = lax.axis_index("block") * COMPUTERS + computer
+        worker = lax.axis_index("block") * COMPUTERS + computer.number
         workers = jnp.int32(self.all_blocks * COMPUTERS)
         chunk_columns = jnp.int32(self.width // self.chunk)
         first_chunk_row = lax.div(used_rows, jnp.int32(ROWS))
@@ -565,39 +532,29 @@ class _GatedProduct(Float8Kernel):
     gating: Elementwise
     keep: bool
 
-    @property
-    def num_matrices(self) -> int:
-        return HALVES
+    num_matrices = HALVES
 
     @property
     def outputs(self) -> int:
-        # The number of quantized results, each stored as values and scales.
         return 3 if self.keep else 1
 
-    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
+    def compute_tile(self, computer, tile, used, feed):
         _, first, begin, end, left_edge = tile
-        row = pl.multiple_of(computer * ROWS, ROWS)
+        row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
             products, feed = self.accumulate_halves(
-                used,
-                row,
-                first_half=0,
-                num_halves=HALVES,
-                steps=self.steps,
-                feeder=feeder,
-                feed=feed,
-                scratch=scratch,
+                computer, used, feed, row, 0, HALVES, self.steps
             )
-            room = scratch["staged"].at[computer]
+            room = computer.scratch["staged"].at[computer.number]
             group_rows = begin - top, end - top
             block = lax.div(left_edge, jnp.int32(BLOCK))
 
             def store(rows, index):
                 # Quantizes rows, and stores those of the group to result number `index`.
                 values, scales = _quantize(rows)
-                out, out_scales = outs[2 * index : 2 * index + 2]
+                out, out_scales = computer.outs[2 * index : 2 * index + 2]
                 register_tiles.store_rows_through(room, out, values, top, left_edge, *group_rows)
                 # The scales of the gated product, result 0, are transposed.
                 register_tiles.store_column(
@@ -611,9 +568,7 @@ class _GatedProduct(Float8Kernel):
             return feed
 
         # A short tile has no rows for the second warpgroup.
-        feed = lax.cond(
-            top < end, compute, lambda feed: self.skip(used, feeder, feed, scratch), feed
-        )
+        feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
         return used + self.steps, feed
 
 

@@ -95,17 +95,12 @@ def drhs_of_each(
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Float8Kernel):
-    """The kernel of `drhs_of_each`: an output tile is 128 rows by 2 halves of 128 columns.
+    """An output tile is 128 rows by 2 halves: adjacent columns, or the same ones of two outputs."""
 
-    The halves are adjacent columns of the only output, or the same columns of two outputs.
-    """
-
-    # K, the number of rows of the gradient of a group's matrix.
-    height: int
+    height: int  # K, the number of rows of the gradient of a group's matrix
     num_groups: int
     num_grads: int
-    # Whether the results are added to what the outputs hold.
-    adds: bool
+    adds: bool  # whether the results are added to what the outputs hold
 
     rows_have_scales: ClassVar[bool] = False
 
@@ -118,7 +113,7 @@ class _Drhs(Float8Kernel):
         return types | dict(copied=copied)
 
     @property
-    def num_matrices(self) -> int:
+    def num_matrices(self) -> int:  # type: ignore[override]
         return self.num_grads
 
     @property
@@ -144,24 +139,16 @@ class _Drhs(Float8Kernel):
         total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
         self.walk_tiles(total, look_up, loader, outs, scratch, may_be_empty=True)
 
-    def compute_tile(self, computer, tile, used, feed, feeder, outs, scratch):
+    def compute_tile(self, computer, tile, used, feed):
         top, left_edge, steps = tile
-        row = pl.multiple_of(computer * ROWS, ROWS)
-        totals, feed = self.accumulate_halves(
-            used,
-            row,
-            first_half=0,
-            num_halves=HALVES,
-            steps=steps,
-            feeder=feeder,
-            feed=feed,
-            scratch=scratch,
-        )
+        row = pl.multiple_of(computer.number * ROWS, ROWS)
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, HALVES, steps)
         # The copies of the previous tile have read the buffers while this tile was multiplied.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
-            out, left = self.out_of(half, outs, left_edge)
-            buffers, num_before = scratch["copied"].at[computer], half * BLOCK // self.chunk
+            out, left = self.out_of(half, computer.outs, left_edge)
+            buffers = computer.scratch["copied"].at[computer.number]
+            num_before = half * BLOCK // self.chunk
 
             @pl.when(left < self.width)
             def _(total=total, out=out, left=left, buffers=buffers, num_before=num_before):
@@ -172,9 +159,7 @@ class _Drhs(Float8Kernel):
     def copy_half(
         self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any
     ) -> None:
-        """Copies, or adds, this warpgroup's part of a half to `out`, from (top, left) on."""
-        # Bulk copies go on while the next tile is multiplied. `num_before` chunks of this tile have
-        # been copied before.
+        # `num_before` chunks of this tile have been copied before.
         rows = pl.ds(pl.multiple_of(top, ROWS), ROWS)
         for i in range(BLOCK // self.chunk):
             if num_before + i >= _COPY_BUFFERS:
@@ -183,8 +168,7 @@ class _Drhs(Float8Kernel):
             start = i * self.chunk
             buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
             columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
-            destination = out.at[rows, columns]
-            store_or_add(buffer, destination, self.adds)
+            store_or_add(buffer, out.at[rows, columns], self.adds)
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output of half `half` of a tile, and the half's first column."""
@@ -195,8 +179,6 @@ class _Drhs(Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """Loads the operands of tiles, step by step."""
-
     kernel: _Drhs
     scratch: Any
     operands: Sequence[Any]

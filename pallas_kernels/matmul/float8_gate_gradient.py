@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,31 +71,6 @@ _TOTALS = _FACTORS + _WITH_ROWS * BLOCK
 _SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
 
 
-class _Operands(NamedTuple):
-    """The operands of a row of a thread's patch."""
-
-    # Whether the tile's block has such a row.
-    exists: Value
-    # Words with two bfloat16 numbers each.
-    dhidden: list[Value]
-    # For gate and for up: words with four float8 values each, and a scale.
-    values: list[list[Value]]
-    scales: list[Value]
-    weight: Value
-
-
-class GateGradient(NamedTuple):
-    """The results of `gate_gradient` for R rows, or P transposed ones with padding."""
-
-    # The gradients of gate and up, [R, F] float8 each; and transposed, [F, P] float8 each.
-    dpre: tuple[Scaled, Scaled]
-    transposed: tuple[TransposedRows, TransposedRows]
-    # w * h, transposed, [F, P] float8.
-    hidden: TransposedRows
-    # [R, F / 128] float32, the sums of dhidden * h over each row and 128 columns.
-    dweights: jax.Array
-
-
 def gate_gradient(
     gating: Elementwise,
     dhidden: jax.Array,
@@ -103,7 +78,7 @@ def gate_gradient(
     up: Scaled,
     weights: jax.Array,
     blocks: jax.Array,
-) -> GateGradient:
+) -> tuple[tuple[Scaled, Scaled], tuple[TransposedRows, ...], jax.Array]:
     """Computes the gradients of gate and up from that of w * h, where h = act(gate, up).
 
     Results are computed in float32; those to be quantized are first rounded to bfloat16. Rows past
@@ -115,6 +90,10 @@ def gate_gradient(
       gate, up: rows [R, F], float8_e4m3fn with scales.
       weights: [R] float32, the weight w of each row.
       blocks: [P / 128, 2] int32, the first result of `row_blocks`.
+
+    Returns:
+      The gradients of gate and up, [R, F] float8 each; these and w * h transposed, [F, P] float8
+      each; and the sums of dhidden * h over each row and 128 columns, [R, F / 128] float32.
     """
     num_rows, width = dhidden.shape
     num_row_blocks, tiles = blocks.shape[0], width // BLOCK
@@ -141,12 +120,8 @@ def gate_gradient(
     )
     # The results are pairs of values and scales, but for the last.
     dgate, dgate_scales, dup, dup_scales, *turned, dweights = results
-    return GateGradient(
-        dpre=(Scaled(dgate, dgate_scales.T), Scaled(dup, dup_scales.T)),
-        transposed=(TransposedRows(*turned[:2]), TransposedRows(*turned[2:4])),
-        hidden=TransposedRows(*turned[4:]),
-        dweights=dweights.T,
-    )
+    columns = tuple(TransposedRows(*turned[i : i + 2]) for i in range(0, 2 * _RESULTS, 2))
+    return (Scaled(dgate, dgate_scales.T), Scaled(dup, dup_scales.T)), columns, dweights.T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +167,7 @@ class _Tile(Tile):
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
         for i, operands in enumerate(self.load(ins, row, left)):
-            results, row_sum = self.compute_row(operands)
+            results, row_sum = self.compute_row(*operands)
             sums.append(arith.bitcast(word, row_sum))
             for result, words in enumerate(results):
                 words = BFLOAT16.without_infinities(words)
@@ -281,8 +256,8 @@ class _Tile(Tile):
                 ]
                 store_words(words, past(start, i * self.height))
 
-    def load(self, ins: Any, row: Value, left: Value) -> list[_Operands]:
-        """Loads the operands of each row of a patch, from row `row` and column `left` on."""
+    def load(self, ins: Any, row: Value, left: Value) -> list[tuple[Any, ...]]:
+        """Loads what `compute_row` takes of each row of a patch, from (row, left) on."""
         f32 = mosaic.float_type()
         dhidden, gate, gate_scales, up, up_scales, weights = ins
 
@@ -295,20 +270,22 @@ class _Tile(Tile):
         rows = []
         for i in range(_ROWS):
             exists, source = self.find(arith.addi(row, mosaic.i32(i)))
-            rows.append(
-                _Operands(
-                    exists,
-                    words_at(dhidden, source, 2),
-                    [words_at(each, source, 1) for each in (gate, up)],
-                    [scale_at(each, source) for each in (gate_scales, up_scales)],
-                    llvm.load(f32, pointer_to(weights, source, 1, mosaic.i32(0), size=4)),
-                )
-            )
+            words = words_at(dhidden, source, 2)
+            values = [words_at(each, source, 1) for each in (gate, up)]
+            scales = [scale_at(each, source) for each in (gate_scales, up_scales)]
+            weight = llvm.load(f32, pointer_to(weights, source, 1, mosaic.i32(0), size=4))
+            rows.append((exists, words, values, scales, weight))
         return rows
 
-    def compute_row(self, operands: _Operands) -> tuple[list[list[Value]], Value]:
+    def compute_row(
+        self,
+        exists: Value,
+        dhidden: list[Value],
+        values: list[list[Value]],
+        scales: list[Value],
+        weight: Value,
+    ) -> tuple[list[list[Value]], Value]:
         """Computes bfloat16 words of (dgate, dup, w * h) of a row, and its sum of dhidden * h."""
-        exists, dhidden, values, scales, weight = operands
         grads = BFLOAT16.numbers(dhidden)
         pre = [
             [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]

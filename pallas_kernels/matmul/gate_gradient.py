@@ -102,8 +102,6 @@ def gate_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Tile(Tile):
-    """A tile of 128 rows by 128 columns of arrays [num_rows, width]."""
-
     gating: Elementwise
     num_rows: int
     width: int
@@ -137,10 +135,7 @@ class _Tile(Tile):
 
 
 def gradients_of_row(
-    gating: Elementwise,
-    grads: Sequence[Value],
-    pre: Sequence[Sequence[Value]],
-    weight: Value,
+    gating: Elementwise, grads: Sequence[Value], pre: Sequence[Sequence[Value]], weight: Value
 ) -> tuple[tuple[list[Value], list[Value], list[Value]], Value]:
     """Computes elements (dgate, dup, w * h) of a row, and their sum of dhidden * h, in float32.
 

@@ -73,19 +73,18 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized, matrices_type = isinstance(rhs[0], Scaled), Matrices
-    matrices: list[Any] = list(rhs)
+    is_quantized, format = isinstance(rhs[0], Scaled), Matrices
     if is_quantized:
-        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices, stored
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
-        matrices = [array for each in matrices for array in stored(each)]
-        matrices_type = Mxfp4Matrices
+        format = Mxfp4Matrices
+    matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,
         num_blocks=num_blocks,
         width=matrices[0].shape[1 if is_quantized else 2],
         depths=(lhs.shape[1],),
-        matrices=matrices_type,
+        matrices=format,
         transpose_rhs=is_quantized,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
@@ -95,7 +94,7 @@ def gated_matmul(
         num_waves=num_waves,
     )
     operands = [lhs, *matrices, *(biases or ())]
-    name = f"grouped_matmul_gated{'_mxfp4' if is_quantized else ''}"
+    name = f"grouped_matmul_gated{format.suffix}"
     *products, hidden = kernel.run(operands, groups, num_rows, name)
     return hidden, *products
 
@@ -108,16 +107,14 @@ class _GatedProduct(Product):
     keep: bool
     has_biases: bool
 
-    @property
-    def num_matrices(self) -> int:
-        return 2
+    num_matrices = 2
 
     @property
     def accumulators(self) -> int:
         return super().accumulators // (2 if self.is_narrow else 1)
 
     @property
-    def outputs(self) -> int:
+    def outputs(self) -> int:  # type: ignore[override]
         return 3 if self.keep else 1
 
     @property
@@ -138,7 +135,7 @@ class _GatedProduct(Product):
         return types
 
     @property
-    def num_biases(self) -> int:
+    def num_biases(self) -> int:  # type: ignore[override]
         return self.num_matrices if self.has_biases else 0
 
     def computer(self, *work: Any, passed: Passed | None = None) -> Computer:
@@ -163,7 +160,6 @@ class _GatedProduct(Product):
         return self.gated([bias[columns] for bias in biases], *products)
 
     def gated(self, biases: Sequence[jax.Array], *products: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns elements of the outputs, given those of the two products, rounded already."""
         wide = [product.astype(jnp.float32) for product in products]
         for i, bias in enumerate(biases):
             wide[i] += lax.broadcast_in_dim(bias, wide[i].shape, (0,))
@@ -194,12 +190,10 @@ class Passed:
 class _OneProduct(Computer):
     """The work of a compute warpgroup for tiles of 64 columns: it computes one of the two products.
 
-    A token in decoding has few tiles of 128 columns, on fewer multiprocessors than it takes to use
-    the memory's bandwidth. And MXFP4 matrices are decoded once for each tile of rows, fewer times
-    with tiles of up to 256 rows. Warpgroup 1 passes the first rows of its product through shared
-    memory to warpgroup 0, which applies the gating function to these rows, and stores the results.
-    If a tile has more than 128 rows, warpgroup 0 passes the other half of the rows of its product
-    to warpgroup 1, which does the same with them.
+    Warpgroup 1 passes the first rows of its product through shared memory to warpgroup 0, which
+    applies the gating function to these rows, and stores the results. If a tile has more than 128
+    rows, warpgroup 0 passes the other half of the rows of its product to warpgroup 1, which does
+    the same with them.
     """
 
     kernel: _GatedProduct
@@ -235,7 +229,6 @@ class _OneProduct(Computer):
         _: Any,
         carry: tuple[jax.Array, Feed | None],
     ) -> tuple[jax.Array, Feed | None]:
-        """Computes this warpgroup's product of a tile, passes rows of it, and stores results."""
         used, feed = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
@@ -273,8 +266,6 @@ class _OneProduct(Computer):
         return used + steps, feed
 
     def _store(self, position: Position, biases: Sequence[jax.Array], *products: jax.Array) -> None:
-        """Stores the gated product of some rows of a tile, from their two products, transposed."""
-
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
             chunk_biases = [bias[columns] for bias in biases]
             chunk_products = (product[columns, rows] for product in products)

@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
+from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
@@ -47,7 +48,6 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
-    check_buffers,
     launch,
     transposed,
     zeros,
@@ -90,18 +90,23 @@ class Tiles:
         band: int = 1,
         *,
         num_matrices: int = 1,
-        column_bytes: int = 2 * STEP,
-        other_bytes: int = 0,
-        steps: Sequence[int] = (STEP,),
+        mxfp4_depth: int | None = None,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. A column of a
-        matrix has `column_bytes` in 64 of K. `other_bytes` of shared memory are left out. The step
-        is the first of `steps` that leaves room for 3 stages, or the last.
+        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. `mxfp4_depth`
+        is K of matrices in MXFP4, or None. For these, the step is the longest that leaves room for
+        3 stages.
         """
+        # A column of a matrix has `column_bytes` in 64 of K.
+        column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
+        if mxfp4_depth is not None:
+            from pallas_kernels.matmul import decoder
+
+            column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
+            steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
-        room = SHARED_MEMORY_BYTES - OTHER_BYTES - other_bytes
+        room = SHARED_MEMORY_BYTES - OTHER_BYTES - table_bytes
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
@@ -125,28 +130,13 @@ class Tiles:
         """The number of columns that a compute warpgroup computes: half of a tile's, or all 64."""
         return max(self.block_n // COMPUTERS, CHUNK)
 
-    def __post_init__(self) -> None:
-        rising = list(self.heights) == sorted(set(self.heights))
-        whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
-        if not self.heights or not rising or not whole or self.block_n not in (64, 128, 256):
-            raise ValueError(
-                "heights must be multiples of 8 from 8 to 256 in rising order, and block_n must be "
-                f"64, 128 or 256, but the tile sizes are {self}."
-            )
-        if self.num_buffers < 1:
-            raise ValueError(f"num_buffers must be positive, but the tile sizes are {self}.")
-        if self.step < STEP or self.step % STEP:
-            raise ValueError(f"step must be a multiple of {STEP}, but the tile sizes are {self}.")
-        check_buffers(self)
-
 
 def passed_at_once(block_m: int) -> int:
-    """Returns how many rows of a product compute warpgroups pass to each other at a time."""
     return block_m if block_m <= _MOST_PASSED else block_m // 2
 
 
 def grouped_matmul(
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    pairs: Sequence[tuple[jax.Array, jax.Array | Scaled]],
     groups: Groups,
     *,
     transpose_rhs: bool,
@@ -154,6 +144,7 @@ def grouped_matmul(
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = True,
+    format: type[Matrices] | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
@@ -169,26 +160,28 @@ def grouped_matmul(
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
+      format: the format of the matrices; None: unquantized.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
       are summed in float32, and each sum is rounded once.
     """
-    lhs, rhs = pairs[0]
+    lhs, _ = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
+    format = format or Matrices
+    operands = [part for lhs, rhs in pairs for part in (lhs, *format.operands_of(rhs))]
     kernel = Product(
         tiles=tiles,
         num_blocks=num_blocks,
-        width=rhs.shape[1 if transpose_rhs else 2],
+        width=operands[1].shape[1 if transpose_rhs else 2],
         depths=tuple(lhs.shape[1] for lhs, _ in pairs),
-        matrices=Matrices,
+        matrices=format,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
         shared_rows=lhs.shape[0] < num_rows,
         num_waves=num_waves,
     )
-    operands = [operand for pair in pairs for operand in pair]
-    (result,) = kernel.run(operands, groups, num_rows, "grouped_matmul")
+    (result,) = kernel.run(operands, groups, num_rows, f"grouped_matmul{format.suffix}")
     return result
 
 
@@ -201,32 +194,21 @@ class Product(Kernel):
     the number of rows of its group.
     """
 
-    # K of each pair of operands.
-    depths: tuple[int, ...]
-    # The format of the matrices.
+    depths: tuple[int, ...]  # K of each pair of operands
     matrices: type[Matrices]
     transpose_rhs: bool
     zero_unused: bool
     # Whether all row tiles multiply the same rows, the first ones of each lhs.
     shared_rows: bool
 
-    @property
-    def num_matrices(self) -> int:
-        """The number of matrices by which the kernel multiplies a group's rows of each lhs."""
-        return 1
-
-    @property
-    def outputs(self) -> int:
-        return 1
-
-    @property
-    def num_biases(self) -> int:
-        """The number of arrays of biases, which are the operands before the table."""
-        return 0
+    # The numbers of matrices by which a group's rows of each lhs are multiplied, of outputs, and of
+    # arrays of biases, which are the operands before the table.
+    num_matrices = 1
+    outputs = 1
+    num_biases = 0
 
     @property
     def steps(self) -> int:
-        """The number of steps in which a tile is summed, over the depths of all pairs."""
         return sum(self.depths) // self.tiles.step
 
     @property
@@ -259,24 +241,6 @@ class Product(Kernel):
         for each output an array [columns, rows] of `dtype`.
         """
         return (total[columns, rows].astype(dtype),)
-
-    def __post_init__(self) -> None:
-        if self.tiles.block_n < COMPUTERS * CHUNK and self.num_matrices < COMPUTERS:
-            raise ValueError(
-                f"block_n must be at least {COMPUTERS * CHUNK} where a group has one matrix, but "
-                f"is {self.tiles.block_n}."
-            )
-        step = self.tiles.step
-        if any(depth % step for depth in self.depths) or step > self.matrices.longest_step:
-            raise ValueError(
-                f"step must divide K, and be {STEP} for matrices that are not in MXFP4, but is "
-                f"{step} for K of {self.depths}."
-            )
-        if self.width % self.tiles.part:
-            raise ValueError(
-                f"N, the columns of the matrices, must be a multiple of {self.tiles.part} for "
-                f"block_n={self.tiles.block_n}, but is {self.width}."
-            )
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         # A chunk of every output is stored at a time, each through its own buffer.
@@ -331,14 +295,12 @@ class Product(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """The row tiles of all groups, read from the table that the kernel takes as an operand."""
+    """The row tiles of all groups."""
 
-    # The result of `row_tiles`.
-    table: Any
+    table: Any  # the result of `row_tiles`
     heights: tuple[int, ...]
-    # The number of row tiles, and of rows in groups, int32.
     count: jax.Array
-    num_rows: jax.Array
+    num_rows: jax.Array  # in groups
 
     def height_index(self, tile: jax.Array) -> jax.Array:
         """Returns the index of the least of `heights` that holds the rows of tile number `tile`."""
@@ -400,25 +362,24 @@ class Loader:
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
         """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""
-        del step
         return inner
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """Unquantized matrices: what loads them to the ring, and what multiplies rows by them.
-
-    A subclass does the same for another format.
-    """
+    """Unquantized matrices: what loads them to the ring, and what multiplies rows by them."""
 
     kernel: Product
     ring: OperandRing
-    # For each pair its lhs, and then its arrays of matrices.
-    operands: Sequence[Any]
-    # What else of `types` is in shared memory.
-    staged: Any = None
+    operands: Sequence[Any]  # for each pair its lhs, and then its arrays of matrices
+    staged: Any = None  # what else of `types` is in shared memory
 
-    longest_step: ClassVar[int] = STEP
+    suffix: ClassVar[str] = ""  # of kernels' names
+
+    @classmethod
+    def operands_of(cls, matrices: Any) -> list[jax.Array]:
+        """Returns a kernel's operands for an array of matrices."""
+        return [matrices]
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:
@@ -427,12 +388,11 @@ class Matrices:
 
     @classmethod
     def fit_beside_loader(cls, kernel: Product) -> bool:
-        """Implements `Kernel.fits_beside_loader`."""
         return kernel.accumulators <= _MOST_ACCUMULATORS
 
     @classmethod
     def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
-        """Returns the types of the format's shared memory: "ring", and what a subclass adds."""
+        """Returns the types of the format's shared memory."""
         tiles = kernel.tiles
         left = tiles.block_m, tiles.step
         right = (tiles.block_n, STEP) if kernel.transpose_rhs else (STEP, tiles.block_n)
@@ -461,7 +421,6 @@ class Matrices:
         The products with several matrices lie side by side. `options` are the last arguments of
         `OperandRing.accumulate`, from `feeder` on; see there for the other arguments, too.
         """
-        del computer
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
             def of_height(height: int) -> None:
@@ -535,7 +494,6 @@ class Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The shape [columns, rows] in which this warpgroup computes its half of an output tile."""
         return self.kernel.tiles.part, self.kernel.tiles.block_m
 
     @property

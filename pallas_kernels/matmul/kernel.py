@@ -50,7 +50,6 @@ class BlockTiles:
 
     def index(self, turn: Any) -> jax.Array:
         """Returns the index of the block's tile number `turn`; past the last, a valid one."""
-        # `walk` looks up a tile past the last.
         last = jnp.maximum(self.total - 1, 0)
         return jnp.minimum(self.first + turn * self.stride, last)
 
@@ -86,15 +85,11 @@ class Kernel:
 
     # Has at least `block_n`, the columns of an output tile, and `band`; see `tile_position`.
     tiles: Any
-    # Thread blocks of a wave, which is as many as run at the same time.
-    num_blocks: int
-    # Columns of the output.
-    width: int
-    # See `block_tiles`.
-    num_waves: int = dataclasses.field(default=1, kw_only=True)
+    num_blocks: int  # of a wave: as many as run at the same time
+    width: int  # columns of the output
+    num_waves: int = dataclasses.field(default=1, kw_only=True)  # see `block_tiles`
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        """Runs as the kernel's body, with references to operands, outputs and scratch."""
         raise NotImplementedError
 
     @property
@@ -112,11 +107,7 @@ class Kernel:
         """Whether a computer needs no more than a third of the registers: 168 for each thread."""
         return False
 
-    def take_roles(
-        self,
-        load: Callable[[], None],
-        compute: Callable[[jax.Array], None],
-    ) -> None:
+    def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
         """Runs `load()` in the loader, if there is one, and `compute(number)` in both computers."""
         warpgroup = lax.axis_index("warpgroup")
         if not self.has_loader:
@@ -193,14 +184,6 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 )
 
 
-def check_buffers(tiles: Any) -> None:
-    """Raises ValueError if a ring has less than 3 stages, or a band no column."""
-    if tiles.num_stages < 3 or tiles.band < 1:
-        raise ValueError(
-            f"num_stages must be at least 3 and band at least 1, but the tile sizes are {tiles}."
-        )
-
-
 def launch(
     kernel: Kernel,
     scratch_types: dict[str, Any],
@@ -227,11 +210,7 @@ def launch_into(
     name: str,
     sums: Sequence[jax.Array] | None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function like `launch`, whose kernel writes to new arrays or adds to `sums`.
-
-    With `sums`, an array for each result, the outputs are the memory of these arrays, copied first
-    if still used elsewhere.
-    """
+    """Returns a function like `launch`, whose kernel writes to new arrays or adds to `sums`."""
     if sums is None:
         call = launch(kernel, scratch_types, out_type, name)
         return lambda *operands: tuple(call(*operands))

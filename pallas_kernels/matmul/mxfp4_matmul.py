@@ -1,9 +1,8 @@
-"""Grouped matmul of bfloat16 rows by matrices in MXFP4, which the kernel decodes.
+"""Matrices in MXFP4, which the kernels of `grouped_matmul` and `gated_matmul` decode.
 
-The kernel is that of `grouped_matmul`. It copies the matrices to shared memory as they are stored.
-Rows of many tiles are multiplied by instructions of a warpgroup, for which the compute warpgroups
-decode columns in registers (`decoder`); tiles of few rows by instructions of single warps
-(`warp_products`).
+They are copied to shared memory as they are stored. Rows of many tiles are multiplied by
+instructions of a warpgroup, for which the compute warpgroups decode columns in registers
+(`decoder`); tiles of few rows by instructions of single warps (`warp_products`).
 """
 
 from __future__ import annotations
@@ -20,95 +19,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul import warp_products
-from pallas_kernels.matmul.chosen_groups import Groups, output_rows
-from pallas_kernels.matmul.decoder import (
-    COLUMN_BYTES,
-    NUMBER_BYTES,
-    TABLE_BYTES,
-    Decoder,
-    Staged,
-    transforms_of_numbers,
-)
-from pallas_kernels.matmul.grouped_matmul import (
-    Loader,
-    Matrices,
-    Product,
-    RowTiles,
-    Share,
-    Tiles,
-)
+from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
+from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Share, Tiles
 from pallas_kernels.matmul.kernel import CHUNK, STEP, transposed, zeros
 from pallas_kernels.matmul.operand_ring import Feed
 
-# A step has fixed costs, so stages are as long along K as they may be.
-_STEPS = 256, 192, 128, STEP
 # Decoding tiles of more rows leaves no registers for a finished tile's results.
 _MOST_HELD = 128
 # With so many sums of one product or two in a thread, which also decodes, 168 registers are enough.
 _MOST_ACCUMULATORS = {1: 64, 2: 16}
 
 
-def fitting_tiles(
-    heights: tuple[int, ...], block_n: int, band: int = 1, *, depth: int, num_matrices: int = 1
-) -> Tiles:
-    """Returns `Tiles.fitting` for matrices in MXFP4 of K = `depth`."""
-    return Tiles.fitting(
-        heights,
-        block_n,
-        band,
-        num_matrices=num_matrices,
-        column_bytes=COLUMN_BYTES,
-        other_bytes=TABLE_BYTES,
-        steps=[step for step in _STEPS if depth % step == 0 or step == STEP],
-    )
-
-
-def mxfp4_matmul(
-    lhs: jax.Array,
-    rhs: Scaled,
-    groups: Groups,
-    *,
-    tiles: Tiles,
-    num_blocks: int,
-    num_waves: int = 1,
-    zero_unused: bool = True,
-) -> jax.Array:
-    """Multiplies each row by its group's matrix.
-
-    Args:
-      lhs: [R, K] bfloat16; R is a multiple of 8, K of 64.
-      rhs: the transposes [L, N, K] of the matrices, in MXFP4; N is a multiple of tiles.part.
-
-    The other arguments are those of `grouped_matmul.grouped_matmul`.
-
-    Returns:
-      [R, N] bfloat16, or [S * height, N] for S chosen groups. Sums are float32, and rounded once.
-    """
-    num_rows = output_rows(groups, lhs.shape[0])
-    kernel = Product(
-        tiles=tiles,
-        num_blocks=num_blocks,
-        width=rhs.values.shape[1],
-        depths=(lhs.shape[1],),
-        matrices=Mxfp4Matrices,
-        transpose_rhs=True,
-        zero_unused=zero_unused,
-        shared_rows=lhs.shape[0] < num_rows,
-        num_waves=num_waves,
-    )
-    (result,) = kernel.run([lhs, *stored(rhs)], groups, num_rows, "grouped_matmul_mxfp4")
-    return result
-
-
-def stored(matrices: Scaled) -> list[jax.Array]:
-    """Returns a kernel's operands for an array of matrices: values, and scales as uint8."""
-    return [matrices.values, bitcast(matrices.scales, jnp.uint8)]
-
-
 class Mxfp4Matrices(Matrices):
-    """Matrices in MXFP4. Their operands are values and scales of each array."""
+    """Matrices in MXFP4."""
 
-    longest_step: ClassVar[int] = _STEPS[0]
+    suffix: ClassVar[str] = "_mxfp4"
+
+    @classmethod
+    def operands_of(cls, matrices: Scaled) -> list[jax.Array]:
+        return [matrices.values, bitcast(matrices.scales, jnp.uint8)]
 
     @classmethod
     def leaves_registers(cls, tiles: Tiles) -> bool:
@@ -211,8 +140,8 @@ def _by_warps(tiles: Tiles) -> bool:
 
 
 def _parts(tiles: Tiles, share: Share) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
-    """Returns the parts of 64 columns by 64 of K of a step that a warpgroup multiplies."""
-    # A part is (where its product is in the accumulator, (piece of K, matrix, first column)).
+    # A part of 64 columns by 64 of K is (where its product is in the accumulator, (piece of K,
+    # matrix, first column)).
     return [
         ((first, i * tiles.block_m), (piece, matrix, left + first))
         for piece in range(tiles.step // STEP)

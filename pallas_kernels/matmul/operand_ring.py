@@ -259,19 +259,26 @@ class OperandRing:
         """
 
         def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:
-            take_step = functools.partial(
-                self._take_step,
-                accumulator=accumulator,
-                used=used,
-                steps=steps,
-                multiply=multiply,
-                feeder=feeder,
-                meanwhile=meanwhile,
+            def take_step(step: jax.Array, feed: Feed | None) -> Feed | None:
+                def multiply_stage() -> None:
+                    stage = self.stage_of(used + step)
+                    plgpu.barrier_wait(self.full.at[stage])
+                    multiply(accumulator, stage, step)
+
                 # Without `least_steps`, no step checks that it is below `steps`. The check would
                 # cost up to 7 % of the time of the kernel for the gradients of matrices.
-                may_be_past=least_steps > 0,
-                matmuls=matmuls,
-            )
+                if least_steps > 0:
+                    pl.when(step < steps)(multiply_stage)
+                else:
+                    multiply_stage()
+                if meanwhile is not None:
+                    meanwhile(step)
+                # After this wait, only this step's matmuls may still run: the previous stage is
+                # free.
+                plgpu.wgmma_wait(matmuls)
+                pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
+                return feeder.follow(used + step, feed)
+
             all_steps = jnp.maximum(steps, least_steps)
             following = lax.fori_loop(0, all_steps, take_step, feed)
             total = accumulator[...]
@@ -323,38 +330,6 @@ class OperandRing:
             return totals, feed
 
         return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, (totals, feed))
-
-    def _take_step(
-        self,
-        step: jax.Array,
-        feed: Feed | None,
-        *,
-        accumulator: Any,
-        used: jax.Array,
-        steps: Any,
-        multiply: Callable[[Any, jax.Array, jax.Array], None],
-        feeder: Feeder,
-        meanwhile: Callable[[jax.Array], None] | None,
-        may_be_past: bool,
-        matmuls: int,
-    ) -> Feed | None:
-        """Takes a step of `accumulate`, and frees the stage of the one before; returns the feed."""
-
-        def multiply_stage() -> None:
-            stage = self.stage_of(used + step)
-            plgpu.barrier_wait(self.full.at[stage])
-            multiply(accumulator, stage, step)
-
-        if may_be_past:
-            pl.when(step < steps)(multiply_stage)
-        else:
-            multiply_stage()
-        if meanwhile is not None:
-            meanwhile(step)
-        # After this wait, only this step's matmuls may still run: the previous stage is free.
-        plgpu.wgmma_wait(matmuls)
-        pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
-        return feeder.follow(used + step, feed)
 
     def _free(self, number: jax.Array) -> None:
         """Releases the stage of the block's step `number`."""

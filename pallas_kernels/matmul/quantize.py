@@ -170,8 +170,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     )
     return (
         Scaled(
-            values.reshape(matrices.shape),
-            scales.reshape(num_matrices, tile_rows, tile_columns),
+            values.reshape(matrices.shape), scales.reshape(num_matrices, tile_rows, tile_columns)
         ),
         Scaled(
             transposed.reshape(num_matrices, width, height),
@@ -181,7 +180,6 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
 
 
 def _rows_of(packed: Packed) -> int:
-    """Returns the number of rows of a thread's patch."""
     return _REGISTERS * 4 // (packed.size * _COLUMNS)
 
 
@@ -198,14 +196,11 @@ class _Patch(Tile):
     magnitude of each warp.
     """
 
-    # The dtype of the elements.
     packed: Packed
     width: int
-    # Whether the tile has 128 rows in any case.
-    is_full: bool
+    is_full: bool  # whether the tile has 128 rows in any case
     place: Place
-    # The first column of the patch, counted in the input.
-    left: Value
+    left: Value  # the first column of the patch, counted in the input
 
     @classmethod
     def of_thread(
@@ -276,7 +271,6 @@ class _Patch(Tile):
                 llvm.store(scale, pointer_to(scales, self.column, num_rows, row, size=4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
-        """Returns 1 / scale of each row of the patch."""
         return [
             factor
             for i in range(0, _rows_of(self.packed), 4)
@@ -350,7 +344,6 @@ class _Transposed(Tile):
     height: int
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
-        """Emits the code by which a thread transposes its patch."""
         (num_rows, num_columns), i32, f32 = _TRANSPOSED, mosaic.i32, mosaic.float_type()
         thread, _, lane, _, row, place = place_of(*_TRANSPOSED)
         left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)

@@ -109,9 +109,8 @@ def on_tiles(
 class Tile:
     """The tile of 128 rows by 128 columns that a thread block handles; all numbers are i32."""
 
-    # The index of the tile's block of rows. Its columns begin at 128 * column.
-    block: Value
-    column: Value
+    block: Value  # the index of the tile's block of rows
+    column: Value  # its columns begin at 128 * column
     # The block's first row in the operands, and its number of rows.
     first: Value
     count: Value
@@ -137,7 +136,7 @@ class Place(NamedTuple):
 
 
 def sides_of(num_columns: int) -> int:
-    """Returns the number of warps, side by side, that cover a tile by patches of `num_columns`."""
+    """Returns how many warps lie side by side, with patches of `num_columns`."""
     return BLOCK // (num_columns * ACROSS)
 
 
@@ -166,7 +165,6 @@ def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Va
 
 
 def past(pointer: Value, num_bytes: int) -> Value:
-    """Emits the pointer `num_bytes` after `pointer`."""
     return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
 
 
@@ -183,17 +181,13 @@ def share(ref: Any, at: Value, numbers: list[Value]) -> None:
     llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
 
 
-def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
-    """Loads up to 4 consecutive float32 numbers from `ref` in shared memory, from `at` on."""
-    return _shared(ref, at, count, mosaic.float_type())
-
-
 def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
-    """Loads up to 4 consecutive 32-bit words from `ref` in shared memory, from `at` on."""
-    return _shared(ref, at, count, mosaic.integer_type(32))
+    return shared_numbers(ref, at, count, mosaic.integer_type(32))
 
 
-def _shared(ref: Any, at: Value, count: int, element: Any) -> list[Value]:
+def shared_numbers(ref: Any, at: Value, count: int, element: Any = None) -> list[Value]:
+    """Loads up to 4 consecutive numbers, float32 by default, from `ref[at:]` in shared memory."""
+    element = element or mosaic.float_type()
     pointer = mosaic.element_pointer(mosaic.pointer(ref), at, element)
     loaded = llvm.load(mosaic.vector_type(count, element), pointer, alignment=4 * count)
     return [vector.extract(loaded, [], [j]) for j in range(count)]
@@ -207,10 +201,6 @@ def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
     bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(half), bits)
     nan = mosaic.i32(255 << fraction_bits | half)
     return arith.select(mosaic.equal(code, mosaic.i32(255)), nan, bits)
-
-
-def _integers(*numbers: int) -> list[Value]:
-    return [mosaic.i32(number) for number in numbers]
 
 
 def max_of(sizes: Any) -> Value:
@@ -261,8 +251,11 @@ def transposed_bytes(rows: Sequence[Value]) -> list[Value]:
     """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
     (a, b, c, d), chosen = rows, mosaic.chosen_bytes
     # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
-    pairs = [(chosen(a, b, order), chosen(c, d, order)) for order in _integers(0x5140, 0x7362)]
-    orders = _integers(0x5410, 0x7632)
+    pairs = [
+        (chosen(a, b, order), chosen(c, d, order))
+        for order in [mosaic.i32(0x5140), mosaic.i32(0x7362)]
+    ]
+    orders = mosaic.i32(0x5410), mosaic.i32(0x7632)
     return [chosen(upper, lower, order) for upper, lower in pairs for order in orders]
 
 
@@ -299,7 +292,8 @@ class Packed:
                 both = arith.shli(word, half), arith.andi(word, upper)
                 numbers += [arith.bitcast(f32, each) for each in both]
             return numbers
-        two, places = mosaic.vector_type(2, mosaic.element_type(self.dtype)), _integers(0, 1)
+        two = mosaic.vector_type(2, mosaic.element_type(self.dtype))
+        places = mosaic.i32(0), mosaic.i32(1)
         for word in words:
             pair = llvm.bitcast(two, word)
             numbers += [arith.extf(f32, llvm.extractelement(pair, i)) for i in places]

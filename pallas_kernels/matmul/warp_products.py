@@ -150,7 +150,6 @@ class _Thread:
         )
 
     def first_column(self, line: Value) -> Value:
-        """Returns the first of this thread's columns of a part, whose first line is `line`."""
         return _sum(line, mosaic.tensor_core_row())
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
@@ -187,7 +186,6 @@ def _sum(*values: Value) -> Value:
 
 
 def _load(address: Value, offset: int, count: int) -> list[Value]:
-    """Loads words from shared memory, from `offset` bytes after `address` on."""
     word = mosaic.integer_type(32)
     pointer = mosaic.shared_pointer(_sum(address, mosaic.i32(offset)) if offset else address)
     if count == 1:

@@ -130,8 +130,7 @@ def weight_only_matmul(
       rounded to bfloat16 before biases are added. Only T rows of each tile are written.
     """
     depth, width = rows.shape[1], matrices[0].values.shape[1]
-    if reason := unsupported_reason(format, num_rows, depth, width):
-        raise ValueError(f"the kernel cannot multiply: {reason}.")
+
     total = output_rows(groups, len(rows))
     job = _Job(
         num_rows=num_rows,
@@ -175,17 +174,13 @@ def weight_only_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel of `weight_only_matmul`."""
-
-    # T, K and N.
-    num_rows: int
-    depth: int
-    width: int
+    num_rows: int  # T
+    depth: int  # K
+    width: int  # N
     num_matrices: int
     format: Format
     gating: Elementwise | None
-    # Whether all groups multiply the same rows.
-    shared_rows: bool
+    shared_rows: bool  # whether all groups multiply the same rows
     has_bias: tuple[bool, ...]
 
     @property
@@ -225,19 +220,16 @@ class _Job:
         return -(-self.width // (_COLUMNS * self.parts * self.rounds))
 
     def scratch_types(self) -> dict[str, Any]:
-        # Scaled rows, [T, K] float16, and zeros after them; scales of chunks, [T, chunks]; sums of
-        # warps, [warps, num_matrices, T, 16].
         words_of_rows = self.num_rows * self.chunks * _CHUNK // 2
         sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
         return dict(
+            # Scaled rows, [T, K] float16, and zeros after them.
             rows=plgpu.SMEM((words_of_rows + _ZEROS // WORD_BYTES,), jnp.float32),
             scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
-            sums=plgpu.SMEM((sums,), jnp.float32),
+            sums=plgpu.SMEM((sums,), jnp.float32),  # [warps, num_matrices, T, 16]
         )
 
     def run(self, refs: Any, group: Any, block: Any, first: Any) -> None:
-        """Computes and stores the columns of block `block` of a group, from row `first` on."""
-
         # Rows are scaled in the first round, and stay in shared memory.
         def compute(round_index: Any, is_first: bool) -> None:
             numbers = [group, round_index, first]
@@ -331,14 +323,13 @@ class _Job:
         self, warp: Value, lane: Value, start: int
     ) -> tuple[Value, Value, Value, Value]:
         """Returns which four numbers a thread scales: (chunk, exists, row, first number)."""
-        # Chunks are numbered through all rows, and the first number is counted in its row. The
-        # warps take turns at the chunks, from `start` on. Past the last chunk, the row and the
-        # numbers are those of the last.
+        # Chunks are numbered through all rows, and the warps take turns at them, from `start` on.
+        # Past the last chunk, the row and the numbers are those of the last.
         count, index = self.num_rows * self.chunks, _plus(warp, start)
         exists = mosaic.below(index, mosaic.i32(count))
         index = arith.minui(index, mosaic.i32(count - 1))
         row, chunk_of_row = _divided(index, self.chunks)
-        number = arith.addi(_times_integer(chunk_of_row, _CHUNK), _times_integer(lane, 4))
+        number = arith.addi(_times(chunk_of_row, _CHUNK), _times(lane, 4))
         return index, exists, row, number
 
     def load_chunk(
@@ -376,7 +367,7 @@ class _Job:
         scaled = [arith.mulf(each, inverse) for each in numbers]
         # Of each 8 numbers of a row, the order is that of `_Operand.decode`.
         pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
-        byte = _times_integer(arith.addi(_times_integer(row, self.chunks * _CHUNK), number), 2)
+        byte = _times(arith.addi(_times(row, self.chunks * _CHUNK), number), 2)
         if not self.is_float8:
             # Of the two threads that have 8 numbers, the second one's pairs follow the first one's.
             byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
@@ -394,17 +385,14 @@ class _Job:
         if (step + 1) * self.splits * _CHUNK <= self.depth:
             return None
         chunk = _plus(split, step * self.splits)
-        in_chunk = _times_integer(across, 0 if self.is_float8 else self.format.block[1])
-        number = arith.addi(_times_integer(chunk, _CHUNK), in_chunk)
+        in_chunk = _times(across, 0 if self.is_float8 else self.format.block[1])
+        number = arith.addi(_times(chunk, _CHUNK), in_chunk)
         return mosaic.below(number, mosaic.i32(self.depth))
 
     def load_rows(
         self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads a thread's 16 words of one of two rows, or zeros, and the chunks' scales of both.
-
-        The rows are `first` and, if it exists, the one after it.
-        """
+        """Loads a thread's 16 words of row `first` or the next, and the chunks' scales of both."""
         # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
         # at the places of thread `down` / 2 of a quad.
         down, across = _divided(lane, _QUAD)
@@ -415,9 +403,9 @@ class _Job:
         if (step + 1) * self.splits > self.chunks:
             chunk = arith.minui(chunk, mosaic.i32(self.chunks - 1))
         # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
-        in_chunk = _times_integer(across, 16 if self.is_float8 else 32)
-        at = arith.addi(_times_integer(row, self.chunks), chunk)
-        at = _times_integer(arith.addi(_times_integer(at, _CHUNK), in_chunk), 2)
+        in_chunk = _times(across, 16 if self.is_float8 else 32)
+        at = arith.addi(_times(row, self.chunks), chunk)
+        at = _times(arith.addi(_times(at, _CHUNK), in_chunk), 2)
         # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
         is_own = mosaic.equal(of_thread, across)
         if (inside := self.inside(step, split, across)) is not None:
@@ -472,7 +460,6 @@ class _Job:
             llvm.store(arith.truncf(narrow, result), pointer)
 
     def bias(self, memref: Value, group: Value, column: Value) -> Value:
-        """Loads the bias of a column of a group's matrix, as float32."""
         kind = mosaic.element_of(memref)
         at = pointer_to(memref, group, self.width, column, mosaic.bytes_of(kind))
         bias = llvm.load(kind, at)
@@ -480,11 +467,7 @@ class _Job:
 
 
 class _Operand:
-    """A thread's numbers of one array of matrices, and its sums of products with them.
-
-    `column` is the first of the warp's 16 columns, `split` the index of the warp among those that
-    compute them.
-    """
+    """A thread's numbers of one array of matrices, and its sums of products with them."""
 
     def __init__(
         self,
@@ -506,7 +489,7 @@ class _Operand:
         self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
         begin = arith.addi(
             arith.muli(split, mosaic.i32(self.chunk_bytes)),
-            _times_integer(self.across, VECTOR_BYTES),
+            _times(self.across, VECTOR_BYTES),
         )
         self.values = _address(values, thread_column, self.column_bytes, begin, size=1)
         if job.is_float8:
@@ -515,16 +498,13 @@ class _Operand:
         else:
             # The number of scales of a column.
             self.column_scales = job.depth // job.format.block[1]
-            begin = arith.addi(_times_integer(split, _QUAD), self.across)
+            begin = arith.addi(_times(split, _QUAD), self.across)
             self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
 
     def load(self, step: int) -> tuple[list[list[Value]], list[Value]]:
-        """Starts to load the words of a step of the thread's two columns, and the columns' scales.
-
-        Scales are float32, or codes in MXFP4. If the numbers do not exist, the words are zero.
-        """
+        """Starts to load a step's words of the thread's two columns, and scales, in MXFP4 codes."""
         job, inside = self.job, self.job.inside(step, self.split, self.across)
         chunk = step * job.splits
         columns = []
@@ -566,7 +546,6 @@ class _Operand:
         scales_of_rows: Sequence[Value],
         first: int,
     ) -> None:
-        """Adds the products of a step with up to two rows, from row `first` on, to the sums."""
         (left, right), scales = decoded
         # sums[2 * i + row] is that of the thread's column i and one of the two rows.
         sums = [mosaic.f32(0.0)] * 4
@@ -639,7 +618,7 @@ def _plus(value: Value, number: int) -> Value:
     return arith.addi(value, mosaic.i32(number))
 
 
-def _times_integer(value: Value, number: int) -> Value:
+def _times(value: Value, number: int) -> Value:
     return arith.muli(value, mosaic.i32(number))
 
 

@@ -80,8 +80,6 @@ def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The kernel of `logits`, for tokens [num_tokens, hidden] and a gate [hidden, num_experts]."""
-
     num_tokens: int
     hidden: int
     num_experts: int
@@ -89,7 +87,6 @@ class _Job:
 
     @property
     def block_logits(self) -> int:
-        """The number of logits that a thread block computes."""
         return self.num_tokens * _COLUMNS
 
     def emit(
@@ -144,11 +141,8 @@ class _Job:
             llvm.store(total, mosaic.element_pointer(mosaic.pointer(out), at, f32))
 
     def row(self, thread: Value, step: int) -> tuple[Value, Value | None]:
-        """Returns the row of the gate that a thread reads in a step, and whether it exists (i1).
-
-        None instead of an i1 means that the rows of all threads exist. A thread whose row does not
-        exist reads row 0.
-        """
+        """Returns the row of the gate that a thread reads in a step, and whether it exists."""
+        # None means that the rows of all threads exist. Past the last row, a thread reads row 0.
         row = arith.addi(thread, mosaic.i32(step * _THREADS))
         if (step + 1) * _THREADS <= self.hidden:
             return row, None
@@ -158,10 +152,7 @@ class _Job:
     def load(
         self, x_ref: Value, gate_ref: Value, row: Value, exists: Value | None, column: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads number `row` of each token, and 4 of the gate's `row` from `column`, as float32.
-
-        If `exists` is false, all of them are zero.
-        """
+        """Loads number `row` of each token, and 4 of the gate's `row` from `column`, as float32."""
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
         at = arith.addi(arith.muli(row, mosaic.i32(self.num_experts)), column)

@@ -21,59 +21,36 @@ _LOWEST = -3.4028234663852886e38
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Group-limited routing: each row chooses columns (experts) only from its best groups.
+    """Group-limited routing: each row chooses only from its best groups of adjacent columns."""
 
-    A group is a block of neighbouring columns.
-
-    Attributes:
-      number: the number of groups, a divisor of the number of columns.
-      kept: the number of groups from which a row chooses columns.
-      best: groups are compared by the sum of their `best` largest scores; the kernel has 1 and 2.
-    """
-
-    number: int
-    kept: int
-    best: int
+    number: int  # of groups, a divisor of the number of columns
+    kept: int  # the number of groups from which a row chooses columns
+    best: int  # groups are compared by the sum of their `best` largest scores, 1 or 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
     """How the weights of a row's k chosen columns (experts) are computed from their scores.
 
-    The kernel gets the scores as numbers, one for each chosen column.
-
-    Attributes:
-      normalize: whether each score is divided by the sum of the chosen scores plus `epsilon`. If
-        False, the numbers are the scores. If True, they are the logarithms of the scores, which do
-        not underflow. If `epsilon` is also 0, a constant may be added to all logarithms of a row,
-        since it cancels.
-      epsilon: a constant that is added to the sum of the chosen scores, 0 or more.
-      scale: a factor by which each weight is multiplied in the end.
-      sigmoid: whether the numbers are logits, whose sigmoids are the scores, instead of logarithms
-        of the scores. Only used with `normalize`.
+    The kernel gets a number for each chosen column: its score or, with `normalize`, the logarithm
+    of the score, which does not underflow.
     """
 
+    # Whether each score is divided by the sum of the chosen scores plus `epsilon`. If `epsilon` is
+    # 0, a constant may be added to all logarithms of a row, since it cancels.
     normalize: bool
     epsilon: float
-    scale: float
+    scale: float  # a factor by which each weight is multiplied in the end
+    # Whether, with `normalize`, the numbers are logits, whose sigmoids are the scores.
     sigmoid: bool = False
 
     @property
     def log_epsilon(self) -> float:
-        """The logarithm of `epsilon`; if `epsilon` is 0, the lowest finite float32."""
         return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:
-    """Returns why the kernel `top_k` does not support these shapes, or None if it does.
-
-    The reason completes a sentence such as "the kernel cannot run: ...".
-
-    Args:
-      columns: the number of columns (experts).
-      k: the number of columns that each row chooses.
-      groups: the groups of columns for group-limited routing, or None.
-    """
+    """Returns why the kernel cannot choose k of `columns` experts for each row, or None."""
     if columns > MOST_COLUMNS:
         return f"it supports at most {MOST_COLUMNS} columns (experts), not {columns}"
     if k > MOST_CHOICES:

@@ -33,7 +33,7 @@ from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
+from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing
 
 # The number of rows that a thread block handles: one for each warp.
 _ROWS = WARPGROUP // WARP
@@ -51,21 +51,14 @@ _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
 class Chosen(NamedTuple):
-    """The chosen columns (experts) of each of T rows (tokens), and their weights.
+    """The chosen columns (experts) of each of T rows (tokens), and their weights."""
 
-    Attributes:
-      columns: [T, k] int32, the chosen columns, best first.
-      chosen: [T, k] float32, the numbers from which the weights of the chosen columns are computed:
-        logits, softmax probabilities, or `top_k`'s argument `gathered` at the columns.
-      weights: [T, k] float32, the weights of the chosen columns.
-      softmax: [T, E] float32, the softmax of each row of E logits, or None if `top_k` was not asked
-        for it.
-    """
-
-    columns: Any
+    columns: Any  # [T, k] int32, best first
+    # [T, k] float32, the numbers from which the weights are computed: logits, softmax
+    # probabilities, or `top_k`'s argument `gathered` at the columns.
     chosen: Any
-    weights: Any
-    softmax: Any = None
+    weights: Any  # [T, k] float32
+    softmax: Any = None  # [T, E] float32, of the logits, if `top_k` was asked for it
 
 
 def top_k(
@@ -96,12 +89,9 @@ def top_k(
       groups: the groups of columns for group-limited routing, or None.
       softmax: whether to return the softmax of the logits, too.
 
-    Raises:
-      ValueError: the kernel does not support this number of columns, choices or groups.
+    `plan.unavailable_reason` says which sizes the kernel supports.
     """
     rows, columns = logits.shape
-    if reason := unavailable_reason(columns, k, groups):
-        raise ValueError(f"the kernel cannot run: {reason}.")
     out_type = [
         jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)
     ]
@@ -184,11 +174,7 @@ class _TopK:
     def choose(
         self, lanes: _Lanes, row: Value, operands: Mapping[str, Value]
     ) -> tuple[Value, Value]:
-        """Returns the k best columns of a row and their logits, as two words in each lane.
-
-        Lane i < k holds the index of the i-th best column, and the float32 bits of its logit. The
-        other lanes hold some valid index, so that every lane can load from its index.
-        """
+        """Returns the k best columns of a row and their logits' bits: in lane i the i-th best."""
         pairs = lanes.pairs([_key(number) for number in self.compared(lanes, row, operands)])
         if self.groups is not None:
             is_kept = self.is_kept(lanes, self.groups, [key for key, _ in pairs])
@@ -246,12 +232,7 @@ class _TopK:
         return kept
 
     def weigh(self, lanes: _Lanes, chosen: Value) -> Value:
-        """Returns the weights of the row's chosen columns: in lane i that of the i-th best column.
-
-        Lane i of `chosen` holds the number from which this weight is computed; see `Weighing`.
-        `chosen` and the result are words with the bits of a float32. They are arbitrary in lanes
-        from k on.
-        """
+        """Returns the bits of the weight of the i-th best column in lane i; see `Weighing`."""
         weighing = self.weighing
         scale = _number(weighing.scale)
         if not weighing.normalize:
@@ -352,10 +333,7 @@ def _without(pair: _Pair, taken: _Pair) -> _Pair:
 def _two_largest(
     a: Value, a_second: Value | None, b: Value, b_second: Value | None
 ) -> tuple[Value, Value]:
-    """Returns the largest and the second largest of the keys a, a_second, b and b_second.
-
-    a_second is at most a, and b_second is at most b. Either may be None, and is then left out.
-    """
+    """Returns the two largest of a >= a_second and b >= b_second; a None is left out."""
     a_is_larger = mosaic.below(b, a)
     first, second = arith.select(a_is_larger, a, b), arith.select(a_is_larger, b, a)
     for other in (a_second, b_second):
@@ -365,10 +343,7 @@ def _two_largest(
 
 
 def _sum_of_lanes(word: Value, number: int) -> Value:
-    """Sums, in every lane, the float32 numbers of its set of `number` adjacent lanes.
-
-    `number` is a power of two. `word` and the result are the bits of a float32.
-    """
+    """Sums, in every lane, the float32 numbers of its set of `number` = 2^i adjacent lanes."""
     distance = number // 2
     while distance:
         word = _apply(_ADD, word, mosaic.shuffle(word, distance))
@@ -377,20 +352,14 @@ def _sum_of_lanes(word: Value, number: int) -> Value:
 
 
 class _Lanes:
-    """A lane of a warp, and the neighbouring columns of a row of `columns` that it holds.
-
-    Values of columns are words: unsigned 32-bit integers, which may be the bits of a float32.
-    """
+    """A lane of a warp, and the neighbouring columns of a row of `columns` that it holds."""
 
     def __init__(self, columns: int) -> None:
         self.columns, self.width = columns, pl.cdiv(columns, WARP)
         self.lane = arith.remui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
 
     def load(self, ref: Value, row: Value) -> list[Value]:
-        """Loads the columns of row `row` of `ref` [T, E] that this lane holds.
-
-        Columns past the row's last column repeat the last column.
-        """
+        """Loads this lane's columns of a row of `ref` [T, E]; past the last column, that one."""
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.muli(row, mosaic.i32(self.columns))
@@ -425,7 +394,6 @@ class _Lanes:
         return columns
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns the words of the columns that this lane holds, but 0 past the last column."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)

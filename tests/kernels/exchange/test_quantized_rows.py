@@ -109,9 +109,3 @@ def test_the_first_row_of_each_list_is_copied_to_its_others(width, top_k, count)
         if len(rows):
             wanted[rows[1:]] = wanted[rows[0]]
     np.testing.assert_array_equal(words_of(memory), wanted)
-
-
-def test_rows_of_broken_vectors_are_refused():
-    memory, source = Memory(scales_of(4, 6)), Memory(scales_of(1, 6)[0], is_shared=True)
-    with pytest.raises(ValueError, match=r"multiple of 16 bytes, but ref is float32 of .*\(4, 6\)"):
-        run_warpgroup(quantized_rows.store_each, source, memory, [scalar(0)])

@@ -73,17 +73,3 @@ def test_several_gradients_and_sums():
     for mine, total, each in zip(added, sums, alone, strict=True):
         want = np.asarray(total).astype(np.float32) + each.astype(np.float32)
         np.testing.assert_array_equal(np.asarray(mine), want.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("tiles", "message"),
-    [
-        ((96, 3), "block_n must be 64, 128, 192 or 256, but"),
-        ((128, 2), "num_stages must be at least 3"),
-        ((128, 3), "a multiple of block_n=128 columns, but has 192"),
-    ],
-)
-def test_tiles_that_cannot_be_are_refused(tiles, message):
-    lhs, grad, sizes = operands(64, [3, 0], 64, 192)
-    with pytest.raises(ValueError, match=message):
-        drhs_of_each(lhs, [grad], sizes, tiles=DrhsTiles(*tiles), num_blocks=2)

@@ -76,7 +76,7 @@ def test_float8_gate_gradient(monkeypatch, kind, of_dhidden, gating):
     )
     weights = np.random.default_rng(0).random(operands.BLOCK_ROWS, np.float32)
     blocks, _ = row_blocks(jnp.asarray(SIZES, jnp.int32), operands.BLOCK_ROWS)
-    got = float8_gate_gradient.gate_gradient(
+    of_rows, (*turned, hidden), sums = float8_gate_gradient.gate_gradient(
         gate_gradient.gradient_of(gating),
         jnp.asarray(dhidden),
         Scaled(gate.values, gate.scales),
@@ -84,10 +84,8 @@ def test_float8_gate_gradient(monkeypatch, kind, of_dhidden, gating):
         jnp.asarray(weights),
         blocks,
     )
-    rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in got.dpre]
-    whole = GateGradient(
-        tuple(zip(rows, got.transposed, strict=True)), got.hidden, got.dweights.sum(axis=1)
-    )
+    rows = [QuantizedArray(*each, FLOAT8_ROWS, jnp.bfloat16) for each in of_rows]
+    whole = GateGradient(tuple(zip(rows, turned, strict=True)), hidden, sums.sum(axis=1))
     numbers = [np.asarray(each.dequantize(jnp.float32)) for each in (gate, up)]
     live = [each[:LIVE].astype(np.float32) for each in (dhidden, *numbers, weights)]
     operands.assert_gate_gradient(whole, operands.gate_gradient(*live, gating), SIZES)

@@ -69,23 +69,3 @@ def test_a_race_is_found(monkeypatch):
     lhs, rhs, group_sizes, _ = operands(80, [0, 37, 30], "bfloat16")
     with pytest.raises(KernelError, match="a race"):
         run([(lhs, rhs)], group_sizes, Tiles((32,), 128, 3, 1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((20, 64), 128, 3, 1), "heights must be multiples of 8 from 8 to 256 in rising order"),
-        (((64, 32), 128, 3, 1), "heights must be multiples of 8"),
-        (((64,), 192, 3, 1), "block_n must be 64, 128 or 256"),
-        (((64,), 128, 2, 1), "num_stages must be at least 3"),
-        (((64,), 128, 3, 0), "num_buffers must be positive"),
-        (((64,), 128, 3, 1, 0), "band at least 1"),
-        (((32,), 64, 3, 1), "block_n must be at least 128 .* but is 64"),
-        (((32,), 256, 3, 1), "must be a multiple of 128 for block_n=256, but is 192"),
-    ],
-)
-def test_tiles_that_cannot_be_are_refused(arguments, message):
-    lhs, rhs, group_sizes, _ = operands(64, [3, 0], "bfloat16", matrix_shape=(64, 192))
-    with pytest.raises(ValueError, match=message):
-        tiles = Tiles(*arguments)
-        grouped_matmul([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
