@@ -113,7 +113,11 @@ XLA_HOSTS: dict = dict(host_capacity_factor=0.5, implementation="xla")
         (dict(host_capacity_factor=0.0), ValueError, "host_capacity_factor must .* but is 0.0"),
         (XLA_HOSTS, ValueError, "host_capacity_factor needs .*two_level.* 0.5 with .*='xla'"),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
-        (dict(activation="silu"), TypeError, "activation must be a function of gate, .* but is 'silu'"),
+        (
+            dict(activation="silu"),
+            TypeError,
+            "activation must be a function of gate, .* but is 'silu'",
+        ),
         (dict(activation=Unhashable()), TypeError, "activation must be hashable.*unhashable"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
         (dict(router_dtype=jnp.float64), TypeError, "router_dtype must be jnp.float32 .*float64"),
