@@ -149,22 +149,13 @@ def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, m
 _KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?(.*?)\)?$", re.M)
 
 
-def sizes_of(types: str) -> list[int]:
-    """Returns the bytes of each tensor<...> type in a program's text."""
+def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
+    """Returns (shape, bytes) of each tensor<...> type in a program's text."""
     found = []
-    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)\w*>", types):
-        found.append(math.prod(map(int, sizes.split("x")[:-1])) * int(bits) // 8)
+    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)\w*>", text):
+        shape = tuple(int(size) for size in sizes.split("x")[:-1])
+        found.append((shape, math.prod(shape) * int(bits) // 8))
     return found
-
-
-def without(sizes: list[int], arrays: Any) -> list[int]:
-    """Returns `sizes` without those of a rank's part of `arrays`, which belong to the caller."""
-    left = list(sizes)
-    for array in jax.tree.leaves(arrays):
-        size = array.size * array.dtype.itemsize // MODEL["num_ranks"]
-        if size in left:
-            left.remove(size)
-    return left
 
 
 @needs_kernels
@@ -192,9 +183,10 @@ def without(sizes: list[int], arrays: Any) -> list[int]:
     ],
 )
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden", "dtype"),
-    [(128, 7168, "bfloat16"), (4096, 384, "bfloat16"), (4096, 200, "float32")],
+    ("hidden", "dtype"),
+    [(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")],
 )
+@pytest.mark.parametrize("num_tokens", [128, 4096])
 @pytest.mark.slow
 def test_the_kernels_hold_what_their_calls_are_lowered_with(
     name, layout, wire_dtype, output, num_tokens, hidden, dtype
@@ -203,22 +195,55 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         pytest.skip("not whole blocks")
     model = MODEL | {"num_tokens": num_tokens, "hidden": hidden, "capacity": num_tokens * 9}
     way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
-    run, arguments = operation(name, "pallas", model, dtype, cuda_mesh((8,), (AXIS,)), **way)
+    mesh = cuda_mesh((8,), (AXIS,))
+    run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
+    kernels = _KERNEL.findall(lowered(run, *arguments))
     # The operation's kernel is the last one: in a gradient, a forward kernel may come before it.
-    *_, kernel = _KERNEL.findall(lowered(run, *arguments))
+    operands, results = map(tensors, kernels[-1])
     # The first operand is the index of this rank's device in the mesh.
-    (index, *operands), results = map(sizes_of, kernel)
-    assert index == 4
+    index, *operands = operands
+    assert index == ((1,), 4)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    multiple = 512 if wire_dtype is not None else 128 // itemsize
+    padded = -(-hidden // multiple) * multiple
+    by_rank = layout == "rank" and name not in memory.LOCAL
+    num_rows = 8 * num_tokens if by_rank else model["capacity"]
+    y = received = [((num_rows, padded), num_rows * padded * itemsize)]
+    if wire_dtype is not None:
+        scales = padded // 128
+        received = [
+            ((num_rows, padded), num_rows * padded), ((num_rows, scales), num_rows * scales * 4)
+        ]  # fmt: skip
     if name in ("combine", "dispatch_grad", "sum_by_token"):
-        # The other operands are the choices, the weights and the routes.
-        operands = operands[:1]
-    held = without(operands, arguments) + without(results, jax.eval_shape(run, *arguments))
-    if name == "group_by_expert" or (name, layout) == ("dispatch", "expert"):
-        # The sizes and counts of each expert, and two numbers of rows, belong to the caller, too.
-        for num_words in (32, 32, 1, 1):
-            held.remove(4 * num_words)
+        assert operands[0] == y[0]
+        held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
+    else:
+        assert results[: len(received)] == received
+        held = results[len(received) :]
+        if name == "dispatch_like" and not by_rank:
+            # The kernel's inputs are x, and the rows and counts of the handle's routes. For few
+            # tokens, this rank's choices are an input too. All further operands are workspace.
+            own_choices = ((num_tokens * model["top_k"],), num_tokens * model["top_k"] * 4)
+            num_inputs = 3 + (operands[1] == own_choices)
+        else:
+            senders = 8 * num_tokens if name in memory.LOCAL else num_tokens
+            # The second operand is the choices.
+            assert operands[1][1] == senders * model["top_k"] * 4
+            num_inputs = 2
+        if name in ("dispatch", "group_by_expert") and not by_rank:
+            per_rank = model["num_experts"] // 8
+            # These results describe the layout and belong to the caller.
+            of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2
+            assert held[2:6] == of_layout
+            held = [*held[:2], *held[6:]]
+        held += operands[num_inputs:]
+        if padded != hidden or (wire_dtype is not None and output == "dequantized"):
+            held += received
+        if padded != hidden:
+            held += operands[:1]
     counted = memory.workspace_bytes(name, "pallas", dtype=dtype, **way, **model)
-    assert sum(held) == sum(counted.values())
+    assert sum(size for _, size in held) == sum(counted.values())
 
 
 @on_cpus
