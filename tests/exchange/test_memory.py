@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support.contract import AXIS
 from support.kernels import lowered, needs_kernels, on_ranks
