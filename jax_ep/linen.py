@@ -38,7 +38,7 @@ ROUTER_STATE = "router_state"
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """A Flax box of a parameter and its logical axes, to which `nn.scan` may add an unnamed axis."""
+    """A Flax box of a parameter with logical axes, to which `nn.scan` may add an unnamed one."""
 
     # Flax's own class raises an error unless `metadata_params` name the added axis.
 
