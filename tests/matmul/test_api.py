@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.float8 import SUM_ERROR
 from support.kernels import KERNELS_RUN, needs_kernels
 from support.matmuls import (
     AVAILABLE,
@@ -27,7 +28,6 @@ from support.matmuls import (
 from support.selection import quick
 
 import jax_ep
-from jax_ep import reference
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.matmul.backend import Problem
@@ -225,7 +225,7 @@ def test_quantized_operands(implementation, of_rows, of_matrices):
     magnitudes, _, _ = expected(abs(x), abs(w), QUANTIZED_SIZES, nothing)
     error = float(jnp.finfo(jnp.bfloat16).eps) / 2
     exact = of_rows in ("float8", "float8, power of two") and of_matrices.startswith("float8")
-    bound = (reference.FLOAT8_SUM_ERROR if exact else 2 * error) * magnitudes + error * abs(want)
+    bound = (SUM_ERROR if exact else 2 * error) * magnitudes + error * abs(want)
     assert got.dtype == jnp.bfloat16
     assert (abs(np.asarray(got).astype(np.float64) - want) <= bound)[:used].all()
     assert not np.any(np.asarray(got)[used:])
