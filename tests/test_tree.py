@@ -25,7 +25,7 @@ SHARED_TESTS = (
     ("jax_ep/checkpoints", "architectures config", "block"),
     ("jax_ep/collectives", "algorithms primitives xla", "api"),
     ("jax_ep/collectives", "pallas", "tests/kernels/collectives/test_collectives.py"),
-    ("jax_ep/exchange", "gradients primitives xla", "api"),
+    ("jax_ep/exchange", "gradients primitives routes xla", "api"),
     ("jax_ep/exchange", "workspace", "memory"),
     ("jax_ep/exchange", "interface", "pallas"),
     ("jax_ep/exchange", "rail", "two_level"),

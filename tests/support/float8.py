@@ -17,6 +17,13 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows, padded_rows
 KINDS = ("random", "skewed", "zero", "huge", "subnormal", "nan", "infinity")
 _FACTORS = {"zero": 0, "huge": 1e33, "subnormal": 1e-39, "nan": np.nan, "infinity": -np.inf}
 
+# A float8 matmul may differ from the float64 sum of its products by this factor times the sum of
+# their magnitudes, because tensor cores add 128 products with about 14 bits.
+SUM_ERROR = 2.0**-12
+# It may also have an error of this factor times the largest product, for each 128 products: tensor
+# cores align the products with the largest one, and cut each off at about 2^-13 of it.
+CUT_OFF = 128 * 2.0**-13
+
 
 def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
     """Draws matrices [..., R, C] of normal float32 numbers, some of them changed as `kind` says.
@@ -274,9 +281,9 @@ def assert_within_bound(
     got = np.asarray(got).astype(np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     # XLA on CPUs flushes products below 2^-126 to zero; the last term of the bound allows for it.
-    bound = reference.FLOAT8_SUM_ERROR * magnitudes + rounding * np.abs(want) + 2.0**-117
+    bound = SUM_ERROR * magnitudes + rounding * np.abs(want) + 2.0**-117
     if largest is not None:
-        bound += reference.FLOAT8_CUT_OFF * compute(*largest, np.array(sizes))
+        bound += CUT_OFF * compute(*largest, np.array(sizes))
     assert not (np.abs(got - want) > bound).any()
 
 
@@ -293,8 +300,7 @@ def assert_gated_within_bound(
     """
     gate, up = (reference.float8_matmul(lhs, each, np.array(sizes)) for each in rhs)
     off_gate, off_up = (
-        reference.FLOAT8_SUM_ERROR
-        * reference.float8_matmul(np.abs(lhs), np.abs(each), np.array(sizes))
+        SUM_ERROR * reference.float8_matmul(np.abs(lhs), np.abs(each), np.array(sizes))
         for each in rhs
     )
     hidden = gate / (1 + np.exp(-np.clip(gate, -700, 700))) * up
