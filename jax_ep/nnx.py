@@ -312,7 +312,7 @@ def _default_rules(
 def _without_repeats(
     axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
-    """Returns a parameter's logical axes, None where in use, and the mesh axes by the rules."""
+    """Returns logical axes, None where their mesh axes are in use, and these by the rules."""
     # The rules of `prior` apply first.
     in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     parts = assign_axes(axes, in_order)

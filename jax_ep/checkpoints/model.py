@@ -148,7 +148,7 @@ def load_model(
 
 
 def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
-    def read(index: Index, dtype: np.dtype, counter: Counter, format: None) -> np.ndarray:
+    def read(index: Index, dtype: np.dtype, counter: Counter, _format: None) -> np.ndarray:
         values = stored.read(index).astype(dtype, copy=False)
         counter(values.nbytes)
         return values

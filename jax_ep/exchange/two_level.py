@@ -248,7 +248,7 @@ def _place(
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
-    """Packs rows x [T, H] as uints; also returns the float dtype in which hosts move them."""
+    """Packs rows x [T, H] as uints; also returns the float dtype that ranks of a host move."""
     # XLA may change the payload of a NaN while it moves floats; unsigned words stay as they are.
     bits = xla_exchange.pack(x, wire)
     if not wire.quantized:

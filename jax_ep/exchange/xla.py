@@ -122,7 +122,7 @@ def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] once to each rank that owns an expert of the token: [N, T, H], else zeros."""
+    """Sends x [T, H] to the ranks that own an expert of the token: [N, T, H], zeros for others."""
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]

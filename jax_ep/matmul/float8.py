@@ -216,9 +216,6 @@ def drhs_of_each(
 # Quantized operands and results are `Scaled`.
 
 
-# Only "pallas" has kernels; these take rows padded to a multiple of 8.
-
-
 def _selected(
     implementation: Implementation, platform: str, matrix_shape: Sequence[int], num_rows: Any
 ) -> tuple[Backend, bool]:
@@ -228,6 +225,7 @@ def _selected(
 
 
 def _padded(rows: Scaled) -> Scaled:
+    """Pads rows to a multiple of 8, which the kernels of products take."""
     return Scaled(*map(pad_rows, rows))
 
 

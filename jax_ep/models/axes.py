@@ -38,6 +38,7 @@ def mesh_of(
     splits.
     """
     left = len(devices) // tensor_parallel
+    experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     # Each number of ranks, and what it must divide.
     for name, ranks, size, what in (
         ("tensor_parallel", tensor_parallel, len(devices), "devices"),
@@ -46,12 +47,11 @@ def mesh_of(
         ("tensor_parallel", tensor_parallel, config.vocab, "tokens of the vocabulary"),
         ("fsdp", fsdp, left, "ranks that tensor_parallel leaves"),
         ("fsdp", fsdp, config.hidden, "columns of a matrix"),
-        ("expert_parallel", expert_parallel or 1, left // fsdp, "ranks that both others leave"),
-        ("expert_parallel", expert_parallel or 1, config.num_experts, "experts"),
+        ("expert_parallel", experts, left // fsdp, "ranks that tensor_parallel and fsdp leave"),
+        ("expert_parallel", experts, config.num_experts, "experts"),
     ):
         if size % ranks:
             raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
-    experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     sizes = {"data": left // fsdp // experts, FSDP_AXIS: fsdp}
     return decoder_mesh(devices, sizes | {EXPERT_AXIS: experts, TENSOR_AXIS: tensor_parallel})
 

@@ -232,7 +232,7 @@ def masked_attention(
 
 
 def _causal(window: int, documents: jax.Array | None = None) -> Attend:
-    """Returns attention to the last `window` tokens, with itself, of the same of `documents`."""
+    """Returns attention of a token to the last `window` ones, with itself, of its document."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
         length, same = q.shape[1], None

@@ -35,7 +35,7 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
 
     `sizes` maps keys of a Qwen3-MoE's config.json to values; of a directory's model, only fewer
-    layers are allowed.
+    layers are allowed; else it raises ValueError.
     """
     if isinstance(model, Path):
         published = read_config(model)
@@ -122,7 +122,8 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    The mesh has the axis "expert". Other arguments are as in `jax_ep.checkpoints.load_model`.
+    The mesh has the axis "expert". Weights that are not quantized get `dtype`. Other arguments are
+    as in `jax_ep.checkpoints.load_model`.
     """
     published = read_config(directory)
     generation = directory / "generation_config.json"

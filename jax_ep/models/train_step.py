@@ -148,9 +148,10 @@ def make_train_step(
     """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
     The state is donated. A step has A microbatches of B sequences, which run one after the other.
-    Gradients, and in the metrics "loss" (nats per token), "load_balance_loss" and "router_z_loss"
-    (without their factors), are means over microbatches and layers; "num_dropped" (float32) and
-    "expert_counts" [layers, E] are sums. "grad_norm" is the Euclidean norm of all gradients.
+    Gradients, and in the metrics "loss" (nats per token), are means over microbatches;
+    "load_balance_loss" and "router_z_loss", without their factors, also over layers. "num_dropped",
+    the float32 number of dropped (token, choice) pairs, is a sum over both, and "expert_counts"
+    [layers, E] over microbatches. "grad_norm" is the Euclidean norm of all gradients.
     """
 
     def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:

@@ -119,7 +119,7 @@ def run_layer(
         return _without_tokens(call.x, config, where)
     if call.mask is not None:
         call = call._replace(mask=call.mask.astype(jnp.bool_))
-    return _moe_layer(Operands(params, call, placement, quantized), config=config, where=where)
+    return _layer(Operands(params, call, placement, quantized), config=config, where=where)
 
 
 def _without_tokens(
@@ -174,8 +174,6 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 # The layer is jitted, so that layers with equal configurations are traced only once, and calls
 # outside any jit are compiled, too.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
-def _moe_layer(
-    operands: Operands, config: MoEConfig, where: LayerMesh
-) -> tuple[jax.Array, MoEMetrics]:
+def _layer(operands: Operands, config: MoEConfig, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
     run = run_where_called if where.mesh is None else run_over_mesh
     return run(operands, config, where)

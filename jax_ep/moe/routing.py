@@ -59,7 +59,8 @@ def router_logits(
     bfloat16 parts, which add up to it exactly, and the three products are summed in float32. (One
     float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass
     splits its float32 operands into only two parts, which keep 16 bits (Henry, Tang and Heinecke,
-    arXiv:1904.06376). If `dtype` is narrower, operands are cast to it, and logits rounded.
+    arXiv:1904.06376). If `dtype` is narrower than float32, operands are cast to it, and logits
+    rounded.
     """
     if jnp.dtype(dtype).itemsize < 4:
         logits = _dot(x.astype(dtype), gate.astype(dtype), a_axis=1, b_axis=0, dtype=jnp.float32)

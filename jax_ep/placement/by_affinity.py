@@ -25,7 +25,8 @@ def place_by_affinity(
     A token whose next expert is on its present rank needs no communication (ExFlow,
     arXiv:2401.08383). Experts are first split among hosts, then among the ranks of each host. A
     split starts from random assignments of the first layer, and assigns the experts of one layer
-    after the other, given its neighbours; the best of three starts is returned.
+    after the other, given its neighbours; the best of three starts is returned. In a trace of one
+    layer, experts that tokens choose together come to one rank.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -59,15 +60,20 @@ def place_by_affinity(
     num_slots = -(-num_experts // num_ranks) * num_ranks
     # Empty slots are treated as experts with ids from num_experts on, which no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
+    if len(trace) == 1:
+        # Placed as two equal layers, in which a token goes on to the others of its experts.
+        visits *= 2
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
+    if len(trace) == 1:
+        np.fill_diagonal(together[0], 0)
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
     limit = max_imbalance * load.sum(axis=1)
-    experts = np.tile(np.arange(num_slots), (len(trace), 1))
+    experts = np.tile(np.arange(num_slots), (len(visits), 1))
     of_ranks = []
     ranks_per_host = num_ranks // num_hosts
     for of_host in _split(experts, together, load, num_hosts, limit / num_hosts):
         of_ranks += _split(of_host, together, load, ranks_per_host, limit / num_ranks)
-    expert_of_slot = np.concatenate(of_ranks, axis=1)
+    expert_of_slot = np.concatenate(of_ranks, axis=1)[: len(trace)]
     expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
     return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
 

@@ -40,7 +40,10 @@ def means(steps: Array, placement: Placement) -> dict[str, float]:
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert."""
+    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
+
+    Each rank has tokens // N tokens; those past N times that are left out.
+    """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
     per_rank = tokens // num_ranks

@@ -160,7 +160,8 @@ def grouped_matmul(
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
-      format: the format of the matrices; None: unquantized.
+      format: the format of the matrices; None: unquantized. `Mxfp4Matrices` takes bfloat16 rows
+        and one pair, whose rhs is `Scaled`, with `transpose_rhs`.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs

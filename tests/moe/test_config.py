@@ -14,7 +14,7 @@ from support.dense_moe import CONFIG, E, H, K, assert_close, make_params, make_x
 from support.selection import quick
 
 from jax_ep import moe_layer, top_k_routing
-from jax_ep.moe.layer import _moe_layer
+from jax_ep.moe.layer import _layer
 
 
 def output(**changes):
@@ -48,11 +48,11 @@ class Unhashable:
 def test_functions_that_are_equal_share_a_program():
     """What a function captures must be a constant of the program of all functions equal to it."""
     first = output(activation=Scale(2.0))
-    compiled = _moe_layer._cache_size()
+    compiled = _layer._cache_size()
     np.testing.assert_array_equal(output(activation=Scale(4.0)), first)
-    assert _moe_layer._cache_size() == compiled
+    assert _layer._cache_size() == compiled
     np.testing.assert_array_equal(output(activation=lambda h: h * 4.0), 2 * first)
-    assert _moe_layer._cache_size() == compiled + 1
+    assert _layer._cache_size() == compiled + 1
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
