@@ -24,9 +24,8 @@ def place_by_affinity(
 
     A token whose next expert is on its present rank needs no communication (ExFlow,
     arXiv:2401.08383). Experts are first split among hosts, then among the ranks of each host. A
-    split starts from random assignments of the first layer, and assigns the experts of one layer
-    after the other, given its neighbours; the best of three starts is returned. In a trace of one
-    layer, experts that tokens choose together come to one rank.
+    split clusters the first layer's experts by the choices of their tokens, then assigns the
+    experts of one layer after the other, given its neighbours.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -60,20 +59,15 @@ def place_by_affinity(
     num_slots = -(-num_experts // num_ranks) * num_ranks
     # Empty slots are treated as experts with ids from num_experts on, which no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
-    if len(trace) == 1:
-        # Placed as two equal layers, in which a token goes on to the others of its experts.
-        visits *= 2
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
-    if len(trace) == 1:
-        np.fill_diagonal(together[0], 0)
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
     limit = max_imbalance * load.sum(axis=1)
-    experts = np.tile(np.arange(num_slots), (len(visits), 1))
+    experts = np.tile(np.arange(num_slots), (len(trace), 1))
     of_ranks = []
     ranks_per_host = num_ranks // num_hosts
-    for of_host in _split(experts, together, load, num_hosts, limit / num_hosts):
-        of_ranks += _split(of_host, together, load, ranks_per_host, limit / num_ranks)
-    expert_of_slot = np.concatenate(of_ranks, axis=1)[: len(trace)]
+    for of_host in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
+        of_ranks += _split(of_host, visits, together, load, ranks_per_host, limit / num_ranks)
+    expert_of_slot = np.concatenate(of_ranks, axis=1)
     expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
     return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
 
@@ -88,23 +82,24 @@ def _visits(choices: Array, num_experts: int) -> Any:
 
 
 def _split(
-    experts: Array, together: list[Array], load: Array, parts: int, limit: Array
+    experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
     """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave."""
-    # By layer: `together` [P, P] has how often a token chose expert e there and f in the next
-    # layer, `load` [P] how often each expert was chosen, and `limit` the largest load of a part.
-    # Returns [layers, n / parts] each.
+    # By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P]
+    # how often a token chose expert e there and f in the next layer, `load` [P] how often each
+    # expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] each.
     if parts == 1:
         return [experts]
     # `together` and `load` of the given experts alone, in their order.
     near = [m[np.ix_(a, b)] for m, a, b in zip(together, experts, experts[1:], strict=False)]
     load = np.take_along_axis(load, experts, 1)
+    profile = _profile(visits, experts)
     best: Array = np.zeros(experts.shape, int)
     most_kept = -1.0
     for seed in range(3):
         part = np.zeros(experts.shape, int)
-        gain = np.random.default_rng(seed).random((experts.shape[1], parts))
-        part[0] = _assign(gain, load[0], limit[0])
+        similarity = _clusters(profile, parts, np.random.default_rng(seed))
+        part[0] = _assign(similarity, load[0], limit[0])
         for layer in range(1, len(experts)):
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
@@ -113,6 +108,32 @@ def _split(
             best, most_kept = part, kept
     order = np.argsort(best, axis=1, kind="stable")
     return np.split(np.take_along_axis(experts, order, 1), parts, axis=1)
+
+
+def _profile(visits: list[Any], experts: Array) -> Array:
+    """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
+    # The vector of an expert has, for each layer, n entries of norm 1; its own entry is 0.
+    visitors = visits[0][:, experts[0]].T
+    chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
+    chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
+    scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in chosen]
+    return np.concatenate(scaled, axis=1)
+
+
+def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
+    """Returns the similarity of each row to each center of balanced k-means, [n, parts]."""
+    centers = profile[[rng.integers(len(profile))]]
+    # Each new center is the row that is least similar to the centers so far. A row's similarity to
+    # them is its largest inner product with one of them.
+    while len(centers) < parts:
+        alike = (profile @ centers.T).max(axis=1)
+        centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
+    for _ in range(10):
+        alike = profile @ centers.T
+        part = _assign(alike, load=np.zeros(len(profile)), limit=0.0)  # loads do not matter here
+        centers = np.eye(parts)[part].T @ profile
+        centers /= np.maximum(np.linalg.norm(centers, axis=1, keepdims=True), 1e-30)
+    return profile @ centers.T
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:

@@ -70,3 +70,10 @@ def test_affinity_gives_way_to_balance():
 def test_affinity_with_choices_of_no_expert_and_one_layer():
     placed = place_by_affinity(np.array([[[0, -1], [2, 1], [3, -1]]]), num_ranks=2)
     assert sorted(placed.expert_of_slot[0]) == [0, 1, 2, 3]
+
+
+def test_in_one_layer_experts_that_tokens_choose_together_share_a_rank():
+    trace, members = planted(np.random.default_rng(9), 1, 2000, 4, 32, 8, noise=0.05)
+    placed = place_by_affinity(trace, num_ranks=8)
+    ranks = np.sort(placed.expert_of_slot.reshape(8, 4), axis=1)
+    assert {*map(tuple, ranks)} == {*map(tuple, np.sort(members.reshape(8, 4), axis=1))}
