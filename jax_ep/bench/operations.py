@@ -99,7 +99,6 @@ class Operation(NamedTuple):
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws an array uniformly from [-1, 1)."""
     return jax.random.uniform(jax.random.key(seed), shape, dtype, -1, 1)
 
 
@@ -179,7 +178,6 @@ def _combine(work: Work, implementation: Any) -> Operation:
 
 
 def _round_trip(work: Work, implementation: Any) -> Operation:
-    """Makes a dispatch followed by a combine of random rows, without experts in between."""
     call = _dispatcher(work, implementation)
 
     def prepare(seed, topk_idx):

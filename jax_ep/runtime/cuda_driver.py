@@ -130,7 +130,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Releases a handle of memory; the memory itself stays allocated as long as it is mapped."""
+    """Releases a handle of memory, which stays allocated as long as it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
