@@ -54,11 +54,11 @@ class Loader(Protocol):
     def find(self, index: jax.Array) -> Any:
         """Returns what the other methods must know of output tile number `index`."""
 
-    def steps_of(self, tile: Any) -> Any:
-        """Returns the number of steps of a tile."""
+    def steps_of(self, tile: Any) -> Any: ...
 
     def read_ahead(self, tile: Any, step: jax.Array) -> Any:
         """Reads what threads, not copies, load of a tile; `step` may be past the last."""
+        return ()
 
     # `ahead` is the result of `read_ahead` for this step, read two steps before.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
