@@ -59,7 +59,6 @@ class Work:
 
     @property
     def wire(self) -> RowFormat:
-        """The format of a row that is sent."""
         return interface.wire_format(self.wire_dtype)
 
     @property

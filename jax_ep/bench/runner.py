@@ -65,7 +65,6 @@ class Bench:
         """Makes the `shared` of a case, such as operands; `row` is the first of the case."""
 
     def build(self, row: Row, shared: Any) -> Loop:
-        """Compiles the program of a row."""
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:

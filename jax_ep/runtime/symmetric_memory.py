@@ -67,7 +67,6 @@ class Domain:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Maps the `jax.Device.id` of each GPU to its number in `gpus`."""
         return {gpu.device_id: gpu.number for gpu in self.gpus}
 
 

@@ -213,7 +213,6 @@ class Product(Kernel):
 
     @property
     def accumulators(self) -> int:
-        """The number of sums that each thread of a compute warpgroup has in registers."""
         return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP
 
     @property
@@ -375,7 +374,6 @@ class Matrices:
 
     @classmethod
     def operands_of(cls, matrices: Any) -> list[jax.Array]:
-        """Returns a kernel's operands for an array of matrices."""
         return [matrices]
 
     @classmethod
@@ -557,5 +555,4 @@ class Computer:
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-    """Returns the elements [columns, rows] of each array."""
     return tuple(array[columns, rows] for array in arrays)

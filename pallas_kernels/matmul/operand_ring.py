@@ -332,7 +332,6 @@ class OperandRing:
         return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, (totals, feed))
 
     def _free(self, number: jax.Array) -> None:
-        """Releases the stage of the block's step `number`."""
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])
 
 
