@@ -92,8 +92,8 @@ class Meeting:
 
     Call `introduce`, `exchange` and `agree` once each, in this order. They raise `Refused` if a
     message has a key "failure", or if a process ended or took too long. `exchange` must end within
-    `timeout_s` seconds from now; `agree` may take as many more. `store` may be None if there is no
-    other process.
+    `timeout_s` seconds from now; `agree` may take as many more. Without a `store`, the process is
+    alone on its host.
     """
 
     def __init__(self, store: Store | None, process: int, timeout_s: float) -> None:
@@ -118,17 +118,15 @@ class Meeting:
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
         """Publishes this process's card, which describes it; returns all `processes`' cards."""
-        others = sorted(set(processes) - {self._process})
-        if not others:
+        if self._store is None:
             return {self._process: card}
-        assert self._store is not None
         card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
         except Exception as error:
             raise Refused(f"process {self._process} cannot publish its GPUs: {error}") from error
         cards = {self._process: card}
-        for process in others:
+        for process in sorted(set(processes) - {self._process}):
             try:
                 key = _KEY.format(process=process)
                 text = self._store.blocking_key_value_get(key, _milliseconds(self._left()))

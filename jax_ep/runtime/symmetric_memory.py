@@ -201,7 +201,8 @@ def set_up(me: Participant) -> Domain | str:
     try:
         if me.others and me.store is None:
             raise Refused(_NO_STORE)
-        meeting = processes.Meeting(me.store, me.process, me.timeout_s)
+        store = me.store if me.others else None
+        meeting = processes.Meeting(store, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:
             cards = _members(meeting.introduce(_card(me), me.others), me.process)
             sharing = _Sharing(me, cards, undo)
