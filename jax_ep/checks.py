@@ -29,10 +29,7 @@ _KINDS = {
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
-    """Returns `axis_name`, one mesh axis or a tuple of distinct ones, as a tuple, or raises.
-
-    An empty tuple means a single rank. `name` is the caller's name of the argument, for errors.
-    """
+    """Returns `axis_name`, one mesh axis or a tuple of distinct ones, as a tuple, or raises."""
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     for axis in axes:
         if not isinstance(axis, str):
@@ -45,10 +42,7 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
-    """Returns N, the number of ranks along the mesh axes `axis_name`.
-
-    Raises ValueError unless an enclosing `jax.shard_map` maps over all of these axes.
-    """
+    """Returns the number of ranks along mesh axes that an enclosing `jax.shard_map` must bind."""
     try:
         size = lax.axis_size(axis_name)
     except NameError as error:
@@ -66,14 +60,11 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
     return size
 
 
-def check_mesh(name: str, mesh: Any, otherwise: str = "") -> None:
-    """Raises TypeError unless `mesh` is a `jax.sharding.Mesh`, which has devices.
-
-    The message appends `otherwise`, such as ", or None", to the requirement.
-    """
+def check_mesh(mesh: Any, otherwise: str = "") -> None:
+    """`otherwise`, such as ", or None", is appended to the requirement in the message."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{name} must be a jax.sharding.Mesh of devices{otherwise}, but is {described(mesh)}."
+            f"mesh must be a jax.sharding.Mesh of devices{otherwise}, but is {described(mesh)}."
         )
 
 
@@ -87,10 +78,7 @@ def check_array(
     may_be_empty: bool = True,
     may_be_quantized: bool = False,
 ) -> None:
-    """Raises TypeError or ValueError unless `array` has `ndim` dimensions and a dtype of `kind`.
-
-    `kind` is a key of `_KINDS`. Messages quote `shape`, such as "[T, H]".
-    """
+    """Raises unless `array` has `ndim` dimensions and a dtype of `kind`; messages quote `shape`."""
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{wanted}, but is {described(array)}.")
@@ -108,18 +96,8 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
-def check_columns(name: str, array: Any, shape: str) -> None:
-    if array.shape[-1] == 0:
-        raise ValueError(
-            f"{name} must be {shape} with at least one column, but has shape {array.shape}."
-        )
-
-
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if an array is sharded over Explicit axes of the mesh.
-
-    `axes` are the dimensions to check, as negative indices; without them, all are checked.
-    """
+    """Raises ValueError if an array is sharded over Explicit axes, along `axes` or any axis."""
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     checked = [spec[axis] for axis in axes] if axes and spec else spec
     if any(checked):
@@ -133,16 +111,6 @@ def check_not_sharded(name: str, array: Any, *axes: int) -> None:
             f"axes of the mesh here, but is {jax.typeof(array)}. Call this inside a jax.shard_map "
             "over them, where each rank has its own part, or gather it first: "
             f"jax.sharding.reshard({name}, jax.P{whole})."
-        )
-
-
-def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless x is floating [num_tokens, columns], columns > 0."""
-    check_array("x", x, 2, jnp.floating, "[T, H]")
-    if x.shape[0] != num_tokens or x.shape[1] == 0:
-        raise ValueError(
-            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
-            f"at least one column, but has shape {x.shape}."
         )
 
 
@@ -173,11 +141,6 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, but is {value}.")
     return value
-
-
-def check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        check_integer(name, size)
 
 
 def floating(dtype: Any) -> np.dtype | None:
@@ -219,10 +182,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
-    """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`.
-
-    The message appends `otherwise`, such as ", or None", to the requirement.
-    """
+    """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")
     if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):

@@ -30,9 +30,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def not_folded(x: jax.Array) -> jax.Array:
-    """Returns x as a value that XLA cannot recognize as a constant, even if x is one.
-
-    XLA evaluates reductions of constants while it compiles, which takes seconds for large arrays.
-    XLA fuses the selection, which always takes x, with the operation that reads the result.
-    """
+    """Returns x as a value that XLA cannot recognize as a constant, even if x is one."""
+    # XLA evaluates reductions of constants while it compiles, which takes seconds for large arrays.
+    # It fuses the selection, which always takes x, with the operation that reads the result.
     return jnp.where(lax.optimization_barrier(jnp.bool_(True)), x, jnp.zeros((), x.dtype))

@@ -1,7 +1,6 @@
 """Selects the implementation of an operation by its name, or the first that can run for None.
 
-Each operation has one table of implementations, and its own class of *problems*: objects that hold
-the operands' shapes and dtypes, and what is known about the devices.
+An operation has its own class of *problems*, with the operands' types and what is known of devices.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class Implementations(Generic[_Kind]):
         return [each.name for each in self.table if each.unavailable_reason(problem) is None]
 
     def check(self, name: Any, problem: Any, argument: str | None = None) -> None:
-        """Raises ValueError, with the reason, unless the implementation `name` supports `problem`.
-
-        Raises nothing if `name` is None.
-        """
+        """Raises ValueError, with the reason, unless `name` is None or supports `problem`."""
         if name is None:
             return
         argument = argument or self.argument
@@ -68,10 +64,7 @@ class Implementations(Generic[_Kind]):
             )
 
     def select(self, name: str | None, problem: Any) -> _Kind:
-        """Returns the implementation called `name`, or for None the first default that can run.
-
-        Raises ValueError, with the reason, if the named implementation does not support `problem`.
-        """
+        """Returns the implementation called `name`, or for None the first default that can run."""
         if name is not None:
             try:
                 self.check(name, problem)

@@ -54,11 +54,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 
 
 class Gate(nn.Module):
-    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E].
-
-    Here E is the number of experts that the router chooses among, including the free experts (zero,
-    identity and constant experts). The bias is float32 state in the collection "router_state".
-    """
+    """Holds the router's kernel [H, R] and, with `selection_bias`, its bias [R] float32."""
 
     num_experts: int
     selection_bias: bool

@@ -44,11 +44,7 @@ class RouterState(nnx.Variable):
 
 
 class Gate(nnx.Module):
-    """Holds the router's kernel [H, E] and, with `selection_bias`, its selection bias [E] float32.
-
-    Here E is the number of experts that the router chooses among, including the free experts (zero,
-    identity and constant experts).
-    """
+    """Holds the router's kernel [H, R] and, with `selection_bias`, its bias [R] float32."""
 
     def __init__(self, hidden: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
         init: Any = options.gate_init
@@ -173,7 +169,8 @@ class MoE(nnx.Module):
         check_parameter_options(options, router_dim)
         if (mesh := _mesh_of_state(config)) is not None:
             axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
-        self.axis_rules = _hashable(spmd.get_logical_axis_rules())
+        rules = spmd.get_logical_axis_rules()
+        self.axis_rules = tuple((n, tuple(a) if isinstance(a, list) else a) for n, a in rules)
         # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
         columns = hidden if router_dim is None else router_dim
         self.gate = None if gate_init is None else Gate(columns, config, options, rngs)
@@ -259,12 +256,10 @@ def _bias(config: MoEConfig) -> RouterState:
 
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
-    """Returns `value` as a variable with the logical axes of parameter `name`, sharded.
-
-    Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
-    optimizer's state must take its sharding from the parameter's type; eager sharding would take it
-    from the logical axes, of which a stack of layers may lack one.
-    """
+    """Returns `value` as a variable with the logical axes of parameter `name`, sharded."""
+    # Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
+    # optimizer's state must take its sharding from the parameter's type; eager sharding would take
+    # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
     mesh = _mesh_of_state(config)
@@ -315,10 +310,8 @@ def _default_rules(
 def _without_repeats(
     axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
-    """Returns a parameter's logical axes, and the mesh axes that the rules give each of them.
-
-    The rules of `prior` apply first. A logical axis becomes None where its mesh axes are in use.
-    """
+    """Returns a parameter's logical axes, None where in use, and the mesh axes by the rules."""
+    # The rules of `prior` apply first.
     in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     parts = assign_axes(axes, in_order)
     kept = tuple(
@@ -326,10 +319,6 @@ def _without_repeats(
         for axis, part in zip(axes, parts, strict=True)
     )
     return kept, [None if axis is None else rules[axis] for axis in kept]
-
-
-def _hashable(rules: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, tuple(a) if isinstance(a, list) else a) for name, a in rules)
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:

@@ -40,17 +40,7 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The rows that one rank received, and the routes of its own tokens.
-
-    Attributes:
-      tokens: [R, H]: the received rows, grouped by local expert. Padding and unused rows are zero.
-      group_sizes: [L] int32: the number of rows in each expert's block, padding included.
-      expert_counts: [L] int32: the received rows of each expert, the first rows of its block.
-      num_dropped: [] int32: the pairs that chose this rank's experts and were dropped.
-      rows_needed: [] int32: the least capacity R with which no row sent to this rank is dropped.
-      dropped_counts: [L] int32: the dropped pairs of each local expert.
-      routes: the ranks and rows that this rank's own tokens were sent to.
-    """
+    """The rows that one rank received, as in `jax_ep.Dispatched`, and its own tokens' routes."""
 
     tokens: Array
     group_sizes: Array
@@ -62,7 +52,6 @@ class Dispatched(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Rounds `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
@@ -99,11 +88,8 @@ def dispatch(
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
         outside 0 ... E - 1, chooses no expert. A token may choose an expert repeatedly.
-      num_experts: E, a multiple of N.
+      num_experts, expert_alignment, overflow: as in `jax_ep.dispatch`.
       capacity: R. None means `dropless_capacity`.
-      expert_alignment: each expert's block starts at a multiple of this number of rows. The block
-        of an expert that receives nothing has no rows.
-      overflow: "tail" or "fair", which rows are dropped where R is too small; see Returns.
       num_hosts: M, the number of hosts; host m has ranks m * N / M ... (m + 1) * N / M - 1.
       host_capacity: the most tokens that a rank sends to each other host. None sets no limit.
         Choices of later tokens for experts on that host are masked, and the rank that owns the
@@ -319,16 +305,7 @@ def _scatter(
 
 
 class RankDispatched(NamedTuple):
-    """The result of `rank_dispatch` on one rank: one row for each (source rank, token).
-
-    Attributes:
-      tokens: [N, T, H]: row (s, t) is token t of rank s, or zero if that token chose no expert of
-        this rank.
-      local_topk_idx: [N, T, K] int32: the choices as ids of this rank's experts, from 0; -1 where a
-        choice is an expert of another rank, or none.
-      topk_weights: [N, T, K]: the weights of the choices, 0 where local_topk_idx is -1. None if no
-        weights were sent.
-    """
+    """The rows that one rank received in the rank-major layout, as in `jax_ep.RankDispatched`."""
 
     tokens: Array
     local_topk_idx: Array
@@ -390,13 +367,7 @@ def rank_combine(
 
 
 class Routing(NamedTuple):
-    """The result of `top_k_routing`.
-
-    Attributes:
-      topk_idx: [T, K] int32: the ids of the chosen experts, best first.
-      topk_weights: [T, K] float64: the weights of the chosen experts.
-      probs: [T, E] float64: the score of every expert, before bias, groups and normalization.
-    """
+    """The result of `top_k_routing`, as in `jax_ep.Routing` but in float64."""
 
     topk_idx: Array
     topk_weights: Array

@@ -144,7 +144,6 @@ TYPES = {
         lambda: routing.update_expert_bias(jnp.zeros(4), [1, 2, 3, 4], 0.1),
         "expert_counts must be .* the list",
     ),
-    "x of the router": (lambda: routing.router_logits(None, GATE), "x must be"),
     "lhs": (lambda: jax_ep.grouped_matmul([1], WI, SIZES), "lhs must be .* the list"),
 }
 VALUES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -91,8 +92,9 @@ def load_moe_params(
     check_arguments(mesh, param_dtype, quantized)
     planned = plan_load(Directory(directory), layer, mesh, param_dtype, quantized, fields, partial)
     planned.check_call()
-    counter = Counter(planned.num_bytes(), progress or print_progress)
-    loaded = {name: planned.load(name, counter) for name in planned.shardings}
+    total = sum(array.num_bytes() for array in planned.arrays.values())
+    counter = Counter(total, progress or print_progress)
+    loaded = {name: array.load(counter) for name, array in planned.arrays.items()}
     return planned.config, MoEParams.of(**loaded)
 
 
@@ -103,7 +105,7 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
         hint = "; quantized=jax_ep.formats.FLOAT8_MATRICES holds experts as float8"
         check_compute_dtype(param_dtype, hint, name="param_dtype")
     if mesh is not None:
-        checks.check_mesh("mesh", mesh)
+        checks.check_mesh(mesh)
     is_keep = isinstance(quantized, str) and quantized == "keep"
     if not (quantized is None or is_keep or isinstance(quantized, Format)):
         raise TypeError(
@@ -113,38 +115,75 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedLoad:
-    """How each parameter of a block is to be loaded, by its name; `formats`: if it is quantized."""
+class PlannedArray:
+    """How an array is to be loaded, shard by shard."""
 
-    block: Block
-    config: MoEConfig
-    shardings: dict[str, Sharding]
-    dtypes: dict[str, np.dtype]
-    formats: dict[str, Format]
+    read: Callable[..., Any]  # (slice, dtype, counter, format) -> the slice of the array
+    shape: tuple[int, ...]
+    sharding: Sharding
+    dtype: np.dtype
+    format: Format | None = None  # None: it does not become a `QuantizedArray`
 
-    def num_bytes(self) -> int:
-        """Returns the bytes of all shards that this process loads."""
-        shape = self.block.shape
-        return sum(
-            array.size * array.dtype.itemsize * len(devices_of_parts(sharding, shape(name)))
-            for name, sharding in self.shardings.items()
-            for array in jax.tree.leaves(self._struct(name, sharding.shard_shape(shape(name))))
-        )
-
-    def _struct(self, name: str, shape: tuple[int, ...]) -> Any:
-        format, dtype = self.formats.get(name), self.dtypes[name]
+    def struct(self, shape: tuple[int, ...]) -> Any:
+        """Returns the types of the array, or of a part of it that has this shape."""
+        format, dtype = self.format, self.dtype
         if format is None:
             return jax.ShapeDtypeStruct(shape, dtype)
         values: Any = jax.ShapeDtypeStruct(format.values_shape(shape), format.dtype)
         scales: Any = jax.ShapeDtypeStruct(format.scales_shape(shape), format.scale_dtype)
         return QuantizedArray(values, scales, format, dtype)
 
+    def _shards(self) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+        """Maps each shard, (start, stop) for each axis, to devices of this process that hold it."""
+        devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            assert index is not None
+            bounds = tuple(part.indices(n)[:2] for part, n in zip(index, self.shape, strict=True))
+            devices.setdefault(bounds, []).append(device)
+        return devices
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of all shards that this process loads."""
+        parts = jax.tree.leaves(self.struct(self.sharding.shard_shape(self.shape)))
+        return len(self._shards()) * sum(part.size * part.dtype.itemsize for part in parts)
+
+    def load(self, counter: Counter) -> Any:
+        shape, sharding, format = self.shape, self.sharding, self.format
+        shards: list[Any] = []
+        # A shard that several devices of this process hold is read once.
+        for index, devices in self._shards().items():
+            part = self.read(tuple(slice(*b) for b in index), self.dtype, counter, format)
+            shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+            # Frees the shard's host memory before the next one is read, unless a CPU uses it.
+            del part
+        make = jax.make_array_from_single_device_arrays
+        if format is None:
+            return make(shape, sharding, shards)
+        if isinstance(sharding, NamedSharding):
+            spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
+            sharding = NamedSharding(sharding.mesh, spec)
+        return QuantizedArray(
+            make(format.values_shape(shape), sharding, [shard.values for shard in shards]),
+            make(format.scales_shape(shape), sharding, [shard.scales for shard in shards]),
+            format,
+            self.dtype,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLoad:
+    """How each parameter of a block is to be loaded, by its name."""
+
+    block: Block
+    config: MoEConfig
+    arrays: dict[str, PlannedArray]
+
     def check_call(self) -> None:
         """Traces a call of the layer, so that an unsupported one raises before loading."""
         config = self.config
-        params = {name: self._struct(name, self.block.shape(name)) for name in self.dtypes}
+        params = {name: array.struct(array.shape) for name, array in self.arrays.items()}
         hidden = self.block.shape("wi_0")[1]
-        x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or self.dtypes["wi_0"])
+        x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or params["wi_0"].dtype)
         inputs: dict[str, Any] = {}
         if "gate" not in params:
             choices = (1, 1, config.num_experts_per_token)
@@ -155,7 +194,6 @@ class PlannedLoad:
         placement = None
         if config.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
-            placement = Placement.in_order(**sizes, num_ranks=1)[0]
             of_mesh = {} if config.mesh is None else config.mesh.shape
             along = (of_mesh.get(axis, 1) for axis in as_axes(config.expert_axis))
             placement = Placement.in_order(**sizes, num_ranks=math.prod(along))[0]
@@ -176,14 +214,6 @@ class PlannedLoad:
                 x,
                 inputs,
             )
-
-    def load(self, name: str, counter: Counter) -> jax.Array | QuantizedArray:
-        block, format, dtype = self.block, self.formats.get(name), self.dtypes[name]
-
-        def read(index: tuple[slice, ...]) -> Any:
-            return block.read(name, index, dtype, counter, format)
-
-        return load_shards(read, block.shape(name), self.shardings[name], dtype, format)
 
 
 def plan_load(
@@ -213,15 +243,18 @@ def plan_load(
     block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
         mesh = ambient_mesh()
-    shardings = {name: _sharding(name, block, config, mesh) for name in block.params()}
-    dtypes = {
-        name: np.dtype(np.float32 if name == "bias" else param_dtype or block.dtype(name))
-        for name in block.params()
-    }
-    formats = _formats(block, quantized)
-    for name, format in formats.items():
-        _check_blocks(name, format, block.shape(name), shardings[name])
-    return PlannedLoad(block, config, shardings, dtypes, formats)
+    formats, arrays = _formats(block, quantized), {}
+    for name in block.params():
+        arrays[name] = PlannedArray(
+            functools.partial(block.read, name),
+            block.shape(name),
+            _sharding(name, block, config, mesh),
+            np.dtype(np.float32 if name == "bias" else param_dtype or block.dtype(name)),
+            formats.get(name),
+        )
+    for name, array in arrays.items():
+        _check_blocks(name, array)
+    return PlannedLoad(block, config, arrays)
 
 
 def load_moe(
@@ -393,57 +426,18 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
     return {name: format for name, format in found.items() if format is not None}
 
 
-def _check_blocks(name: str, format: Format, shape: tuple[int, ...], sharding: Sharding) -> None:
+def _check_blocks(name: str, array: PlannedArray) -> None:
     """Raises ValueError if a sharding splits the numbers of a scale between devices."""
-    part = sharding.shard_shape(shape)
-    rows, columns = format.block
+    if array.format is None:
+        return
+    part = array.sharding.shard_shape(array.shape)
+    rows, columns = array.format.block
     if part[-2] % rows or part[-1] % columns:
         raise ValueError(
-            f"quantized must be None for {name} of shape {shape}, of which a device would hold "
-            f"{part}: as {format.name} a device must hold whole blocks of {rows} x {columns} "
-            "numbers."
+            f"quantized must be None for {name} of shape {array.shape}, of which a device would "
+            f"hold {part}: as {array.format.name} a device must hold whole blocks of {rows} x "
+            f"{columns} numbers."
         )
-
-
-def load_shards(
-    read: Callable[[tuple[slice, ...]], Any],
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    dtype: np.dtype,
-    format: Format | None = None,
-) -> jax.Array | QuantizedArray:
-    """Loads an array of `shape` shard by shard; `read` returns the slice at an index."""
-    # A shard that several devices of this process hold is read once.
-    shards: list[Any] = []
-    for index, devices in devices_of_parts(sharding, shape).items():
-        part = read(tuple(slice(*bounds) for bounds in index))
-        shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        # Frees the shard's host memory before the next shard is read, unless a CPU device uses it.
-        del part
-    make = jax.make_array_from_single_device_arrays
-    if format is None:
-        return make(shape, sharding, shards)
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
-        sharding = NamedSharding(sharding.mesh, spec)
-    return QuantizedArray(
-        make(format.values_shape(shape), sharding, [shard.values for shard in shards]),
-        make(format.scales_shape(shape), sharding, [shard.scales for shard in shards]),
-        format,
-        dtype,
-    )
-
-
-def devices_of_parts(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Maps each shard, (start, stop) for each axis, to the devices of this process that hold it."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
-        devices.setdefault(bounds, []).append(device)
-    return devices
 
 
 def ambient_mesh() -> Mesh | None:
@@ -522,19 +516,10 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         options["gate_init"] = None
     elif params.gate.shape[0] != hidden:
         options["router_dim"] = params.gate.shape[0]
-    structure = []
-
-    # `jax.eval_shape` returns arrays only, so `make` hands the layer's graph over in `structure`.
-    def make() -> Any:
-        graph, state = nnx.split(MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
-        structure.append(graph)
-        return state
-
     # Eager sharding is off: nnx would take the parameters' logical axes, such as "exp", for axes of
     # the ambient mesh.
     with nnx.use_eager_sharding(False):
-        shapes = jax.eval_shape(make)
-    layer = nnx.merge(structure[0], shapes)
+        layer = jax.eval_shape(lambda: MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer

@@ -37,32 +37,23 @@ PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()
 
 
 class Tensor(NamedTuple):
-    """A stored tensor: its name, its axes, and the parameters whose weights it holds.
+    """A stored tensor: its name, its axes, and the parameters whose weights it holds."""
 
-    Attributes:
-        params: the parameters of `jax_ep.MoEParams` that it holds: two with an axis G, else one;
-            none for a tensor that the layer does not hold (`jax_ep.checkpoints.load_others`).
-        name: the tensor's name after "layers.<layer>.".
-        axes: the letters of the tensor's axes, separated by spaces, such as "E GF H".
-        where: a key of config.json whose value says whether the tensor exists; "": it always does.
-    """
-
+    # Two parameters of `jax_ep.MoEParams` with an axis G, else one; none for a tensor that the
+    # layer does not hold (`jax_ep.checkpoints.load_others`).
     params: tuple[str, ...]
-    name: str
-    axes: str
-    where: str = ""
+    name: str  # after "layers.<layer>."
+    axes: str  # letters, separated by spaces, such as "E GF H"
+    where: str = ""  # a key of config.json that says whether the tensor exists; "": it always does
 
 
 Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative sets of tensors in which the same weights may be stored.
+    """Alternative sets of tensors, which may differ only in their axes, of the same weights."""
 
-    A checkpoint has the tensors of one of the `layouts`, which may differ only in their axes. When
-    a first MoE block is saved to a checkpoint, it gets the first that the model's quantization
-    allows.
-    """
+    # A first MoE block that is saved to a checkpoint gets the first that its quantization allows.
 
     layouts: tuple[Tensors, ...]
 
@@ -128,9 +119,17 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
     )
 
 
-def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
+def _stacked(
+    block: str,
+    axes: str = "E GF H",
+    down_axes: str = "E H F",
+    *,
+    gate_up: str = "gate_up_proj",
+    down: str = "down_proj",
+):
     """Lists the tensors of models in which two tensors hold the matrices of all experts."""
-    return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
+    wo = Tensor(("wo",), f"{block}.{down}", down_axes)
+    return Tensor(("wi_0", "wi_1"), f"{block}.{gate_up}", axes), wo
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
@@ -144,9 +143,7 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 
 # Each expert has its own tensors, or two tensors hold all experts. In _STACKED, the second is
 # preferred, but each expert of a float8 model still has its own tensors.
-_EXPERTS = OneOf(
-    (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-)
+_EXPERTS = OneOf((_each("mlp.experts"), _stacked("mlp.experts")))
 _STACKED = OneOf(_EXPERTS.layouts[::-1])
 
 _K = {
@@ -220,6 +217,7 @@ _NEMOTRON_EXPERTS = (
     Tensor(("wi_0",), "mixer.experts.{e}.up_proj.weight", "F H"),
     Tensor(("wo",), "mixer.experts.{e}.down_proj.weight", "H F"),
 )
+_LINEAR = {"gate_up": "input_linear.weight", "down": "output_linear.weight"}
 _GRANITE_SHARED = (
     Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
     Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
@@ -235,6 +233,9 @@ _GPT_OSS: dict[str, Any] = {
     # same weights, once the chosen ones are divided by their sum.
     "fixed": _SOFTMAX,
 }
+_GPT_OSS_BLOCKS = _stacked(
+    "mlp.experts", "E FG H", gate_up="gate_up_proj_blocks", down="down_proj_blocks"
+)
 _GPT_OSS_ROUTER = (
     _router("mlp.router.weight"),
     Tensor(("gate_bias",), "mlp.router.bias", "R"),
@@ -242,10 +243,7 @@ _GPT_OSS_ROUTER = (
 
 
 def _row(family: dict[str, Any], models: str, model_types: str, **changes: Any) -> Architecture:
-    """Describes models of a family; mappings among the `changes` are added to the family's.
-
-    `model_types` are separated by spaces.
-    """
+    """Describes models of a family; mappings among the `changes` are added to the family's."""
     for name, value in changes.items():
         if isinstance(value, Mapping):
             changes[name] = {**family.get(name, {}), **value}
@@ -298,14 +296,7 @@ TABLE = (
         tensors=(
             _router("mlp.gate.weight"),
             # As published, and as transformers 5 saves them.
-            OneOf(
-                (
-                    _stacked(
-                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"
-                    ),
-                    _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-                )
-            ),
+            OneOf((_stacked("mlp.experts", "E H GF", "E F H"), _stacked("mlp.experts"))),
         ),
     ),
     _like_qwen(
@@ -583,7 +574,7 @@ TABLE = (
         tensors=(
             _router("router.proj.weight"),
             Tensor(("expert_scale",), "router.per_expert_scale", "R"),
-            *_stacked("experts.gate_up_proj", "experts.down_proj"),
+            *_stacked("experts"),
             *_others("router.scale"),
         ),
     ),
@@ -593,7 +584,7 @@ TABLE = (
         fields={"activation": "activation_function"},
         tensors=(
             _router("mlp.router.layer.weight"),
-            *_stacked("mlp.input_linear.weight", "mlp.output_linear.weight"),
+            *_stacked("mlp", **_LINEAR),
             *_others("mlp.bias"),
         ),
     ),
@@ -607,7 +598,7 @@ TABLE = (
         defaults=_SILU,
         tensors=(
             *_others("mlp.gate.weight", "mlp.gate.bias", "mlp.gate.global_scale"),
-            *_stacked("mlp.experts.w13_weight", "mlp.experts.w2_weight", "E FG H"),
+            *_stacked("mlp.experts", "E FG H", gate_up="w13_weight", down="w2_weight"),
             *_others("mlp.shared_experts.shared_w13_weight"),
             *_others("mlp.shared_experts.shared_w2_weight"),
         ),
@@ -650,7 +641,7 @@ TABLE = (
         only={"mlp_bias": (False,), "hidden_act": ("silu",)},
         tensors=(
             _router("mlp.router.weight"),
-            *_stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", "E H GF", "E F H"),
+            *_stacked("mlp.experts", "E H GF", "E F H", gate_up="fc1.weight", down="fc2.weight"),
             *_mlp("mlp.shared_experts"),
         ),
     ),
@@ -676,9 +667,7 @@ TABLE = (
         # Granite computes the softmax over the chosen logits only; see _GPT_OSS.
         tensors=(
             _router("block_sparse_moe.router.layer.weight"),
-            *_stacked(
-                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
-            ),
+            *_stacked("block_sparse_moe", **_LINEAR),
             *_GRANITE_SHARED,
         ),
     ),
@@ -688,9 +677,7 @@ TABLE = (
         sizes={"S": "shared_intermediate_size"},
         tensors=(
             _router("block_sparse_moe.router.weight"),
-            *_stacked(
-                "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
-            ),
+            *_stacked("block_sparse_moe.experts"),
             *_GRANITE_SHARED,
         ),
     ),
@@ -701,19 +688,7 @@ TABLE = (
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
             *_GPT_OSS_ROUTER,
-            OneOf(
-                (
-                    _stacked(
-                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H FG", "E F H"
-                    ),
-                    _stacked(
-                        "mlp.experts.gate_up_proj_blocks",
-                        "mlp.experts.down_proj_blocks",
-                        "E FG H",
-                        "E H F",
-                    ),
-                )
-            ),
+            OneOf((_stacked("mlp.experts", "E H FG", "E F H"), _GPT_OSS_BLOCKS)),
             Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E FG"),
             Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
         ),
@@ -725,7 +700,7 @@ TABLE = (
         fixed=_FLOAT32,
         tensors=(
             *_GPT_OSS_ROUTER,
-            *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
+            *_stacked("mlp.experts", "E H GF", "E F H"),
             Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E GF"),
             Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
         ),
@@ -738,12 +713,7 @@ TABLE = (
         fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"} | _OWN_DTYPE,
         tensors=(
             _router("feed_forward.router.weight"),
-            *_stacked(
-                "feed_forward.experts.gate_up_proj",
-                "feed_forward.experts.down_proj",
-                "E H GF",
-                "E F H",
-            ),
+            *_stacked("feed_forward.experts", "E H GF", "E F H"),
             *_mlp("feed_forward.shared_expert"),
         ),
     ),
@@ -866,10 +836,7 @@ def root_parts() -> tuple[str, ...]:
 
 
 def published_root(model_type: str, is_part: bool) -> str:
-    """Returns the beginning of a published model's tensor names, such as "model.layers.".
-
-    `is_part` says whether the decoder is the `text_config` of a multimodal model.
-    """
+    """Returns the beginning of tensor names, "model.layers." or the like; see `_ROOTS`."""
     root = _ROOTS.get(model_type, _OTHER_ROOTS)[is_part]
     return root + ("blocks." if model_type == "dbrx" else "layers.")
 

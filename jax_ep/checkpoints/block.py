@@ -84,16 +84,13 @@ class OtherModelError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The MoE block of one layer in a directory, for reading and writing slices of its parameters.
-
-    `prefix` precedes the names of the block's tensors, such as "model.layers.3.".
-    """
+    """The MoE block of one layer in a directory; reads and writes slices of its parameters."""
 
     directory: Directory
     architecture: Architecture
     fields: Mapping[str, Any]  # of `jax_ep.MoEConfig`, from config.json
     sizes: dict[str, int]  # by the letters of `jax_ep.checkpoints.architectures`
-    prefix: str
+    prefix: str  # of the names of the block's tensors, such as "model.layers.3."
     tensors: Tensors
     quantization: Quantization  # that config.json states
     # P, if parameters are read as slots of which s holds the stored expert s % E
@@ -252,10 +249,9 @@ class Block:
     ) -> Parameter:
         """Reads a slice of a parameter, and no bytes that the slice does not need.
 
-        `index` has a slice for each axis. `done` is called with numbers of bytes that have been
-        read. With a quantized `format`, the slice has whole blocks, and the result is a
-        `QuantizedArray`; numbers that are stored in this format are not quantized again. The
-        result's new memory is such that a CPU device can use it without a copy.
+        `done` is called with numbers of bytes that have been read. With a quantized `format`, the
+        slice has whole blocks, and the result is a `QuantizedArray`; numbers that are stored in
+        this format are not quantized again.
         """
         tensor, axes = self._tensor(param), self.axes(param)
         shape = self.shape(param)
@@ -303,11 +299,10 @@ class Block:
         into: Directory,
         others: Mapping[str, np.ndarray] = {},
     ) -> None:
-        """Writes the parameters to `into`, a directory that has the block's tensors.
+        """Writes the parameters, and the tensors of `others`, to a directory that has the tensors.
 
-        `params` are NumPy arrays or `QuantizedArray`s of them. One in the stored format is written
-        with its own values and scales; another is dequantized and encoded like the tensor. `others`
-        are the arrays of tensors that hold no parameter, by name.
+        A `QuantizedArray` in the stored format is written with its own values and scales; another
+        is dequantized and encoded like the tensor.
         """
         block = dataclasses.replace(self, directory=into)
         for tensor in self.tensors:
@@ -328,10 +323,7 @@ class Block:
     def write_tensor(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], experts: range | None
     ) -> None:
-        """Writes the `experts` of a stored tensor, or the whole tensor if they are None.
-
-        `arrays` are the tensor's parameters by name; their first axis is `experts`.
-        """
+        """Writes the `experts`, the first axis of `arrays`, of a stored tensor; None: all of it."""
 
         def write(expert: int | None) -> None:
             part = dict(arrays)
@@ -384,10 +376,7 @@ class Block:
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Returns the dtype and shape of each tensor, scales included, of a block to be added.
-
-        `dtypes` are those of the parameters, and `others` as in `write`.
-        """
+        """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             if not tensor.params:
@@ -485,10 +474,7 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 
 
 def new_block(config: Mapping[str, Any], layer: int, path: Path) -> Block:
-    """Makes the `Block` of a layer of a model that is to be written to `path`.
-
-    `config` has the contents of config.json. Raises ValueError as `open_block` does.
-    """
+    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`."""
     keys = look_up(path, layer, config)
     nothing = Directory(path / "new", may_be_empty=True)
     return _block(nothing, f"{keys.root}{layer}.", keys)
@@ -506,10 +492,7 @@ def layer_of(name: str) -> int | None:
 
 
 def _routers(directory: Directory, keys: Keys) -> tuple[dict[int, list[str]], list[str]]:
-    """Finds the weights of all routers in a directory; every MoE block has one.
-
-    Returns the prefixes of MoE blocks by layer, and the names of routers without a known layer.
-    """
+    """Returns the MoE blocks' prefixes by layer, and the routers' names without a known layer."""
     blocks: dict[int, list[str]] = {}
     others = []
     gate = _gate(keys.row)
@@ -647,10 +630,9 @@ def _size(token: str, sizes: Mapping[str, int]) -> int:
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Finds the slice of a stored tensor that holds a slice of a parameter.
+    """Finds the slice of a stored tensor that holds a slice of a parameter, `taken` by letter.
 
-    `taken` has the slice of each of the parameter's axes, by letter. Returns a slice for each axis
-    of the tensor, and the letters of its axes without G.
+    Returns a slice for each axis of the tensor, and the letters of its axes without G.
     """
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():

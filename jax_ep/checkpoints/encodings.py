@@ -88,8 +88,7 @@ class _InBlocks:
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice of the tensor as float32; ValueError for scales of damaged files."""
         blocks, within = self._blocks(index)
-        numbers = self.format.decode(self._load_to_read(blocks), np.float32)
-        return numbers[(..., *within)]
+        return self.format.decode(self._load_to_read(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Encodes `values` and writes them to a slice of whole blocks; see the module."""
@@ -171,7 +170,7 @@ class _InBlocks:
         return self.format.encode(values)
 
     def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        # `Float8` also checks the scales.
+        # `Float8` also checks the scales, which a write replaces.
         return self._load(blocks)
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
@@ -313,16 +312,11 @@ class Scaled:
     what they are: float8_e4m3fn; uint8 or int8 for two float4_e2m1 numbers (NVFP4, DeepSeek-V4),
     the first in the low bits; int32 for eight integers from -8 to 7, to each of which 8 is added,
     the first in the lowest bits. Scales of dtype uint8 are exponents of two plus 127.
-
-    Attributes:
-        directory: the directory with the tensor.
-        name: the name of the tensor, which ends in "_packed" in the file if that exists.
-        scales: the name of the scales.
     """
 
     directory: Directory
-    name: str
-    scales: str
+    name: str  # in the file, perhaps with "_packed" at the end
+    scales: str  # the name of the scales
 
     @property
     def _values(self) -> str:
@@ -336,13 +330,10 @@ class Scaled:
     @property
     def stored(self) -> tuple[str, ...]:
         module = self.name.removesuffix("weight")
-        beside: tuple[str, ...] = (
-            self.name + "_shape",
-            module + "input_scale",
-            module + "input_global_scale",
-        )
-        beside = tuple(name for name in (*self._factors, *beside) if name in self.directory.files)
-        return self._values, self.scales, *beside
+        inputs = module + "input_scale", module + "input_global_scale"
+        others = *self._factors, self.name + "_shape", *inputs
+        there = (name for name in others if name in self.directory.files)
+        return self._values, self.scales, *there
 
     @property
     def _per_value(self) -> int:

@@ -24,12 +24,11 @@ from jax_ep.checkpoints import safetensors
 from jax_ep.checkpoints.api import (
     Counter,
     PathLike,
+    PlannedArray,
     Progress,
     Quantized,
     ambient_mesh,
     check_arguments,
-    devices_of_parts,
-    load_shards,
     plan_load,
     print_progress,
 )
@@ -37,7 +36,7 @@ from jax_ep.checkpoints.architectures import Tensor
 from jax_ep.checkpoints.block import Block, layer_of, moe_layers, new_block
 from jax_ep.checkpoints.config import CONFIG, quantization_of, read_config
 from jax_ep.checkpoints.encodings import PACKED, Encoding, belongs_to_quantized, open_tensor
-from jax_ep.checkpoints.safetensors import INDEX, ONE_FILE, Directory
+from jax_ep.checkpoints.safetensors import INDEX, ONE_FILE, Directory, Index
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
@@ -104,7 +103,7 @@ def load_model(
     numbers = [n for n in moe_layers(files) if wanted is None or n in wanted]
     blocks = {n: plan_load(files, n, mesh, param_dtype, quantized, fields) for n in numbers}
     # Equal blocks need one check.
-    shapes = {n: tuple(map(b.block.shape, b.shardings)) for n, b in blocks.items()}
+    shapes = {n: tuple(array.shape for array in b.arrays.values()) for n, b in blocks.items()}
     for block in {(b.config, shapes[n]): b for n, b in blocks.items()}.values():
         block.check_call()
     config = read_config(files.path)
@@ -114,7 +113,7 @@ def load_model(
     if of_mesh is not None:
         everywhere = NamedSharding(of_mesh, PartitionSpec())
     in_blocks = {name for b in blocks.values() for name in b.block.in_its_modules()}
-    others: dict[str, _PlannedWeight] = {}
+    others: dict[str, PlannedArray] = {}
     for name in files.files:
         base = name.removesuffix(PACKED)
         of_layer = layer_of(name)
@@ -130,14 +129,14 @@ def load_model(
         split = everywhere if sharding is None else sharding(base, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
-        others[base] = _PlannedWeight(stored, split, dtype)
-    total = sum(b.num_bytes() for b in blocks.values())
-    total += sum(planned.num_bytes() for planned in others.values())
+        others[base] = PlannedArray(_reader(stored), stored.shape, split, dtype)
+    arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
+    total = sum(array.num_bytes() for array in arrays)
     counter = Counter(total, progress or print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
-        weights = {name: pool.submit(planned.load, counter) for name, planned in others.items()}
+        weights = {name: pool.submit(array.load, counter) for name, array in others.items()}
         params = {
-            n: {name: pool.submit(b.load, name, counter) for name in b.shardings}
+            n: {name: pool.submit(array.load, counter) for name, array in b.arrays.items()}
             for n, b in blocks.items()
         }
         moe = {
@@ -148,26 +147,13 @@ def load_model(
     return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, loaded)
 
 
-class _PlannedWeight(NamedTuple):
-    """How a weight outside of MoE blocks is to be loaded."""
+def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
+    def read(index: Index, dtype: np.dtype, counter: Counter, format: None) -> np.ndarray:
+        values = stored.read(index).astype(dtype, copy=False)
+        counter(values.nbytes)
+        return values
 
-    stored: Encoding
-    sharding: Sharding
-    dtype: np.dtype
-
-    def num_bytes(self) -> int:
-        """Returns the bytes of all shards that this process loads."""
-        shape = self.stored.shape
-        parts = len(devices_of_parts(self.sharding, shape))
-        return math.prod(self.sharding.shard_shape(shape)) * self.dtype.itemsize * parts
-
-    def load(self, counter: Counter) -> Any:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            values = self.stored.read(index).astype(self.dtype, copy=False)
-            counter(values.nbytes)
-            return values
-
-        return load_shards(read, self.stored.shape, self.sharding, self.dtype)
+    return read
 
 
 def save_model(
@@ -418,10 +404,7 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns the first process that holds an array whole, or with `by_row` each part of axis 0.
-
-    The result has one entry, or with `by_row` one for each index of axis 0; None: no process does.
-    """
+    """Returns the first process with the whole array, or with `by_row`, each entry of axis 0."""
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():
@@ -477,6 +460,5 @@ def _on_host(array: Any, rows: range | None) -> Any:
 
 
 def _together(step: str) -> None:
-    """Waits until all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(step)

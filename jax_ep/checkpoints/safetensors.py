@@ -74,10 +74,9 @@ class Entry:
 
 
 class Directory:
-    """Reads and writes the tensors in a directory of safetensors files, by name.
+    """Reads and writes the tensors in a directory of safetensors files, by name; thread-safe.
 
-    A file is memory-mapped when it is first needed. Several threads may call methods. `files` maps
-    tensors to names of files; `bytes_read` counts the bytes of tensors read so far.
+    `files` maps tensors to names of files; `bytes_read` counts the bytes of tensors read so far.
     """
 
     def __init__(
@@ -87,10 +86,7 @@ class Directory:
         writable: bool = False,
         may_be_empty: bool = False,
     ):
-        """Lists the tensors of a directory, from its index or its single safetensors file.
-
-        A directory with neither raises FileNotFoundError, unless it `may_be_empty`.
-        """
+        """Lists the tensors of a directory, from its index or its single safetensors file."""
         self.path = Path(path)
         self.bytes_read = 0
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
@@ -270,11 +266,10 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
 
 @contextlib.contextmanager
 def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
-    """Copies the files that hold the tensors `names`; puts the changed copies in their place.
+    """Yields a writable `Directory` of copies of the files that hold the tensors `names`.
 
-    Yields a writable `Directory` of the copies, which the caller changes. On exit, each copy
-    atomically replaces its file. A symbolic link, for example into a shared cache, is replaced by a
-    file; its target stays unchanged.
+    On exit, each copy atomically replaces its file. A symbolic link, for example into a shared
+    cache, is replaced by a file; its target stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
@@ -295,10 +290,9 @@ def adding(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     removed: Iterable[str] = (),
 ) -> Iterator[Directory]:
-    """Creates a file with tensors of zeros, to be filled and then added to a directory.
+    """Yields a writable `Directory` of a new file with tensors of zeros.
 
-    Yields a writable `Directory` that holds only the new file. On exit, the file and its tensors
-    are added to `directory` and its index, which names those `removed` no longer.
+    On exit, the file is added to `directory`, whose index names the tensors `removed` no longer.
     """
     index_file = directory.path / INDEX
     if not index_file.exists() and (directory.path / ONE_FILE).exists():

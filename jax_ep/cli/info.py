@@ -38,10 +38,7 @@ def run(args: Args) -> int:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Collects what `info` prints, by section and name. A value is a text, or a list of lines.
-
-    If JAX finds no device, there are only the versions and, as "devices", the reason.
-    """
+    """Collects what `info` prints, by section and name. A value is a text, or a list of lines."""
     versions = {name: version or "none" for name, version in environment.versions().items()}
     try:
         devices = jax_compat.devices()

@@ -1,9 +1,7 @@
 """`python -m jax_ep placement`: compares methods of placing experts on ranks, on recorded routing.
 
-The trace is an .npz file with `topk_idx` [steps, layers, tokens, K]: the ids of the experts that
-each token chose, -1 for no expert; and, if not all experts were chosen, their number `num_experts`.
-Each method computes a placement from the first half of the steps. It is evaluated on the other
-half.
+The trace is an .npz file with `topk_idx` [steps, layers, tokens, K], the chosen experts' ids or -1,
+and, if not all experts were chosen, their number `num_experts`.
 """
 
 from __future__ import annotations

@@ -196,16 +196,7 @@ def dispatch(
             received_weights = received_weights.astype(topk_weights.dtype)
         rank_handle = RankHandle(route, axis_name, num_experts)
         return RankDispatched(tokens, route.local_topk_idx, received_weights, rank_handle)
-    handle = Handle(
-        routes=route,
-        axis_name=axis_name,
-        capacity=config.capacity,
-        num_experts=num_experts,
-        expert_alignment=config.expert_alignment,
-        overflow=config.overflow,
-        host_capacity=config.host_capacity,
-        zero_unused=config.zero_unused,
-    )
+    handle = Handle.of(route, config)
     return Dispatched(tokens, **groups_or_weights._asdict(), handle=handle)
 
 
@@ -252,7 +243,16 @@ def combine(
     if isinstance(handle, RankHandle):
         _check_partial_sums(y, handle, topk_weights)
     else:
-        _check_rows(y, handle)
+        checks.check_array("y", y, 2, jnp.floating, "[R, H]")
+        if y.shape[0] != handle.capacity:
+            raise ValueError(
+                "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
+                f"{handle.capacity}, but y has shape {y.shape}."
+            )
+    if y.shape[-1] == 0:
+        raise ValueError(
+            f"y must be [R, H] or [N, T, H] with at least one column, but has shape {y.shape}."
+        )
     config = _configure(
         "y",
         y,
@@ -337,27 +337,22 @@ def _config_like(
 ) -> tuple[Config, jax.Array]:
     """Returns the checked `Config` of a `dispatch_like`, and x cast for the VJP."""
     _check_handle(handle)
-    checks.check_rows_of_tokens(x, handle.shape[1])
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    num_tokens = handle.shape[1]
+    if x.shape[0] != num_tokens or x.shape[1] == 0:
+        raise ValueError(
+            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
+            f"at least one column, but has shape {x.shape}."
+        )
     config = _configure("x", x, **_options_of(handle), **options)
     (x,) = gradients.match((x,), handle.axis_name)
     return config, x
 
 
 def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
-    options: dict[str, Any] = dict(
-        axis_name=handle.axis_name,
-        num_experts=handle.num_experts,
-        list_words=handle.shape[2],
-    )
-    if isinstance(handle, RankHandle):
-        return options | dict(layout="rank")
-    return options | dict(
-        capacity=handle.capacity,
-        expert_alignment=handle.expert_alignment,
-        overflow=handle.overflow,
-        host_capacity=handle.host_capacity,
-        zero_unused=handle.zero_unused,
-    )
+    options = {name: getattr(handle, name) for name in interface.static_fields(handle)}
+    layout = "rank" if isinstance(handle, RankHandle) else "expert"
+    return options | {"list_words": handle.shape[2], "layout": layout}
 
 
 def _check_choices(x: Any, topk_idx: Any) -> None:
@@ -406,19 +401,8 @@ def _check_handle(handle: Any) -> None:
         )
 
 
-def _check_rows(y: Any, handle: Handle) -> None:
-    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
-    checks.check_columns("y", y, "[R, H]")
-    if y.shape[0] != handle.capacity:
-        raise ValueError(
-            "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
-            f"{handle.capacity}, but y has shape {y.shape}."
-        )
-
-
 def _check_partial_sums(y: Any, handle: RankHandle, topk_weights: Any) -> None:
     checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
-    checks.check_columns("y", y, "[N, T, H]")
     if y.shape[:2] != handle.shape[:2]:
         raise ValueError(
             f"y must have one row for each (source rank, token), {handle.shape[:2]}, but has shape "

@@ -14,16 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.collectives.api import all_gather, all_to_all
-from jax_ep.exchange import xla
+from jax_ep.exchange import primitives, xla
 from jax_ep.exchange.interface import Config, Handle, Implementation, algorithm_next_to
-from jax_ep.exchange.primitives import (
-    COMBINE,
-    DISPATCH,
-    DISPATCH_LIKE,
-    RANK_COMBINE,
-    RANK_DISPATCH,
-    bind,
-)
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.formats import Format, QuantizedArray, RowFormat
 from jax_ep.runtime.jax_compat import match_varying, replicated, replicated_over_explicit_axes
@@ -32,11 +24,9 @@ AnyRoutes = Routes | RankRoutes
 
 
 def match(operands: tuple[Any, ...], axis_name: tuple[str, ...]) -> tuple[Any, ...]:
-    """Casts arrays (or None) to the types that their gradients will have, for a custom VJP.
-
-    They vary over the mesh axes `axis_name` (vma), and are replicated over the Explicit mesh axes
-    that the enclosing `shard_map` leaves out.
-    """
+    """Casts arrays (or None) to the types that their gradients will have, for a custom VJP."""
+    # They vary over the mesh axes `axis_name` (vma), and are replicated over the Explicit mesh axes
+    # that the enclosing `shard_map` leaves out.
     arrays, tree = jax.tree.flatten(operands)
     arrays = match_varying([replicated(array) for array in arrays], axis_name)
     return jax.tree.unflatten(tree, arrays)
@@ -46,16 +36,13 @@ def match(operands: tuple[Any, ...], axis_name: tuple[str, ...]) -> tuple[Any, .
 def dispatch_with_vjp(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array | QuantizedArray, Any, Any]:
-    """Returns the received rows, their routes, and the `RowGroups`.
-
-    In the rank-major layout, returns the received weights [N, T, K] or None in their place.
-    """
+    """Returns the received rows, their routes, and the `RowGroups`, or rank-major weights."""
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
     if config.layout == "rank":
-        received, routes, rest = bind(RANK_DISPATCH, x, topk_idx, topk_weights, config=config)
+        received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
-        received, routes, rest = bind(DISPATCH, x, topk_idx, config=config)
+        received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
     return _received(config, received, x.dtype), routes, rest
 
 
@@ -85,9 +72,9 @@ def dispatch_like_with_vjp(
 ) -> jax.Array | QuantizedArray:
     """Sends x [T, H] along the `routes` of an earlier dispatch, to the same receive-buffer rows."""
     if isinstance(routes, RankRoutes):
-        received, _, _ = bind(RANK_DISPATCH, x, routes.topk_idx, None, config=config)
+        received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
-        received = bind(DISPATCH_LIKE, x, routes, config=config)
+        received = primitives.dispatch_like(x, routes, config=config)
     return _received(config, received, x.dtype)
 
 
@@ -120,10 +107,8 @@ dispatch_like_with_vjp.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
-    """Returns zeros [R, H], whose gradient reaches x [T, H] as if they were dispatched rows of x.
-
-    Quantized rows have no gradient, so a float8 matmul gives the rows' cotangent to the zeros.
-    """
+    """Returns zeros [R, H], whose gradient reaches x [T, H] as if they were its dispatched rows."""
+    # Quantized rows have no gradient, so a float8 matmul gives the rows' cotangent to the zeros.
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
     # Next to x, the zeros are cast to vary over the same mesh axes as x.
     zeros, _ = match_varying((zeros, x), ())
@@ -141,8 +126,8 @@ def combine_with_vjp(
 ) -> jax.Array:
     """Sums y [R, H] by token, or adds rank-major partial sums y [N, T, H]; returns [T, H]."""
     if isinstance(routes, RankRoutes):
-        return bind(RANK_COMBINE, y, routes, config=config)
-    return bind(COMBINE, y, topk_weights, routes, config=config)
+        return primitives.rank_combine(y, routes, config=config)
+    return primitives.combine(y, topk_weights, routes, config=config)
 
 
 def _combine_fwd(config, y, topk_weights, routes):
@@ -156,13 +141,7 @@ def _combine_bwd(config, residuals, g):
         return dispatch_like_with_vjp(config.of_cotangents, g, routes), None, None
     y, topk_weights = saved
     config = config.of_cotangents
-    handle = Handle(
-        routes=routes,
-        axis_name=config.axis_name,
-        capacity=config.capacity,
-        num_experts=config.num_experts,
-        expert_alignment=config.expert_alignment,
-    )
+    handle = Handle.of(routes, config)
     rows: Any = dispatch_like_with_vjp(config, g, routes)
     rows = rows.astype(jnp.float32)
     weights = choices_to_rows(topk_weights, handle, config.implementation)

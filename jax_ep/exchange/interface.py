@@ -23,8 +23,7 @@ from pallas_kernels.fabric import memory_map
 from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Format, RowFormat
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
-Received = tuple[jax.Array, ...]
-"""Rows as the format of the wire encodes them: values, and scales if it has any."""
+Received = tuple[jax.Array, ...]  # rows as the wire's format encodes them: values, and any scales
 
 
 WIRE_FORMATS: tuple[Format, ...] = (FLOAT8_ROWS,)
@@ -32,10 +31,8 @@ WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
 
 
 def algorithm_next_to(implementation: Implementation) -> str | None:
-    """Returns the `algorithm` for collectives between an exchange's ranks: None (best) or "xla".
-
-    The ranks of "two_level" are on several hosts, between which no Pallas collective runs.
-    """
+    """Returns the `algorithm` for collectives between an exchange's ranks: None (best) or "xla"."""
+    # The ranks of "two_level" are on several hosts, between which no Pallas collective runs.
     return None if implementation in (None, "pallas") else "xla"
 
 
@@ -150,6 +147,11 @@ def _static(**default: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **default)
 
 
+def static_fields(handle: Any) -> list[str]:
+    """Lists the fields of a `Handle` or `RankHandle` but the routes; `Config` has them, too."""
+    return [field.name for field in dataclasses.fields(handle) if field.metadata.get("static")]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -169,6 +171,10 @@ class Handle:
     overflow: Overflow = _static(default="tail")
     host_capacity: int | None = _static(default=None)
     zero_unused: bool = _static(default=True)
+
+    @classmethod
+    def of(cls, routes: Routes, config: Config) -> Handle:
+        return cls(routes, **{name: getattr(config, name) for name in static_fields(cls)})
 
     @property
     def shape(self) -> tuple[int, ...]:

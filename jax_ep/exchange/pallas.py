@@ -108,10 +108,8 @@ def _combine(
     *,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Sums padded rows y [R, H], or [N·T, H] if `by_rank`, and sends the sums: [T, H].
-
-    `rows` [N, T, K] int32 has the row of y of each choice; if `by_rank`, its local expert.
-    """
+    """Sums padded rows y [R, H], or [N·T, H] if `by_rank`, and sends the sums: [T, H]."""
+    # `rows` [N, T, K] int32 has the row of y of each choice; if `by_rank`, its local expert.
     fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
-    Primitive,
     Program,
     define_primitive,
     looks_for_nans,
@@ -79,12 +79,6 @@ def _pallas_reason(problem: Problem) -> str | None:
     return problem.target.unavailable_reason(problem.axis_name)
 
 
-def _load_pallas(problem: Problem) -> Any:
-    from jax_ep.exchange import pallas
-
-    return pallas
-
-
 # implementation=None tries the implementations in this order.
 IMPLEMENTATIONS = Implementations(
     (
@@ -93,7 +87,7 @@ IMPLEMENTATIONS = Implementations(
             name="pallas",
             unavailable_reason=_pallas_reason,
             is_default=lambda problem: not problem.few_of_one_rank,
-            load=_load_pallas,
+            load=lambda problem: importlib.import_module("jax_ep.exchange.pallas"),
         ),
         _Exchange(name="xla", load=lambda problem: xla_exchange),
     )
@@ -101,11 +95,8 @@ IMPLEMENTATIONS = Implementations(
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
-    """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`.
-
-    The exchange that sends the rows' cotangents is checked, too. Conditions that depend on the
-    program's devices are checked only when the program is lowered.
-    """
+    """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`."""
+    # What depends on the program's devices is checked when the program is lowered.
     for each in (config, config.of_cotangents):
         moved = _rows(each, rows, list_words)
         problem = Problem(availability.TRACED, config.axis_name, moved)
@@ -149,18 +140,16 @@ def _select(config: Config, program: Program, operands: Sequence[Any], most_toke
     return IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 
-class _Operation(NamedTuple):
-    primitive: Primitive
-    results: Callable[..., Any]  # (*operands, config) -> a pytree of shapes and dtypes
-
-
 def _define(
     name: str,
-    results: Callable[..., Any],
+    results: Callable[..., Any],  # (*operands, config) -> a pytree of shapes and dtypes
     function: Callable[[Any], Callable[..., Any]],
     most_tokens: int = _MOST_TOKENS,
-) -> _Operation:
-    """Defines the primitive of a function, whose operands are leaves with the structure `tree`."""
+) -> Callable[..., Any]:
+    """Defines the primitive of a function; returns the function (*operands, config) that binds it.
+
+    The primitive's operands are leaves with the structure `tree`.
+    """
 
     def abstract_eval(*types, tree, config):
         # All operands and results vary over the same mesh axes as the first operand.
@@ -209,10 +198,10 @@ def _define(
         inline=functools.partial(compute, xla_exchange),
         batch=one_by_one,
     )
-    return _Operation(primitive, results)
+    return functools.partial(_bind, primitive, results)
 
 
-def bind(operation: _Operation, *operands: Any, config: Config) -> Any:
+def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: Config) -> Any:
     # Fields of config that do not change this exchange are reset, so that calls that differ only in
     # them have equal parameters and share a lowering.
     # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.
@@ -221,16 +210,14 @@ def bind(operation: _Operation, *operands: Any, config: Config) -> Any:
     leaves, tree = jax.tree.flatten(operands)
     leaves = match_varying(leaves, config.axis_name)
     leaves[0] = lowered_anew_for_other_devices(leaves[0])
-    shapes, returned = jax.tree.flatten(
-        operation.results(*jax.tree.unflatten(tree, leaves), config)
-    )
+    shapes, returned = jax.tree.flatten(results(*jax.tree.unflatten(tree, leaves), config))
     if any(0 in leaf.shape for leaf in leaves):
         # Without tokens, no rank sends anything, and all rows and counts are 0.
         zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         # Next to leaves[0], the zeros are cast to vary over the same mesh axes as this operand.
         *zeros, _ = match_varying([*zeros, leaves[0]], ())
         return jax.tree.unflatten(returned, zeros)
-    bind_leaves = functools.partial(operation.primitive.bind, tree=tree, config=config)
+    bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
     return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))
 
 
@@ -289,10 +276,10 @@ def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-DISPATCH = _define("ep_dispatch", _dispatch_results, lambda e: e.dispatch_by_choices)
-DISPATCH_LIKE = _define("ep_dispatch_like", _dispatch_like_results, lambda e: e.dispatch_like)
-COMBINE = _define(
+dispatch = _define("ep_dispatch", _dispatch_results, lambda e: e.dispatch_by_choices)
+dispatch_like = _define("ep_dispatch_like", _dispatch_like_results, lambda e: e.dispatch_like)
+combine = _define(
     "ep_combine", _combine_results, lambda e: e.combine, most_tokens=_MOST_TOKENS_OF_COMBINE
 )
-RANK_DISPATCH = _define("ep_rank_dispatch", _rank_dispatch_results, lambda e: e.rank_dispatch)
-RANK_COMBINE = _define("ep_rank_combine", _rank_combine_results, lambda e: e.rank_combine)
+rank_dispatch = _define("ep_rank_dispatch", _rank_dispatch_results, lambda e: e.rank_dispatch)
+rank_combine = _define("ep_rank_combine", _rank_combine_results, lambda e: e.rank_combine)

@@ -136,11 +136,8 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends rows x [T, ...] to this rank's counterpart on each host; returns those received.
-
-        The result is [M, T, ...], by source host; with a host_capacity of C below T, [M, C, ...],
-        padded with `fill`.
-        """
+        """Sends rows x [T, ...] to this rank's counterparts; returns their rows, [M, T, ...]."""
+        # With a host_capacity of C below T, the result is [M, C, ...], padded with `fill`.
         if self.sent_tokens is None:
             return self.gather(x)
         return self._exchange(_picked(x, self.sent_tokens, fill))
@@ -175,8 +172,7 @@ class Rail:
         """Sends rows x [T, ...] to each host; calls `add(source, rows, state)` for each source.
 
         `state` is what the call before returned, None at first. The first call has this rank's
-        rows. The rows of the next host arrive during a call. If `at_once`, one call has those of
-        all hosts.
+        rows; those of the next host arrive during a call. If `at_once`, one call has all rows.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -198,11 +194,9 @@ class Rail:
         return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Yields for each host, in order, its sums [T, ...] for this rank's tokens.
-
-        `sums(source)` computes those for the next host while the sums for one host are sent; this
-        host's come last. If `at_once`, `sums(None)` computes all.
-        """
+        """Yields for each host, in order, its sums [T, ...] for this rank's tokens."""
+        # `sums(source)` computes those for the next host while the sums for one host are sent; this
+        # host's come last.
         if self.at_once:
             own, others = self._split(sums(None))
             returned = self._exchange(others)
@@ -233,11 +227,8 @@ class Rail:
         return Source(turn, (here + turn) % self.num_hosts)
 
     def rows(self, own: jax.Array, received: jax.Array, source: Source | None) -> jax.Array:
-        """Selects the rows of `source` from this rank's own and from those that `send` returned.
-
-        [T, ...] or [C, ...] for one host; for all hosts [M·T, ...], or [T + M·C, ...] with this
-        rank's rows first.
-        """
+        """Selects the rows of `source` from this rank's own and from those that `send` returned."""
+        # Of one host [T, ...] or [C, ...]; of all [M·T, ...], or [T + M·C, ...], own rows first.
         if source is None:
             others = received.reshape(-1, *received.shape[2:])
             return others if self.sent_tokens is None else jnp.concatenate([own, others])
@@ -246,10 +237,9 @@ class Rail:
         return lax.dynamic_index_in_dim(received, source.host, axis=0, keepdims=False)
 
     def by_rank(self, entries: jax.Array, source: Source | None) -> jax.Array:
-        """Selects from `entries` [N, T, ...], by source rank and token, those of `source`.
+        """Selects from `entries` [N, T, ...] those of the tokens that `rows` returns on each rank.
 
-        Returns [G, tokens, ...]: for each rank of this host, the entries of the tokens that its
-        `rows` returns, in that order, padded with -1.
+        Returns [G, tokens, ...], by rank of this host, padded with -1.
         """
         by_host = entries.reshape(self.num_hosts, self.ranks_per_host, *entries.shape[1:])
         if source is None and self.sent_tokens is None:

@@ -12,40 +12,25 @@ from jax_ep.runtime.jax_compat import register_for_export, smaller
 
 _CHUNK = 128
 
+# Selects the rows to drop where a receive buffer is too small; see `jax_ep.dispatch`.
 Overflow = Literal["tail", "fair"]
-"""Selects the rows to drop where a receive buffer of R rows is too small.
-
-"tail" drops the rows past R in row order, so the last local experts lose most. "fair" keeps the
-first min(c_e, q) of the c_e rows of expert e, with the largest q at which all blocks fit in R.
-"""
 
 
 class Routes(NamedTuple):
-    """The routes of one expert-major dispatch.
+    """The routes of one expert-major dispatch."""
 
-    Attributes:
-      topk_idx: [T, K] int32: the choices of this rank's tokens, as expert ids of all ranks.
-      rows: [N, T, K] int32: entry [s, t, k] is the row, in this rank's receive buffer, for choice k
-        of rank s's token t. It is -1 if the expert is on another rank, and the capacity or more if
-        the row is dropped.
-      counts: [N, E] int32: how often each rank chose each expert.
-    """
-
-    topk_idx: jax.Array
+    topk_idx: jax.Array  # [T, K] int32: the choices of this rank's tokens, as ids of all experts
+    # [N, T, K] int32: entry [s, t, k] is the row, in this rank's receive buffer, for choice k of
+    # rank s's token t; -1 if the expert is on another rank, the capacity or more if it is dropped.
     rows: jax.Array
-    counts: jax.Array
+    counts: jax.Array  # [N, E] int32: how often each rank chose each expert
 
 
 class RankRoutes(NamedTuple):
-    """The routes of one rank-major dispatch, in which token t of rank s goes to row (s, t).
+    """The routes of one rank-major dispatch, in which token t of rank s goes to row (s, t)."""
 
-    Attributes:
-      topk_idx: [T, K] int32: the choices of this rank's tokens, as expert ids of all ranks.
-      local_topk_idx: [N, T, K] int32: every rank's choices as local expert ids of this rank; -1
-        for an expert of another rank.
-    """
-
-    topk_idx: jax.Array
+    topk_idx: jax.Array  # [T, K] int32: the choices of this rank's tokens, as ids of all experts
+    # [N, T, K] int32: every rank's choices as this rank's expert ids; -1: another rank's expert.
     local_topk_idx: jax.Array
 
 
@@ -78,13 +63,11 @@ def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 
 
 def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the counts of experts [E], and each choice's position [T, K] among its expert's.
-
-    In chunks of 128 choices, so that the cost grows with T·K·(E + 128) and not with (T·K)².
-    """
+    """Returns the counts of experts [E], and each choice's position [T, K] among its expert's."""
     if 0 in topk_idx.shape:  # topk_idx is empty, like the positions
         return count_experts(topk_idx, num_experts), topk_idx
     flat = topk_idx.reshape(-1)
+    # With chunks, the cost grows with T·K·(E + 128) and not with (T·K)².
     num_chunks = -(-flat.size // _CHUNK)
     padding = num_chunks * _CHUNK - flat.size
     chunks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_chunks, _CHUNK)

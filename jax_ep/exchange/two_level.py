@@ -176,11 +176,7 @@ class TwoLevel:
         list_words: int | None = None,
         sums: bool = False,
     ) -> tuple[Rail, Any]:
-        """Makes the `Rail` of a call, and selects the exchange among the ranks of a host.
-
-        `rows` are what that exchange moves, as `dtype` (None: their own). `list_words` is as in
-        `Rows`; None: K. `sums` says whether the call is a combine.
-        """
+        """Makes the `Rail` of a call, and selects the exchange that moves `rows` inside a host."""
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
             hidden=rows.shape[-1],
@@ -256,11 +252,7 @@ def _place(
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
-    """Packs rows x [T, H] as unsigned words to send between hosts.
-
-    Returns the words, uints as wide as x's dtype or, of quantized rows, uint32; and the float type
-    as whose bits the exchange inside a host moves them.
-    """
+    """Packs rows x [T, H] as uints; also returns the float dtype in which hosts move them."""
     # XLA may change the payload of a NaN while it moves floats; unsigned words stay as they are.
     bits = xla_exchange.pack(x, wire)
     if not wire.quantized:

@@ -186,8 +186,7 @@ def of_two_levels(
 ) -> dict[str, int]:
     """Returns the buffers of "two_level", including those inside a host: name -> bytes per rank.
 
-    `sizes` are those of the exchange among all ranks. `rows_to_host` are the rows that a rank sends
-    to each other host: T, or the host_capacity.
+    `rows_to_host` are the rows that a rank sends to each other host: T, or the host_capacity.
     """
     num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
@@ -242,7 +241,9 @@ def _rows_workspace(
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.
     # Without kernels, XLA may hold the rows of all remote hosts.
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
-    sent_bytes = _sent_bytes(sizes)
+    sent_bytes = sizes.sent_rows(1)
+    if sizes.wire.quantized:
+        sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)  # as `two_level` pads the rows
     rail = arrivals * rows_to_host * sent_bytes
     # With a host_capacity, the rows to send are first picked from x into another buffer, which is
     # as large as the buffer of received rows.
@@ -264,12 +265,6 @@ def _rows_workspace(
     if sizes.by_rank or operation == "dispatch":
         parts["routes"] = sizes.routes()
     return held | {name: size for name, size in parts.items() if size}
-
-
-def _sent_bytes(sizes: CallSizes) -> int:
-    """Returns the bytes of a row that `two_level` packed: if quantized, a multiple of ROW_BYTES."""
-    sent = sizes.sent_rows(1)
-    return align_up(sent, plans.ROW_BYTES) if sizes.wire.quantized else sent
 
 
 def _sums_workspace(

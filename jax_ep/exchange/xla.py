@@ -122,11 +122,7 @@ def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] once to each rank that owns an expert of the token: [N, T, H].
-
-    The received weights are [N, T, K] float32. Rows of tokens that chose no expert of this rank
-    are zero.
-    """
+    """Sends x [T, H] once to each rank that owns an expert of the token: [N, T, H], else zeros."""
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
@@ -223,10 +219,8 @@ def row_indices(rows: jax.Array, capacity: int) -> jax.Array:
 
 
 def pack(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
-    """Packs rows x [..., H] as unsigned integers, which XLA moves unchanged, unlike NaNs.
-
-    They are as wide as x's dtype; of quantized rows, uint8: a row's values, then its scales.
-    """
+    """Packs rows x [..., H] as unsigned integers, which XLA moves unchanged, unlike NaNs."""
+    # They are as wide as x's dtype; of quantized rows, uint8: a row's values, then its scales.
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     of_parts = (_to_bytes(part) for part in wire.encode(not_folded(x)))

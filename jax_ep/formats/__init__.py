@@ -41,30 +41,15 @@ largest magnitude. Magnitudes above 6 times the scale are stored as 6 times the 
 has NaN or an infinity, all of its numbers become NaN.
 """
 
-from jax_ep.formats.quantized_array import QuantizedArray, quantize
-from jax_ep.formats.transposed import Transposed
-from pallas_kernels.formats import (
-    FLOAT8_MATRICES,
-    FLOAT8_ROWS,
-    PLAIN,
-    Float8,
-    Format,
-    Plain,
-    RowFormat,
-)
-from pallas_kernels.mxfp4 import MXFP4, MXFloat4
-
-__all__ = [
-    "FLOAT8_MATRICES",
-    "FLOAT8_ROWS",
-    "MXFP4",
-    "PLAIN",
-    "Float8",
-    "Format",
-    "MXFloat4",
-    "Plain",
-    "QuantizedArray",
-    "RowFormat",
-    "Transposed",
-    "quantize",
-]
+from jax_ep.formats.quantized_array import QuantizedArray as QuantizedArray
+from jax_ep.formats.quantized_array import quantize as quantize
+from jax_ep.formats.transposed import Transposed as Transposed
+from pallas_kernels.formats import FLOAT8_MATRICES as FLOAT8_MATRICES
+from pallas_kernels.formats import FLOAT8_ROWS as FLOAT8_ROWS
+from pallas_kernels.formats import PLAIN as PLAIN
+from pallas_kernels.formats import Float8 as Float8
+from pallas_kernels.formats import Format as Format
+from pallas_kernels.formats import Plain as Plain
+from pallas_kernels.formats import RowFormat as RowFormat
+from pallas_kernels.mxfp4 import MXFP4 as MXFP4
+from pallas_kernels.mxfp4 import MXFloat4 as MXFloat4

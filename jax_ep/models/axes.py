@@ -17,11 +17,9 @@ _SPLIT = {"exp": (EXPERT_AXIS,), "mlp": (TENSOR_AXIS,)}
 
 
 def decoder_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of Auto axes for a decoder; `sizes` maps names of axes to numbers of ranks.
-
-    The axes "fsdp" and "tensor" are left out if they have one rank: with an axis "fsdp", the layers
-    would gather their parameters, even those that are whole.
-    """
+    """Makes a mesh of Auto axes for a decoder; `sizes` maps names of axes to numbers of ranks."""
+    # The axes "fsdp" and "tensor" are left out if they have one rank: with an axis "fsdp", the
+    # layers would gather their parameters, even those that are whole.
     names = [n for n, size in sizes.items() if size > 1 or n not in (FSDP_AXIS, TENSOR_AXIS)]
     shape = [sizes[name] for name in names]
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices)
@@ -37,54 +35,33 @@ def mesh_of(
 ) -> Mesh:
     """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
 
-    `data` has the ranks that remain. By default, the size of `expert` is the greatest common
-    divisor of the number of experts and the number of ranks left. Raises ValueError, which names
-    the argument, if a number of ranks does not divide what it splits.
+    `data` has the ranks that remain. Raises ValueError if a number of ranks does not divide what it
+    splits.
     """
     left = len(devices) // tensor_parallel
-    wanted: list[tuple[str, int, dict[str, int]]] = [
-        (
-            "tensor_parallel",
-            tensor_parallel,
-            {
-                "devices": len(devices),
-                "key-value heads": config.num_key_value_heads,
-                "columns of an expert": config.mlp_dim,
-                "tokens of the vocabulary": config.vocab,
-            },
-        ),
-        (
-            "fsdp",
-            fsdp,
-            {"ranks that tensor_parallel leaves": left, "columns of a matrix": config.hidden},
-        ),
-        (
-            "expert_parallel",
-            expert_parallel or 1,
-            {
-                "ranks that tensor_parallel and fsdp leave": left // fsdp,
-                "experts": config.num_experts,
-            },
-        ),
-    ]
-    for name, ranks, divided in wanted:
-        for what, size in divided.items():
-            if size % ranks:
-                raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
+    # Each number of ranks, and what it must divide.
+    for name, ranks, size, what in (
+        ("tensor_parallel", tensor_parallel, len(devices), "devices"),
+        ("tensor_parallel", tensor_parallel, config.num_key_value_heads, "key-value heads"),
+        ("tensor_parallel", tensor_parallel, config.mlp_dim, "columns of an expert"),
+        ("tensor_parallel", tensor_parallel, config.vocab, "tokens of the vocabulary"),
+        ("fsdp", fsdp, left, "ranks that tensor_parallel leaves"),
+        ("fsdp", fsdp, config.hidden, "columns of a matrix"),
+        ("expert_parallel", expert_parallel or 1, left // fsdp, "ranks that both others leave"),
+        ("expert_parallel", expert_parallel or 1, config.num_experts, "experts"),
+    ):
+        if size % ranks:
+            raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
     experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     sizes = {"data": left // fsdp // experts, FSDP_AXIS: fsdp}
     return decoder_mesh(devices, sizes | {EXPERT_AXIS: experts, TENSOR_AXIS: tensor_parallel})
 
 
 def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """Returns the option `fsdp_axes` of the MoE layers for a mesh; {} without an axis "fsdp".
-
-    It splits the experts if their number is a multiple of the ranks along "expert" and "fsdp",
-    because shards of whole experts are gathered without transposing them. Otherwise, and for
-    parameters without experts, it splits H.
-    """
+    """Returns the option `fsdp_axes` of the MoE layers for a mesh; {} without an axis "fsdp"."""
     if FSDP_AXIS not in mesh.axis_names:
         return {}
+    # Shards of whole experts are gathered without transposing them.
     ranks = mesh.shape.get(EXPERT_AXIS, 1) * mesh.shape[FSDP_AXIS]
     return ({} if num_experts % ranks else {"exp": FSDP_AXIS}) | {"embed": FSDP_AXIS}
 

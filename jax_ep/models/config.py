@@ -22,67 +22,42 @@ NO_WINDOW = 2**30
 class Yarn(NamedTuple):
     """How YaRN (Peng et al., 2023) stretches a rotary embedding to longer contexts.
 
-    Attributes:
-        factor: by how much the context is longer.
-        context: the number of tokens of the original context.
-        fast, slow: pairs keep their frequency from `fast` rotations within the original context on,
-            and are slowed down by `factor` below `slow` rotations.
-        truncate: whether the two limits are rounded to whole pairs.
-        scale: the factor on cosine and sine; None: computed from `factor`.
+    Pairs keep their frequency from `fast` rotations within the original context on, and are slowed
+    down by `factor` below `slow` rotations.
     """
 
-    factor: float
-    context: int
+    factor: float  # by how much the context is longer
+    context: int  # the number of tokens of the original context
     fast: float = 32
     slow: float = 1
-    truncate: bool = True
-    scale: float | None = None
+    truncate: bool = True  # whether the two limits are rounded to whole pairs
+    scale: float | None = None  # of cosine and sine; None: computed from `factor`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes and options of a decoder-only model with an MoE block in every layer; hashable.
+    """The sizes and options of a decoder-only model with an MoE block in every layer; hashable."""
 
-    Attributes:
-        vocab: V, the size of the vocabulary.
-        hidden: H, the width of the residual stream.
-        num_layers: the number of decoder layers.
-        num_heads: the number of query heads.
-        num_key_value_heads: the number of key and value heads, which divides `num_heads`.
-        head_dim: D, the width of a head.
-        mlp_dim: F, the hidden width of one expert.
-        moe: the options of the MoE blocks.
-        parameters: which parameters the MoE blocks have.
-        epsilon: the constant that RMSNorm adds to the mean square.
-        rotary_base: the base of the rotary embedding's wavelengths.
-        yarn: how the rotary embedding is stretched, or None.
-        windows: how many tokens a token attends to, itself included, in layers 0, 1, ...; the
-            windows repeat if there are more layers.
-        qk_norm: whether queries and keys are normalized.
-        attention_bias: whether attention's projections have biases.
-        sinks: whether the softmax of attention has a score for each head that has no value.
-        tied: whether the output matrix is the embedding.
-        stop_tokens: the ids of the tokens that end a sequence.
-    """
-
-    vocab: int
-    hidden: int
+    vocab: int  # V
+    hidden: int  # H, the width of the residual stream
     num_layers: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    mlp_dim: int
-    moe: MoEConfig
-    parameters: ParameterOptions = ParameterOptions()
-    epsilon: float = 1e-6
-    rotary_base: float = 1e6
+    num_heads: int  # of queries
+    num_key_value_heads: int  # divides `num_heads`
+    head_dim: int  # D
+    mlp_dim: int  # F, the hidden width of one expert
+    moe: MoEConfig  # the options of the MoE blocks
+    parameters: ParameterOptions = ParameterOptions()  # of the MoE blocks
+    epsilon: float = 1e-6  # that RMSNorm adds to the mean square
+    rotary_base: float = 1e6  # of the rotary embedding's wavelengths
     yarn: Yarn | None = None
+    # How many tokens a token attends to, itself included, in layers 0, 1, ...; the windows repeat
+    # if there are more layers.
     windows: tuple[int, ...] = (NO_WINDOW,)
-    qk_norm: bool = True
-    attention_bias: bool = False
-    sinks: bool = False
-    tied: bool = False
-    stop_tokens: tuple[int, ...] = ()
+    qk_norm: bool = True  # whether queries and keys are normalized
+    attention_bias: bool = False  # whether attention's projections have biases
+    sinks: bool = False  # whether attention's softmax has a score without a value for each head
+    tied: bool = False  # whether the output matrix is the embedding
+    stop_tokens: tuple[int, ...] = ()  # the ids of the tokens that end a sequence
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
@@ -112,10 +87,9 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
-        """Makes the configuration of a published Qwen3-MoE or GPT-OSS.
+        """Makes the configuration of a published Qwen3-MoE or GPT-OSS from config.json in `path`.
 
-        `published` has the contents of config.json, and `path` is its directory, for errors. Raises
-        ValueError for another model or a value that is not supported.
+        Raises ValueError for another model or a value that is not supported.
         """
         model_type = published.get("model_type")
         # Maps a key to its value and the supported values.
@@ -194,11 +168,8 @@ class DecoderConfig:
         return self.windows[layer % len(self.windows)]
 
     def active_params(self) -> int:
-        """Returns the number of parameters that are used to compute one token, without biases.
-
-        They are K routed experts and the shared experts, attention, routers, norms and the output
-        matrix [V, H], but not the embedding, which is only looked up.
-        """
+        """Returns the number of parameters that are used to compute one token, without biases."""
+        # The embedding is only looked up, but the output matrix [V, H] counts.
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim * self.qk_norm
         experts = self.num_experts_per_token + self.parameters.num_shared_experts
@@ -207,11 +178,8 @@ class DecoderConfig:
         return self.num_layers * layer + self.hidden + self.vocab * self.hidden
 
     def training_flops_per_token(self, seq_len: int) -> float:
-        """Returns the FLOPs of one token, forward and backward, in sequences of `seq_len` tokens.
-
-        Each active parameter takes 6 FLOPs. Causal attention takes 6 * S * num_heads * head_dim
-        FLOPs in each layer, because a token attends to S / 2 keys on average.
-        """
+        """Returns the FLOPs of a token, forward and backward, in sequences of `seq_len` tokens."""
+        # Each active parameter takes 6 FLOPs; a token attends to S / 2 keys on average.
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
 

@@ -1,9 +1,7 @@
-"""Defines a decoder-only Mixture-of-Experts language model, for training and for decoding.
+"""Defines a decoder-only Mixture-of-Experts language model, Qwen3-MoE or GPT-OSS.
 
-It is Qwen3-MoE or GPT-OSS: RMSNorm before attention and before experts, grouped-query attention
-with a rotary embedding, and `jax_ep.moe_layer` in every layer. Parameters have the names and shapes
-of the published checkpoint. `jax_ep.models.train_step` trains the model, and
-`jax_ep.models.generation` decodes with it, both by `decoder_layer`.
+`jax_ep.models.train_step` trains the model, and `jax_ep.models.generation` decodes with it, both by
+`decoder_layer`. Parameters have the names and shapes of the published checkpoint.
 """
 
 from __future__ import annotations
@@ -54,16 +52,12 @@ REMAT: dict[str, Any] = {
 
 
 class Params(NamedTuple):
-    """The parameters of a model.
+    """The parameters of a model."""
 
-    Attributes:
-        weights: all weights outside of the MoE blocks, by their published names and in their
-            published shapes, such as "model.layers.0.self_attn.o_proj.weight" [H, heads * D].
-        moe: the parameters of each layer's MoE block.
-    """
-
+    # All weights outside of the MoE blocks, by their published names and in their published shapes,
+    # such as "model.layers.0.self_attn.o_proj.weight" [H, heads * D].
     weights: Weights
-    moe: list[MoEParams]
+    moe: list[MoEParams]  # of each layer
 
     def of_layer(self, layer: int) -> Weights:
         """Returns the weights of a layer, by their names without "model.layers.<layer>."."""
@@ -96,12 +90,6 @@ def shared_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {EMBED: table, NORM: table[1:]} | ({} if config.tied else {HEAD: table})
 
 
-def moe_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of an MoE block, without the selection bias."""
-    gate = {"gate": (config.hidden, config.moe.num_choosable)}
-    return gate | weight_shapes(config.moe, config.parameters, config.hidden, config.mlp_dim)
-
-
 def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Weights:
     """Draws weights: norms are 1, biases and sinks 0, matrices [out, in] LeCun-normal."""
     draw = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -119,7 +107,9 @@ def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any)
 
 def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
     """Draws the parameters of an MoE block, without a selection bias."""
-    shapes, options = moe_shapes(config), config.parameters
+    options = config.parameters
+    shapes = weight_shapes(config.moe, options, config.hidden, config.mlp_dim)
+    shapes = {"gate": (config.hidden, config.moe.num_choosable), **shapes}
     assert options.gate_init is not None
     arrays = {}
     keys = jax.random.split(key, len(shapes))
@@ -127,17 +117,6 @@ def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
         draw = options.gate_init if name == "gate" else initializer(name, config.moe, options)
         arrays[name] = draw(key, shape, dtype)
     return MoEParams.of(**arrays)
-
-
-def init_params(key: jax.Array, config: DecoderConfig, dtype: Any) -> Params:
-    """Draws the parameters of a model."""
-    # After the first key, two for each layer: for its weights, and for its MoE block.
-    key, *keys = jax.random.split(key, 2 * config.num_layers + 1)
-    weights = init_weights(key, shared_shapes(config), dtype)
-    for i in range(config.num_layers):
-        of_layer = init_weights(keys[2 * i], layer_shapes(config), dtype)
-        weights |= {f"model.layers.{i}.{name}": weight for name, weight in of_layer.items()}
-    return Params(weights, [init_moe(key, config, dtype) for key in keys[1::2]])
 
 
 def specs(params: Params, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Params:
@@ -161,10 +140,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotary(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies a rotary embedding to x [..., S, heads, D] (Su et al., "RoFormer", 2021).
-
-    `angles` are cosines and sines, [..., S, 1, D / 2] each, as `cos_and_sin` computes them.
-    """
+    """Applies the rotary embedding of `cos_and_sin` to x [..., S, heads, D] ("RoFormer", 2021)."""
     (cos, sin), (a, b) = angles, jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -195,17 +171,9 @@ def decoder_layer(
 ) -> tuple[jax.Array, MoEMetrics, Any]:
     """Runs one layer: attention, and then the MoE block, each after a norm (pre-norm residuals).
 
-    Args:
-        config: the model's sizes and options.
-        weights: the layer's weights, as `Params.of_layer` returns them.
-        moe: the parameters of the layer's MoE block.
-        x: [B, S, H], the tokens' hidden states.
-        angles: the results of `cos_and_sin` for the positions of x.
-        attend: computes attention.
-        call: further arguments of `jax_ep.moe_layer`.
-
-    Returns:
-        The hidden states [B, S, H], the metrics of the MoE block, and what `attend` keeps.
+    `weights` are those of `Params.of_layer`, x is [B, S, H], and `angles` are the results of
+    `cos_and_sin` for its positions. `call` has further arguments of `jax_ep.moe_layer`. Returns the
+    hidden states [B, S, H], the metrics of the MoE block, and what `attend` keeps.
     """
     groups, epsilon = config.num_key_value_heads, config.epsilon
     with jax.named_scope("input_layernorm"):
@@ -264,10 +232,7 @@ def masked_attention(
 
 
 def _causal(window: int, documents: jax.Array | None = None) -> Attend:
-    """Returns attention of whole sequences: each token to the last `window` ones, with itself.
-
-    Given the number of each token's document, [B, S], it attends only to tokens of its document.
-    """
+    """Returns attention to the last `window` tokens, with itself, of the same of `documents`."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
         length, same = q.shape[1], None
@@ -298,22 +263,13 @@ def _causal(window: int, documents: jax.Array | None = None) -> Attend:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A model to be trained: a configuration, and how it is computed on whole sequences.
-
-    Attributes:
-        config: the model's sizes and options.
-        dtype: the dtype of activations and matmuls. None: bfloat16 on GPUs, float32 elsewhere.
-        param_dtype: the dtype of the parameters.
-        remat: the rematerialization policy of each layer, a key of `REMAT`.
-        loss_chunk: the number of tokens whose logits a device holds at a time; see
-            `jax_ep.models.loss.cross_entropy`.
-    """
+    """A model to be trained: a configuration, and how it is computed on whole sequences."""
 
     config: DecoderConfig
-    dtype: Any = None
+    dtype: Any = None  # of activations and matmuls; None: bfloat16 on GPUs, float32 elsewhere
     param_dtype: Any = jnp.float32
-    remat: str = "none"
-    loss_chunk: int = 1024
+    remat: str = "none"  # the rematerialization policy of each layer, a key of `REMAT`
+    loss_chunk: int = 1024  # the tokens whose logits a device holds at a time
 
     @property
     def compute_dtype(self) -> np.dtype:
@@ -321,7 +277,14 @@ class Decoder:
         return jnp.dtype(self.dtype or (jnp.bfloat16 if on_gpu else jnp.float32))
 
     def init(self, key: jax.Array) -> Params:
-        return init_params(key, self.config, self.param_dtype)
+        config, dtype = self.config, self.param_dtype
+        # After the first key, two for each layer: for its weights, and for its MoE block.
+        key, *keys = jax.random.split(key, 2 * config.num_layers + 1)
+        weights = init_weights(key, shared_shapes(config), dtype)
+        for i in range(config.num_layers):
+            of_layer = init_weights(keys[2 * i], layer_shapes(config), dtype)
+            weights |= {f"model.layers.{i}.{name}": weight for name, weight in of_layer.items()}
+        return Params(weights, [init_moe(key, config, dtype) for key in keys[1::2]])
 
     def init_biases(self) -> jax.Array | None:
         """Returns the selection biases of all routers, [layers, E] of zeros; None without them."""
@@ -340,17 +303,17 @@ class Decoder:
     ) -> tuple[jax.Array, MoEMetrics]:
         """Computes the mean loss of tokens [B, S] with targets [B, S], in nats per token.
 
+        Returns the loss, [] float32, and the metrics of the MoE blocks, with an axis of layers
+        first.
+
         Args:
             params: the parameters.
             tokens: [B, S] int32, token ids.
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
-            biases: [layers, E] float32, the routers' selection biases, or None.
+            biases: the result of `init_biases`, updated by the steps since.
             quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.
-            documents: [B, S] int32, the number of each token's document: tokens attend only to
-                tokens of their document. None: to all earlier tokens of their sequence.
-
-        Returns:
-            The loss, [] float32, and the metrics of the MoE blocks, with an axis of layers first.
+            documents: [B, S] int32, the number of each token's document, to which its attention is
+                limited; None: to its sequence.
         """
         x, metrics = self._hidden_states(params, tokens, biases, quantized_experts, documents)
         with jax.named_scope("loss"):

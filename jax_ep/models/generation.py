@@ -1,8 +1,4 @@
-"""Decodes with a `jax_ep.models` decoder: prompts of any lengths, and a compiled loop over tokens.
-
-`prefill` reads prompts in chunks, padded on either side. `decode` continues them in one compiled
-loop, of which `step` is an iteration. `generate` makes these calls. All run on the ambient mesh.
-"""
+"""Decodes with a `jax_ep.models` decoder: prompts of any lengths, a compiled loop over tokens."""
 
 from __future__ import annotations
 
@@ -38,20 +34,13 @@ PADDING = -1
 
 
 class Model(NamedTuple):
-    """The parameters of a decoder, as decoding reads them.
+    """The parameters of a decoder, as decoding reads them."""
 
-    Attributes:
-        shared: the weights that belong to no layer, by their published names.
-        layers: the weights of each layer, without "model.layers.<i>." in their names. The
-            projections of queries, keys and values are joined into one matrix, `QKV`.
-        moe: the parameters of each layer's MoE block.
-        placement: which expert each expert slot holds; None if the blocks have no slots.
-    """
-
-    shared: Weights
+    shared: Weights  # that belong to no layer, by their published names
+    # Without "model.layers.<i>." in their names, and with queries, keys and values joined as `QKV`.
     layers: list[Weights]
-    moe: list[MoEParams]
-    placement: Placement | None = None
+    moe: list[MoEParams]  # of each layer
+    placement: Placement | None = None  # of the experts; None if the blocks have no slots
 
     @classmethod
     def of(cls, params: Params, config: DecoderConfig, num_ranks: int) -> Model:
@@ -75,21 +64,14 @@ def _one_qkv(weights: Weights) -> Weights:
 
 
 class Cache(NamedTuple):
-    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards.
+    """Key-value caches of B sequences, with M token slots each, filled from slot 0 upwards."""
 
-    Attributes:
-        keys, values: one array per layer, [B, M, key-value heads, head size].
-        positions: [B, M] int32, the position in its sequence of the token in each slot; PADDING
-            where the slot holds none.
-        lengths: [B] int32, the number of tokens read of each sequence.
-        filled: [] int32, the number of filled slots, the same for all sequences.
-    """
-
-    keys: list[jax.Array]
+    keys: list[jax.Array]  # [B, M, key-value heads, head size] of each layer
     values: list[jax.Array]
+    # [B, M] int32: each slot's token's position in its sequence; PADDING where there is no token.
     positions: jax.Array
-    lengths: jax.Array
-    filled: jax.Array
+    lengths: jax.Array  # [B] int32: the number of tokens read of each sequence
+    filled: jax.Array  # [] int32: the number of filled slots, the same for all sequences
 
 
 class Sampling(NamedTuple):
@@ -103,21 +85,13 @@ GREEDY = Sampling()
 
 
 class State(NamedTuple):
-    """The state of a batch of B sequences during decoding.
+    """The state of a batch of B sequences during decoding."""
 
-    Attributes:
-        tokens: [B, steps] int32, the tokens decoded so far; PADDING elsewhere.
-        last: [B] int32, the newest token of each sequence.
-        finished: [B] bool, whether a sequence has produced a stop token.
-        done: [] int32, the number of tokens decoded of each sequence.
-        cache: keys and values of all tokens but the newest.
-    """
-
-    tokens: jax.Array
-    last: jax.Array
-    finished: jax.Array
-    done: jax.Array
-    cache: Cache
+    tokens: jax.Array  # [B, steps] int32: the tokens decoded so far; PADDING elsewhere
+    last: jax.Array  # [B] int32: the newest token of each sequence
+    finished: jax.Array  # [B] bool: whether a sequence has produced a stop token
+    done: jax.Array  # [] int32: the number of tokens decoded of each sequence
+    cache: Cache  # of all tokens but the newest
 
 
 class Times(NamedTuple):
@@ -133,8 +107,7 @@ def hidden_states(
 ) -> tuple[jax.Array, Cache, jax.Array]:
     """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
 
-    `mask` [B, S] bool is False where a column is padding. Returns the last layer's output
-    [B, S, H], the new cache, and how many tokens chose each expert, [layers, E] int32.
+    Returns the last layer's output [B, S, H], the new cache, and counts of experts, [layers, E].
     """
     # Columns of padding have the position of the last token before them.
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
@@ -207,10 +180,9 @@ def prefill(
     cache: Cache,
     chunk: int,
 ) -> tuple[jax.Array, Cache]:
-    """Reads prompts [B, S] of one token or more, `chunk` columns at a time.
+    """Reads prompts [B, S], `chunk` columns at a time; `mask` [B, S] is False at padding.
 
-    `mask` [B, S] is False at padding. Returns the logits [B, V] float32 of each prompt's next
-    token, and the cache.
+    Returns the logits [B, V] float32 of each prompt's next token, and the cache.
     """
     batch, length = tokens.shape
     chunk = min(chunk, length)
@@ -268,8 +240,7 @@ def step(
 ) -> tuple[State, jax.Array, jax.Array]:
     """Decodes one token of each sequence.
 
-    Returns the new state, the logits [B, V] float32 from which the tokens were chosen, and how many
-    tokens chose each expert, [layers, E] int32.
+    Returns the new state, the logits [B, V] float32, and how many tokens chose each expert.
     """
     # A finished sequence reads padding.
     last = jnp.where(state.finished, 0, state.last)[:, None]
@@ -304,10 +275,9 @@ def generate(
 ) -> tuple[list[list[int]], State, Times]:
     """Continues prompts of any lengths by up to `steps` tokens each, stop tokens included.
 
-    Generation runs twice: the first run compiles, the second is timed. `padding` is the side on
-    which short prompts are padded, "left" or "right". With `loop` "device", `decode` runs all
-    steps; with "host", each is a call of `step`. Returns the new tokens of each sequence, the state
-    after the last step, and the times of the second run.
+    Generation runs twice: the first run compiles, the second is timed. `padding` is the side of
+    short prompts' padding. With `loop` "device", `decode` runs all steps; with "host", each is a
+    call of `step`. Returns the new tokens of each sequence, the last state, and the times.
     """
     tokens, mask = padded(prompts, padding)
     batch, length = tokens.shape

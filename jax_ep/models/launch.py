@@ -77,18 +77,10 @@ def run(
     message of a SystemExit. The others end when they wait for its data, or after
     `heartbeat_seconds` without a sign of life from it.
 
-    Args:
-        main: the program.
-        coordinator: HOST:PORT at which process 0 waits for the others. Under SLURM's `srun` and
-            Open MPI's `mpirun`, None in all processes joins them; otherwise None is one process.
-        num_processes, process_id: how many processes run the program, and the number of this one.
-        heartbeat_seconds: see above.
-        cpu_devices: the number of devices of all processes together on a machine without GPUs,
-            unless XLA_FLAGS or JAX's configuration says it. None: one for each process.
-
-    Raises:
-        SystemExit: `coordinator`, `num_processes` and `process_id` do not fit each other, or
-            `coordinator` has no port. The message names the flag.
+    Process 0 waits for the others at `coordinator`, HOST:PORT. Under SLURM's `srun` and Open MPI's
+    `mpirun`, None in all processes joins them; otherwise None is one process. `cpu_devices` are
+    those of all processes together on a machine without GPUs, unless XLA_FLAGS or JAX's
+    configuration says it; None: one for each. SystemExit names a flag that does not fit.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from jax_ep.models.axes import FSDP_AXIS, TENSOR_AXIS
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, chunk: int = 1024
+    x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 1024
 ) -> jax.Array:
     """Computes the mean cross-entropy of x @ head.T without holding all logits in memory.
 
@@ -25,21 +26,10 @@ def cross_entropy(
     chunk, so the backward pass recomputes no logits. The gradient of `head` is accumulated in
     float32 and summed over devices once, after the last chunk.
 
-    Args:
-        x: [B, S, H] floating, the final hidden states; B is a multiple of the number of devices
-            that sequences are split over.
-        head: [V, H] floating, the output matrix; it is cast to the dtype of x.
-        targets: [B, S] int32, the target token ids, below V; the loss ignores negative ones.
-        chunk: the number of tokens of a chunk.
-
-    Returns:
-        The mean over targets that are not negative, [] float32, in nats.
+    x is [B, S, H] floating, and B a multiple of the devices that sequences are split over. `head`
+    [V, H] floating is cast to the dtype of x. `targets` are [B, S] int32 token ids; the mean, []
+    float32 in nats, leaves out negative ones.
     """
-    return _cross_entropy(x, head, targets, chunk)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> jax.Array:
     found = _on_ranks(x, head, targets, chunk, gradients=False)
     return found.loss / found.number
 
@@ -56,7 +46,7 @@ def _cross_entropy_bwd(chunk: int, saved: Any, g: jax.Array) -> Any:
     return (scale * dx).astype(dx.dtype), (scale * dhead).astype(like_head.dtype), None
 
 
-_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 class _Sums(NamedTuple):
@@ -107,10 +97,7 @@ def _chunks(
     tensor: tuple[str, ...],
     fsdp: tuple[str, ...],
 ) -> _Sums:
-    """Computes the sums over all ranks, for a chunk of this rank's tokens at a time.
-
-    Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`.
-    """
+    # Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`.
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
     columns, hidden = head.shape

@@ -15,15 +15,10 @@ import numpy as np
 class MetricsLog:
     """Writes metrics in process 0, a line for each step and one for each evaluation.
 
-    Args:
-        path: the file of JSON lines, or None. What it has of steps before `start` is kept, so that
-            a resumed run has each step once.
-        tensorboard_dir: the folder for TensorBoard, or None; needs the package tensorboardX. Of
-            "expert_counts" [layers, E], it gets the greatest ratio of an expert's load to the mean.
-        start: the first step of this run.
-
-    Raises:
-        ValueError: a line of the file is none of metrics.
+    What the file `path` has of steps before `start`, the first of this run, is kept, so that a
+    resumed run has each step once; ValueError if a line is none of metrics. `tensorboard_dir` needs
+    the package tensorboardX, and gets the greatest ratio of an expert's load to the mean in place
+    of "expert_counts" [layers, E].
     """
 
     def __init__(self, path: str | None, tensorboard_dir: str | None, start: int):

@@ -34,8 +34,8 @@ _COPIED = (
 def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
 
-    `sizes` maps keys of a Qwen3-MoE's config.json, such as "num_hidden_layers", to values. Raises
-    ValueError if another size of a directory's model is given, or more layers than it has.
+    `sizes` maps keys of a Qwen3-MoE's config.json to values; of a directory's model, only fewer
+    layers are allowed.
     """
     if isinstance(model, Path):
         published = read_config(model)
@@ -65,8 +65,7 @@ def load_params(
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, as plain numbers.
 
-    They are split over the mesh as `jax_ep.models.decoder.specs` says, and then as `shardings` do,
-    a tree of the parameters' shardings; None: they stay so.
+    They are split as `jax_ep.models.decoder.specs` says, and then, if given, as `shardings` do.
     """
     axes: dict[str, Any] = {
         "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
@@ -123,8 +122,7 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    The mesh has the axis "expert". Weights that are not quantized get `dtype`; `quantized` and
-    `progress` are as in `jax_ep.checkpoints.load_model`, `fields` are of `jax_ep.MoEConfig`.
+    The mesh has the axis "expert". Other arguments are as in `jax_ep.checkpoints.load_model`.
     """
     published = read_config(directory)
     generation = directory / "generation_config.json"

@@ -33,56 +33,35 @@ GPU_COMPILER_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 class TrainState(NamedTuple):
-    """The state that one training step passes to the next, and that a checkpoint saves.
+    """The state that one training step passes to the next, and that a checkpoint saves."""
 
-    Attributes:
-        step: [] int32, the number of steps made.
-        params: the model's parameters.
-        biases: [layers, E] float32, the routers' selection biases (`Decoder.init_biases`), or None.
-        opt_state: the state of the optimizer.
-    """
-
-    step: Any
+    step: Any  # [] int32: the number of steps made
     params: Any
-    biases: Any
+    biases: Any  # the routers' selection biases (`Decoder.init_biases`), or None
     opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Says what a training step minimizes besides the cross-entropy, and how it balances experts.
+    """What a training step minimizes besides the cross-entropy, and how it balances experts."""
 
-    Attributes:
-        balance: the factor of the load-balance loss, which is a mean over layers.
-        router_z: the factor of the router's z-loss, which is a mean over layers.
-        bias_rate: how much a selection bias of a router changes in each step; see
-            `jax_ep.update_expert_bias`.
-        document_end: the id of the token that ends a document, or None. The first token after it
-            does not count in the loss, since nothing before it foretells it, and tokens do not
-            attend to other documents.
-    """
-
-    balance: float = 1e-3
-    router_z: float = 1e-4
-    bias_rate: float = 0.0
+    balance: float = 1e-3  # the factor of the load-balance loss, which is a mean over layers
+    router_z: float = 1e-4  # the factor of the router's z-loss, which is a mean over layers
+    bias_rate: float = 0.0  # of the selection biases; see `jax_ep.update_expert_bias`
+    # The id of the token that ends a document, or None. The first token after it does not count in
+    # the loss, since nothing before it foretells it. Tokens do not attend to other documents.
     document_end: int | None = None
 
 
 class Layout(NamedTuple):
-    """The shardings of the training step's arrays on the mesh.
+    """The shardings of the training step's arrays on the mesh."""
 
-    Attributes:
-        state: of a `TrainState`. Each device holds, and updates, a part of the parameters.
-        params: of the parameters while a step computes gradients.
-        batch: of the token ids of a step, [A, B, S + 1]: A microbatches of B sequences of S tokens,
-            each with one more token as the target of the last.
-        everywhere: of a fully replicated array.
-    """
-
-    state: TrainState
-    params: Any
+    state: TrainState  # each device holds, and updates, a part of the parameters
+    params: Any  # while a step computes gradients
+    # Of token ids [A, B, S + 1]: A microbatches of B sequences of S tokens, each with one more
+    # token as the target of the last.
     batch: NamedSharding
-    everywhere: NamedSharding
+    everywhere: NamedSharding  # of a fully replicated array
 
 
 def make_layout(model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh) -> Layout:
@@ -117,10 +96,8 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding that also splits an array over the mesh axes along which it is replicated.
-
-    It splits the first dimension that allows it: parts of an early one need few transposed copies.
-    """
+    """Also splits an array over the mesh axes along which `sharding` replicates it."""
+    # Splits the first dimension that allows it: parts of an early one need few transposed copies.
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
     # The mesh axes over which each dimension is split, and those over which none is.
@@ -149,9 +126,8 @@ def init_state(
 ) -> TrainState:
     """Makes the training state before the first step, sharded as `layout` says.
 
-    `params` to start from are donated; None: random ones, of `seed`. With `only_shapes`, nothing is
-    computed, and `jax.ShapeDtypeStruct` objects with shardings are returned, for example to restore
-    a checkpoint.
+    `params` to start from are donated; None: random ones, of `seed`. With `only_shapes`, returns
+    only types with shardings, for example to restore a checkpoint.
     """
 
     def init(key: jax.Array, params: Params | None) -> TrainState:
@@ -173,17 +149,10 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
-    The state is donated. A step has A microbatches of B sequences, which run one after the other;
-    its gradients are means over the microbatches.
-
-    The metrics are a dict:
-        "loss": the cross-entropy in nats per token, mean over microbatches.
-        "load_balance_loss", "router_z_loss": the auxiliary losses without their factors, means over
-            microbatches and layers.
-        "num_dropped": the number of (token, choice) pairs that were dropped, sum over microbatches
-            and layers, float32.
-        "expert_counts": [layers, E], how often each expert was chosen, sum over microbatches.
-        "grad_norm": the Euclidean norm of all gradients.
+    The state is donated. A step has A microbatches of B sequences, which run one after the other.
+    Gradients, and in the metrics "loss" (nats per token), "load_balance_loss" and "router_z_loss"
+    (without their factors), are means over microbatches and layers; "num_dropped" (float32) and
+    "expert_counts" [layers, E] are sums. "grad_norm" is the Euclidean norm of all gradients.
     """
 
     def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:
@@ -254,11 +223,9 @@ def make_train_step(
 def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.stages.Wrapped:
     """Returns the jitted evaluation step: (state, token ids [B, S + 1]) -> metrics.
 
-    The metrics are a dict:
-        "loss": the sum of the targets' cross-entropies, in nats.
-        "tokens": the number of targets.
-        "expert_counts": [layers, E], how often each expert was chosen.
-        "topk_idx": [layers, B, S, K] int32, the choices, if `MoEConfig.record_choices` is set.
+    The metrics are "loss", the sum of the cross-entropies in nats, and "tokens", the number of
+    targets; "expert_counts" [layers, E]; and, if recorded, the choices, "topk_idx" [layers, B, S,
+    K] int32.
     """
 
     def eval_step(state: TrainState, tokens: jax.Array) -> dict[str, Any]:
@@ -277,10 +244,7 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
 def _inputs_and_targets(
     tokens: jax.Array, objective: Objective
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns inputs, targets and numbers of documents, [B, S] each, of tokens [B, S + 1].
-
-    A target of -1 does not count. The numbers are None without `document_end`.
-    """
+    """Returns inputs, targets and any numbers of documents, [B, S] each, of tokens [B, S + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if objective.document_end is None:
         return inputs, targets, None

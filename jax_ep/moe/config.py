@@ -245,11 +245,9 @@ class MoEConfig:
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
     def further_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-        """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it.
-
-        As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
-        axis before it.
-        """
+        """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it."""
+        # As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
+        # axis before it.
         given, found, used = self.further_axes(), [], set[str]()
         for logical in logical_axes:
             axes = given.get(logical or "", ())
@@ -350,7 +348,7 @@ def _check_fields(config: MoEConfig) -> None:
     if config.fsdp_axes is not None:
         _check_fsdp_axes(config.fsdp_axes)
     if config.mesh is not None and not isinstance(config.mesh, AbstractMesh):
-        checks.check_mesh("mesh", config.mesh, ", or None for the ambient one")
+        checks.check_mesh(config.mesh, ", or None for the ambient one")
 
 
 @dataclasses.dataclass(frozen=True)

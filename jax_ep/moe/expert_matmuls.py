@@ -175,10 +175,8 @@ class Matmuls:
         group_sizes: jax.Array,
         mean_rows: int | None,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights.
-
-        Returns None if there is only one product, or if XLA is as fast because most rows are used.
-        """
+        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights."""
+        # None for a single product, or if XLA is as fast because most rows are used.
         num_rows = dhidden.shape[0]
         if len(pre) != 2 or weights is None or mean_rows is None:
             return None
@@ -328,11 +326,10 @@ class Float8Matmuls(Matmuls):
 
 @dataclasses.dataclass(frozen=True)
 class WeightOnlyMatmuls(Matmuls):
-    """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
+    """Multiplies rows by matrices that are stored quantized, without quantizing the rows."""
 
-    The forward pass reads matrices as they are stored, if a kernel knows their format. All other
-    matmuls dequantize matrices right before they multiply.
-    """
+    # The forward pass reads matrices as they are stored, if a kernel knows their format. All other
+    # matmuls dequantize matrices right before they multiply.
 
     def gated_hidden(self, rows, experts, groups, unit, keep):
         biases = experts.biases[:2]

@@ -50,11 +50,7 @@ def check_activation(name: str, value: Any, otherwise: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The elementwise function between an expert's matmuls: (gate, up) -> hidden values.
-
-    Here gate = x @ wi_0 and up = x @ wi_1, each plus its bias if there is one. `expert_mlp`
-    describes the options.
-    """
+    """The elementwise function between an expert's matmuls; `expert_mlp` describes it."""
 
     activation: Activation = jax.nn.silu
     clamp: float | None = None
@@ -201,10 +197,9 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output, [R, H] or for S chosen groups [S * height, H], and residuals.
+    """Returns the output, [R, H] or for S chosen groups [S * height, H], and with `keep` residuals.
 
-    Residuals are complete with `keep`. Without `zero_unused`, rows past the last group are
-    undefined.
+    Without `zero_unused`, rows past the last group are undefined.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")

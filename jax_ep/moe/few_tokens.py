@@ -45,9 +45,10 @@ Run = Callable[..., tuple[jax.Array, Any]]
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
     # These options ask for a dispatch, or for a change of the rows that it sends.
     of_dispatch = config.implementation, config.capacity_factor, config.wire_dtype
-    if any(option is not None for option in of_dispatch) or config.weights_on != "output":
+    asked = any(option is not None for option in of_dispatch) or config.weights_on != "output"
+    if asked or num_ranks > 1 or experts.adapters:
         return False
-    return num_ranks == 1 and not experts.adapters and _each_computes_all(tokens, experts, config)
+    return _each_computes_all(tokens, experts, config)
 
 
 def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -> bool:
@@ -113,10 +114,8 @@ def _by_platform(
     operand: Any,
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu(experts, operand)` on a GPU, and `elsewhere` of the same anywhere else.
-
-    Both return the output, and a pytree without gradient. The gradient is that of `elsewhere`.
-    """
+    """Returns `on_gpu` of the operands on a GPU, else `elsewhere`, which gives the gradient."""
+    # Both return the output, and a pytree without gradient.
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {

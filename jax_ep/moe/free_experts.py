@@ -1,11 +1,4 @@
-"""Computes free experts, which have almost no cost: zero, identity and constant experts.
-
-MoE++ (arXiv:2410.07348) adds free experts to the E experts of a layer, for tokens that need less
-computation; LongCat-Flash has identity experts. A zero expert returns 0, an identity expert the
-token, and a constant expert a mix of the token and a trained vector. The router chooses among all
-experts. The ids from E on are the zero experts, then the identity experts, then the constant
-experts. Every rank computes the free experts of its own tokens, so no token is sent for them.
-"""
+"""Computes free experts: zero, identity and constant experts (MoE++, arXiv:2410.07348)."""
 
 from __future__ import annotations
 
@@ -23,6 +16,7 @@ def output(x: jax.Array, routed: Routing, params: MoEParams, config: MoEConfig) 
     A constant expert gives a * x + b * v, with (a, b) = softmax(x @ constant_gate) and v its
     `constant_value` (MoE++, section 3.1). `MoEConfig.weights_on` does not apply.
     """
+    # The ids from E on are the zero experts, then the identity experts, then the constant experts.
     x = x.astype(jnp.float32)
     topk_idx, topk_weights, _ = routed
     first_identity = config.num_experts + config.zero_experts

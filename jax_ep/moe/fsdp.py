@@ -37,10 +37,7 @@ _Dims = tuple[tuple[int, Axes], ...]  # pairs of a dimension and the mesh axes t
 def with_further_axes(
     where: LayerMesh, params: MoEParams, config: MoEConfig, axis_rules: AxisRules
 ) -> LayerMesh:
-    """Returns `where` with the FSDP axes of each parameter: those of `config.fsdp_axes`.
-
-    If that is None, Explicit axes are those of the types, and Auto axes those of the axis rules.
-    """
+    """Returns `where` with the FSDP axes of each parameter."""
     _check_axes(config.further_axes(), where)
     if where.mesh is None:
         return where
@@ -218,8 +215,7 @@ def gather(
 ) -> jax.Array:
     """Gathers the parameter `name` along its FSDP axes from shards, cast to `dtype` if given.
 
-    The backward pass reduce-scatters the gradient. With `zeros`, for matrices of which matmuls read
-    float8 copies, the result is zeros of the gathered shape, and nothing is gathered.
+    With `zeros`, for matrices of which matmuls read float8 copies, the result is zeros.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)
@@ -260,7 +256,6 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
-    """Gathers a shard along `dims`; with `zeros`, returns zeros."""
     if not zeros:
         return _all_gather(part.astype(dtype), dims)
     shape = list(part.shape)

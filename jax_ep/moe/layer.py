@@ -1,12 +1,9 @@
-"""Computes the MoE layer as a pure function, `moe_layer`; both Flax layers call it.
-
-`moe_layer` routes every token, dispatches it to its experts, runs the experts, combines their
-outputs, and adds the shared experts. On a mesh, it opens a `jax.shard_map` for these steps.
-"""
+"""Computes the MoE layer as a pure function, `moe_layer`; both Flax layers call `run_layer`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -174,11 +171,11 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
     )
 
 
-def _layer(operands: Operands, config: MoEConfig, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
-    run = run_where_called if where.mesh is None else run_over_mesh
-    return run(operands, config, where)
-
-
 # The layer is jitted, so that layers with equal configurations are traced only once, and calls
 # outside any jit are compiled, too.
-_moe_layer = jax.jit(_layer, static_argnames=("config", "where"))
+@functools.partial(jax.jit, static_argnames=("config", "where"))
+def _moe_layer(
+    operands: Operands, config: MoEConfig, where: LayerMesh
+) -> tuple[jax.Array, MoEMetrics]:
+    run = run_where_called if where.mesh is None else run_over_mesh
+    return run(operands, config, where)

@@ -1,8 +1,6 @@
 """Low-rank adapters (LoRA) of frozen experts: each matrix acts as W + lora_scale * A @ B.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). The adapters of
-a matrix are two parameters of the layer, such as wi_0_lora_a [E, H, r] and wi_0_lora_b [E, r, F].
-The matrices themselves may be quantized, and get no gradient.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Computes the load-balance loss and the router z-loss, as published models define them.
-
-To compute one loss for several ranks, layers or microbatches, add their sums over tokens first.
-"""
+"""Computes the load-balance loss and the router z-loss, as published models define them."""
 
 from __future__ import annotations
 

@@ -97,11 +97,7 @@ class LayerMesh(NamedTuple):
 
 
 def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
-    """Finds the mesh that a call on x [..., H] runs on, or a call without tokens, and its axes.
-
-    Raises ValueError, naming the option, if axes do not fit the mesh, the caller's `jax.shard_map`
-    or other options, and TypeError if `config.mesh` is abstract and no mesh is set.
-    """
+    """Finds the mesh that a call on x [..., H] runs on, or a call without tokens, and its axes."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
         expert_axes, tensor_axes = axes_on_mesh(config, ambient)
@@ -131,15 +127,11 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
-    check_mesh("mesh", mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
+    check_mesh(mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
 
 
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
-    """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack.
-
-    Raises ValueError if the mesh must not lack them, or if the caller's shard_map does not bind
-    them all.
-    """
+    """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack."""
     found, bound = [], set(getattr(mesh, "manual_axes", ()))
     for name, axes in config.split_axes().items():
         present = [axis for axis in axes if axis in mesh.axis_names]
@@ -168,11 +160,9 @@ def check_mesh_of_experts(
     axis_rules: AxisRules,
     in_init: bool | None = None,
 ) -> None:
-    """Warns or raises if every rank would gather or hold all experts [E, H, F], unlike `config`.
-
-    Warns also of options that need a mesh if there is none. The type of a traced array on Auto axes
-    does not show its sharding, which is then guessed from the axis rules, or the axes' names.
-    """
+    """Warns or raises if every rank would gather or hold all experts [E, H, F], unlike `config`."""
+    # The type of a traced array on Auto axes does not show its sharding, which is then guessed from
+    # the axis rules, or the axes' names.
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.
         return

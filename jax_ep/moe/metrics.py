@@ -144,10 +144,7 @@ def metrics_of(
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
-    """Computes the metrics of all ranks' tokens.
-
-    `logits` [T, E] are None if no gate ran. `dropped` [E] int32 are the pairs dropped here.
-    """
+    """Computes the metrics of all ranks' tokens; `dropped` [E] int32 are the pairs dropped here."""
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
     if logits is not None:

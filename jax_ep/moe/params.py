@@ -81,15 +81,9 @@ def check_parameter_options(options: ParameterOptions, router_dim: int | None = 
     checks.check_integer("lora_rank", options.lora_rank, least=0)
     if shared_dim is not None:
         checks.check_integer("shared_dim", shared_dim, least=0)
-    for name in (
-        "use_shared_gate",
-        "gated",
-        "use_mlp_bias",
-        "selection_bias",
-        "use_gate_bias",
-        "use_expert_scale",
-    ):
-        checks.check_bool(name, getattr(options, name))
+    for field in dataclasses.fields(options):
+        if isinstance(field.default, bool):
+            checks.check_bool(field.name, getattr(options, field.name))
     checks.as_dtype_of_arrays("param_dtype", options.param_dtype)
     for name, init in (("kernel_init", options.kernel_init), ("gate_init", options.gate_init)):
         may_be_absent = name == "gate_init" and init is None
@@ -251,7 +245,8 @@ def weight_shapes(
     config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
     """Maps a layer's parameters, except `gate` and `bias`, to their global shapes."""
-    checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
+    checks.check_integer("hidden", hidden)
+    checks.check_integer("mlp_dim", mlp_dim)
     sizes = {
         "E": config.num_held,
         "R": config.num_choosable,
@@ -315,10 +310,9 @@ def per_expert(init: Initializer) -> Initializer:
 
 
 def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
-    """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
+    """Raises ValueError or TypeError unless the parameters fit each other and the experts.
 
-    `num_experts` includes free experts, `num_constant` of them constant. How many experts wi_0,
-    wi_1 and wo must hold depends on the mesh, and is not checked here.
+    `num_experts` includes free experts, `num_constant` of them constant.
     """
     if params.gate is not None:
         checks.check_array("gate", params.gate, 2, jnp.floating, "[H, R]")

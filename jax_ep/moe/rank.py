@@ -1,7 +1,4 @@
-"""Runs the layer on each rank: route, dispatch, experts, combine, metrics.
-
-The ranks run in a `jax.shard_map`: one of the layer's own over the mesh, or the caller's.
-"""
+"""Runs the layer on each rank, in its own or the caller's `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -249,8 +246,7 @@ def _route(
 ) -> tuple[Routing, jax.Array | None]:
     """Chooses K experts for each token x [T, H'] and weighs them, or weighs the caller's choices.
 
-    A masked token chooses no expert. Also returns the logits [T, E] float32; None if the layer has
-    no gate or if the caller gives the weights.
+    Also returns the logits [T, E] float32; None without a gate, or with the caller's weights.
     """
     mask, logits = call.mask, None
     if call.topk_weights is None and params.gate is not None:

@@ -173,22 +173,15 @@ def by_dispatch(
             zero_unused=False,
             implementation=config.implementation,
         )
-    if experts.adapters:
-        out = _run_adapted_experts(received, experts, routed.topk_weights, config)
-    else:
-        own_tokens = tokens if stays_quantized else None
-        out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
+    own_tokens = tokens if stays_quantized else None
+    out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
     return out, received.dropped_counts
 
 
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool
 ) -> int | None:
-    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic.
-
-    Without a capacity factor, R fits any routing; if a token's choices are `distinct`, it has at
-    most one row for each expert.
-    """
+    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic."""
     if checks.is_symbolic(num_tokens):
         for name in ("capacity_factor", "host_capacity_factor"):
             if (factor := getattr(config, name)) is not None:
@@ -206,21 +199,6 @@ def receive_capacity(
     # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
     # receive buffer to pad it.
     return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def _run_adapted_experts(
-    received: Dispatched, experts: Experts, topk_weights: jax.Array, config: MoEConfig
-) -> jax.Array:
-    tokens = received.tokens
-    weights: jax.Array | None = topk_weights
-    if config.weights_on == "input":
-        with jax.named_scope("dispatch"):
-            tokens = _weighted_rows(tokens, topk_weights, received.handle, config.implementation)
-        weights = None
-    with jax.named_scope("experts"):
-        y = adapted_mlp(tokens, experts, received.group_sizes, config)
-    with jax.named_scope("combine"):
-        return combine(y, received.handle, weights, implementation=config.implementation)
 
 
 def _run_experts(
@@ -263,6 +241,11 @@ def _run_experts(
         if config.weights_on == "input":
             tokens = _weighted_rows(tokens, topk_weights, handle, implementation)
             weights = None
+    if experts.adapters:
+        with jax.named_scope("experts"):
+            y = adapted_mlp(tokens, experts, group_sizes, config)
+        with jax.named_scope("combine"):
+            return combine(y, handle, weights, implementation=implementation)
     with jax.named_scope("experts"):
         arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
         leaves, tree = jax.tree.flatten(arrays)

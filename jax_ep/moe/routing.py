@@ -66,27 +66,16 @@ def router_logits(
     `jax.default_matmul_precision`. If `dtype` is narrower than float32, operands are cast to it,
     and logits rounded. `bias` [E] is trained (GPT-OSS).
     """
-    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
-    checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
-    dtype = checks.as_floating("dtype", dtype)
-    if dtype.itemsize > 4:
-        raise TypeError(f"dtype must be float32 or narrower, but is {dtype!r}.")
-    if dtype.itemsize < 4:
+    if jnp.dtype(dtype).itemsize < 4:
         logits = _dot(x.astype(dtype), gate.astype(dtype), a_axis=1, b_axis=0, dtype=jnp.float32)
+    elif x.dtype != jnp.bfloat16:
+        logits = x.astype(jnp.float32) @ gate.astype(jnp.float32)
     else:
-        logits = _float32_logits(x, gate)
+        gate = gate if gate.dtype == jnp.bfloat16 else gate.astype(jnp.float32)
+        logits = _bfloat16_logits(*match_varying((x, gate), ()))
     if bias is not None:
-        checks.check_array("bias", bias, 1, jnp.floating, "[E]")
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     return rounded(logits, dtype)
-
-
-def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    if x.dtype != jnp.bfloat16:
-        return x.astype(jnp.float32) @ gate.astype(jnp.float32)
-    if gate.dtype != jnp.bfloat16:
-        gate = gate.astype(jnp.float32)
-    return _bfloat16_logits(*match_varying((x, gate), ()))
 
 
 @jax.custom_vjp

@@ -35,11 +35,7 @@ def counts_by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, .
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the weights of this rank's slots unchanged; sums their gradients over copies.
-
-    A float32 all-reduce sums the gradients of experts with several copies: with P slots for E
-    experts, at most P - E experts.
-    """
+    """Returns the weights of this rank's slots unchanged; sums their gradients over copies."""
     return weights
 
 

@@ -16,11 +16,9 @@ from jax_ep.runtime.jax_compat import match_varying, varying_axes
 def for_all_ranks(
     arrays: tuple[jax.Array, ...], where: LayerMesh, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
-    """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
-
-    Integers must be below 2**24. The backward pass sums the gradients of tokens here, where there
-    is one row per token, and not after dispatch, where there is one per choice.
-    """
+    """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch."""
+    # The backward pass sums the gradients of tokens here, where there is one row per token, and not
+    # after dispatch, where there is one per choice.
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
     spread = _gathered if where.splits_tokens_over_tensor_axes() else _replicated
     # The tokens of routed and of shared experts may be one array, which is gathered only once.

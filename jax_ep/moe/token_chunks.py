@@ -39,11 +39,7 @@ def run(
     where: LayerMesh,
     param_dtypes: Collection[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the experts on each of `config.token_chunks` chunks of this rank's tokens.
-
-    Returns what `by_dispatch` does. Gradients of matrices may be summed in bfloat16 if they and
-    `param_dtypes`, those of wi_0, wi_1 and wo, are bfloat16.
-    """
+    """Returns what `by_dispatch` does; `param_dtypes` are those of the parameters' matrices."""
     num_chunks, num_tokens = config.token_chunks, routed.tokens.shape[0]
     if checks.is_symbolic(num_tokens):
         raise ValueError(
@@ -94,12 +90,9 @@ def _all_chunks(
     experts: Experts,
     chunks: RoutedTokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `experts` on each chunk, and stacks the results.
+    """Runs `experts` on each chunk, and stacks the results; `summed` gets their gradients."""
 
-    The gradients of `experts` go to `summed`: the same arrays, cast to the dtypes in which their
-    gradients are summed. Their values are not read.
-    """
-
+    # `summed` are the same arrays, cast to the dtypes in which their gradients are summed.
     def of_chunk(_: None, chunk: RoutedTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, few_tokens.run(experts, chunk, config, where)
 

@@ -57,8 +57,7 @@ def choose(
 
     The choice is that of `lax.top_k` of `compared` [T, E], or of its sigmoid, plus `bias` [E]. The
     weights are computed from `gathered` [T, E]. Both default to the logits; `gathered` to the
-    softmax if that is returned and `weighing` does not normalize. All are float32. Gradients flow
-    through the weights and the softmax.
+    softmax if that is returned and `weighing` does not normalize. All are float32.
     """
     operands = _Operands(logits, compared, None if bias is None else bias[None], gathered)
     arrays, structure = jax.tree.flatten(operands)

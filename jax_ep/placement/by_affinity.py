@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +10,6 @@ import numpy as np
 from jax_ep import checks
 from jax_ep.placement.by_load import LESS
 from jax_ep.placement.table import Array, Placement, check_ranks
-
-# An integer program with more variables (experts of a layer times hosts or ranks) would exceed its
-# time limit, and is not tried.
-_LARGEST_PROGRAM = 1024
 
 
 def place_by_affinity(
@@ -29,9 +24,8 @@ def place_by_affinity(
 
     A token whose next expert is on its present rank needs no communication (ExFlow,
     arXiv:2401.08383). Experts are first split among hosts, then among the ranks of each host. A
-    split clusters the first layer's experts by the choices of their tokens, then assigns the
-    experts of one layer after the other, given its neighbours. Small layers are finally assigned by
-    integer programs (MoETuner, arXiv:2502.06643), within ten seconds for all layers.
+    split starts from random assignments of the first layer, and assigns the experts of one layer
+    after the other, given its neighbours; the best of three starts is returned.
 
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
@@ -71,8 +65,8 @@ def place_by_affinity(
     experts = np.tile(np.arange(num_slots), (len(trace), 1))
     of_ranks = []
     ranks_per_host = num_ranks // num_hosts
-    for of_host in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
-        of_ranks += _split(of_host, visits, together, load, ranks_per_host, limit / num_ranks)
+    for of_host in _split(experts, together, load, num_hosts, limit / num_hosts):
+        of_ranks += _split(of_host, together, load, ranks_per_host, limit / num_ranks)
     expert_of_slot = np.concatenate(of_ranks, axis=1)
     expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
     return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
@@ -88,61 +82,31 @@ def _visits(choices: Array, num_experts: int) -> Any:
 
 
 def _split(
-    experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
+    experts: Array, together: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
     """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave."""
-    # By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P]
-    # how often a token chose expert e there and f in the next layer, `load` [P] how often each
-    # expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] each.
+    # By layer: `together` [P, P] has how often a token chose expert e there and f in the next
+    # layer, `load` [P] how often each expert was chosen, and `limit` the largest load of a part.
+    # Returns [layers, n / parts] each.
     if parts == 1:
         return [experts]
     # `together` and `load` of the given experts alone, in their order.
     near = [m[np.ix_(a, b)] for m, a, b in zip(together, experts, experts[1:], strict=False)]
     load = np.take_along_axis(load, experts, 1)
-    profile = _profile(visits, experts)
     best: Array = np.zeros(experts.shape, int)
     most_kept = -1.0
     for seed in range(3):
         part = np.zeros(experts.shape, int)
-        similarity = _clusters(profile, parts, np.random.default_rng(seed))
-        part[0] = _assign(similarity, load[0], limit[0])
+        gain = np.random.default_rng(seed).random((experts.shape[1], parts))
+        part[0] = _assign(gain, load[0], limit[0])
         for layer in range(1, len(experts)):
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
-        kept = _sweep(part, near, load, limit, parts, assign=_assign, most=4)
+        kept = _sweep(part, near, load, limit, parts)
         if kept > most_kept:
             best, most_kept = part, kept
-    if best.shape[1] * parts <= _LARGEST_PROGRAM:
-        exactly = functools.partial(_assign_exactly, seconds=10 / len(best))
-        _sweep(best, near, load, limit, parts, assign=exactly, most=1)
     order = np.argsort(best, axis=1, kind="stable")
     return np.split(np.take_along_axis(experts, order, 1), parts, axis=1)
-
-
-def _profile(visits: list[Any], experts: Array) -> Array:
-    """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
-    # The vector of an expert has, for each layer, n entries of norm 1; its own entry is 0.
-    visitors = visits[0][:, experts[0]].T
-    chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
-    chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
-    scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in chosen]
-    return np.concatenate(scaled, axis=1)
-
-
-def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Returns the similarity of each row to each center of balanced k-means, [n, parts]."""
-    centers = profile[[rng.integers(len(profile))]]
-    # Each new center is the row that is least similar to the centers so far. A row's similarity to
-    # them is its largest inner product with one of them.
-    while len(centers) < parts:
-        alike = (profile @ centers.T).max(axis=1)
-        centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
-    for _ in range(10):
-        alike = profile @ centers.T
-        part = _assign(alike, load=np.zeros(len(profile)), limit=0.0)  # loads do not matter here
-        centers = np.eye(parts)[part].T @ profile
-        centers /= np.maximum(np.linalg.norm(centers, axis=1, keepdims=True), 1e-30)
-    return profile @ centers.T
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
@@ -151,18 +115,9 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
 
-def _sweep(
-    part: Array,
-    near: list[Array],
-    load: Array,
-    limit: Array,
-    parts: int,
-    *,
-    assign: Any,
-    most: int,
-) -> float:
+def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int) -> float:
     """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
-    # Updates `part` [layers, n] by at most `most` sweeps; `near` [n, n] counts pairs of choices.
+    # Updates `part` [layers, n] by at most four sweeps; `near` [n, n] counts pairs of choices.
     # Returns how many of these pairs then share a part.
 
     def kept(part: Array) -> float:
@@ -170,7 +125,7 @@ def _sweep(
         return float(sum(np.sum(m * s) for m, s in zip(near, same, strict=True)))
 
     best = kept(part)
-    for _ in range(most):
+    for _ in range(4):
         tried = part.copy()
         for layer in range(len(part)):
             gain = np.zeros((part.shape[1], parts))
@@ -178,7 +133,7 @@ def _sweep(
                 gain += _of_parts(near[layer - 1].T, tried[layer - 1], parts)
             if layer + 1 < len(part):
                 gain += _of_parts(near[layer], tried[layer + 1], parts)
-            tried[layer] = assign(gain, load[layer], limit[layer])
+            tried[layer] = _assign(gain, load[layer], limit[layer])
         if kept(tried) <= best:
             break
         part[:], best = tried, kept(tried)
@@ -196,30 +151,6 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
     if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):
         return part
     return _repair(part, gain, load, limit)
-
-
-def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Assigns as `_assign` does, by an integer program, if it is solved within `seconds`."""
-    from scipy import optimize, sparse
-
-    part = _assign(gain, load, limit)
-    items, parts = gain.shape
-    one_part = sparse.kron(sparse.eye(items), np.ones((1, parts)))
-    members = sparse.kron(np.ones((1, items)), sparse.eye(parts))
-    loads = sparse.kron(load[None], sparse.eye(parts))
-    solved = optimize.milp(
-        -gain.ravel(),
-        integrality=np.ones(gain.size),
-        bounds=optimize.Bounds(0, 1),
-        constraints=[
-            optimize.LinearConstraint(one_part, 1, 1),
-            optimize.LinearConstraint(members, items // parts, items // parts),
-            optimize.LinearConstraint(loads, -np.inf, limit),
-        ],
-        options=dict(time_limit=seconds),
-    )
-    # Only the status 0 means that the program was solved.
-    return part if solved.status else solved.x.reshape(gain.shape).argmax(axis=1)
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:

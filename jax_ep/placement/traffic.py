@@ -14,26 +14,19 @@ from jax_ep.placement.table import Array, Placement
 
 
 class Traffic(NamedTuple):
-    """The rows of one training step's tokens under a placement, by layer, for N ranks.
+    """The rows of one training step's tokens under a placement, by layer, for N ranks."""
 
-    Attributes:
-        rows: [layers, N], the rows that each rank's experts compute, one for each choice.
-        wire_rows: [layers, N], the rows that each rank receives from other ranks, one for each
-            token.
-        rank_changes: [layers - 1], the share of pairs (a token's choice in a layer, its choice in
-            the next layer) whose experts are on different ranks.
-    """
-
-    rows: Array
-    wire_rows: Array
+    rows: Array  # [layers, N]: that each rank's experts compute, one for each choice
+    wire_rows: Array  # [layers, N]: that each rank receives from others, one for each token
+    # [layers - 1]: the share of pairs (a token's choice in a layer, its choice in the next layer)
+    # whose experts are on different ranks.
     rank_changes: Array
 
 
 def means(steps: Array, placement: Placement) -> dict[str, float]:
     """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
 
-    "balance" is the rows of the busiest rank over the mean, "wire_rows" the rows sent between ranks
-    for a token, and "rank_changes" the mean of `Traffic.rank_changes`.
+    "balance" is the rows of the busiest rank over the mean, "wire_rows" are those of a token.
     """
     tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
     counted = [traffic(step, placement) for step in steps]
@@ -47,10 +40,7 @@ def means(steps: Array, placement: Placement) -> dict[str, float]:
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
-
-    Each rank has tokens // N consecutive tokens; the remaining tokens at the end are ignored.
-    """
+    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert."""
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
     per_rank = tokens // num_ranks
@@ -79,11 +69,9 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 def _slots(
     topk_idx: jax.Array, slots_of_expert: jax.Array, num_copies: jax.Array, slots_per_rank: int
 ) -> jax.Array:
-
-    def of_layer(layer: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        of_ranks, slots, copies = layer
-        ranks = jnp.arange(len(of_ranks))
-        choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
-        return jax.vmap(choose, (0, 0, None, None))(of_ranks, ranks, slots, copies)
-
-    return jax.lax.map(of_layer, (topk_idx, slots_of_expert, num_copies))
+    choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
+    of_ranks = jax.vmap(choose, (0, 0, None, None))
+    ranks = jnp.arange(topk_idx.shape[1])
+    return jax.lax.map(
+        lambda layer: of_ranks(layer[0], ranks, *layer[1:]), (topk_idx, slots_of_expert, num_copies)
+    )

@@ -1,9 +1,7 @@
 """Converts experts' weights and optimizer state between experts and slots, and moves them.
 
 The functions take any pytree, such as a train state, and change only leaves of experts: those whose
-path has a key that names an expert's parameter, such as "wi_0". Their first axis is P slots in a
-layer with slots, else E experts. Leaves of one element stay as they are: optax uses them as
-placeholders for moments that it does not keep.
+path has a key that names an expert's parameter, such as "wi_0".
 """
 
 from __future__ import annotations
@@ -167,7 +165,7 @@ def redistribute(
         ValueError: sizes of the placements, the mesh and the leaves differ; a leaf has a dtype of
             less than 8 bits or a complex dtype; or there is no leaf of experts.
     """
-    checks.check_mesh("mesh", mesh)
+    checks.check_mesh(mesh)
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(f"axis_name {axes} must name axes of the mesh, but it has {mesh.shape}.")
@@ -286,15 +284,12 @@ def _mover(
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: axis + 1]
-        dtype = leaf.dtype
-        columns = _row_length(leaf.shape[axis + 1 :], dtype.itemsize)
-        bits = f"uint{8 * dtype.itemsize}"
-        rows = leaf.astype(bits) if dtype == jnp.bool_ else lax.bitcast_convert_type(leaf, bits)
+        columns = _row_length(leaf.shape[axis + 1 :], leaf.dtype.itemsize)
+        rows = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], plan.shape[-1])
         rows = _move_rows(rows, plan, axes, implementation)
-        rows = rows.reshape(leaf.shape)
-        return rows.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(rows, dtype)
+        return rows.reshape(leaf.shape).view(leaf.dtype)
 
     moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
     return jax.jit(moved, donate_argnums=0)
@@ -342,10 +337,7 @@ def _move_rows(
 
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: str) -> Any:
-    """Applies a function to the leaves of a tree that hold experts' weights; keeps all others.
-
-    The shape of each such leaf must begin with `lead`; errors call its last size `size_name`.
-    """
+    """Applies a function to the leaves of experts' weights, whose shapes must begin with `lead`."""
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     if paths and not any(map(_of_experts, paths)):
         raise ValueError(

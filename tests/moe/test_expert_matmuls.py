@@ -46,7 +46,7 @@ GROUP_SIZES = np.asarray(SIZES, np.int32)
 
 
 @pytest.mark.parametrize("implementation", HERE)
-@pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
+@pytest.mark.parametrize("kind", quick(KINDS, "nan"))
 def test_experts_and_gradients_are_those_of_the_reference(kind, implementation):
     tokens, *matrices = numbers(kind, jnp.float32)
     # The gate's gradient multiplies three of these numbers, which must not overflow in float32.
@@ -97,7 +97,7 @@ def rounded_swiglu(gate, up):
 
 
 @pytest.mark.usefixtures("strict_promotion")
-@pytest.mark.parametrize("kind", ["gated", "activation of another dtype", "not gated", "biased"])
+@pytest.mark.parametrize("kind", ["activation of another dtype", "not gated", "biased"])
 def test_gradients_are_near_those_of_bfloat16(kind):
     x, wi_0, wi_1, wo = numbers()
     weights = {"wi_0": wi_0, "wi_1": None if kind == "not gated" else wi_1, "wo": wo}
@@ -197,7 +197,6 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", quick([*LAYERS], "tensor axis"))
 def test_a_layer_on_a_mesh_is_that_without(name, monkeypatch):
-    """A layer whose experts each rank quantizes once must agree with one without a mesh."""
     shape, axes, options, on_mesh = LAYERS[name]
     if "host" in axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
@@ -224,6 +223,7 @@ def test_tokens_are_sent_as_float8(wire_dtype):
     assert re.search(r"f8_e4m3fn[^=]*= ep_dispatch\[", traced)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_symbolic_number_of_tokens_is_exported():
     """XLA multiplies a symbolic number of rows, so the result is that of XLA's matmuls."""
     (tokens,) = jax.export.symbolic_shape("t")
@@ -268,10 +268,9 @@ def test_tokens_that_are_quantized_give_the_same(implementation):
     "format",
     [
         jax_ep.formats.FLOAT8_ROWS,
-        jax_ep.formats.Float8.of(jnp.float8_e5m2, (1, 128)),
-        jax_ep.formats.Transposed.of(jax_ep.formats.Float8.of(FLOAT8, (1, 64))),
+        jax_ep.formats.Transposed.of(jax_ep.formats.Float8.of(jnp.float8_e5m2, (1, 64))),
     ],
-    ids=["as operands", "another dtype", "transposed"],
+    ids=["as operands", "transposed"],
 )
 def test_tokens_in_any_format_and_dtype(format):
     """Tokens of other formats are quantized again; NumPy may have quantized them from float64."""
@@ -285,18 +284,7 @@ def test_tokens_in_any_format_and_dtype(format):
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
 
 
-@pytest.mark.slow
-def test_a_layer_is_near_that_of_bfloat16():
-    """A float8 layer must be near a bfloat16 one, with all roundings: wire, weights, biases."""
-    options: dict = dict(dtype=jnp.bfloat16, weights_on="input", wire_dtype=FLOAT8)
-    config = dataclasses.replace(CONFIG, **options)
-    with jax.set_mesh(expert_mesh(4)):
-        got = run(params_of(biased=True), x_of(), config)
-        plain = dataclasses.replace(config, matmul_dtype=None, wire_dtype=None)
-        want = run(params_of(biased=True), x_of(), plain, once=False)
-    assert_near(got, want, 0.12)
-
-
+GIVEN = ["rows", "layer", "chunks", "stored", "gate"]
 SECOND = {
     "grad of grad": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(x),
     "jacrev of grad": lambda f, x: jax.jacrev(jax.grad(f))(x),
@@ -305,8 +293,8 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("second", quick(SECOND, "grad of grad", "of the cotangent"))
-@pytest.mark.parametrize("given", ["rows", "layer", "chunks", "stored", "gate"])
+@pytest.mark.parametrize("second", quick(SECOND, "grad of grad"))
+@pytest.mark.parametrize("given", quick(GIVEN, "rows", "chunks"))
 def test_second_derivatives_are_refused_by_the_options_name(given, second):
     """Without the refusal, derivatives that pass through a quantization would be zero."""
     rows, *matrices = numbers()
@@ -337,7 +325,6 @@ WHOLE = "wi_0 must have whole blocks of 128 x 128"
     [
         (dict(matmul_dtype=None), {}, ValueError, "config.matmul_dtype must be a dtype"),
         (dict(matmul_dtype=jnp.bfloat16), {}, ValueError, "matmul_dtype must be None or float8_e4"),
-        (dict(matmul_dtype="float8"), {}, ValueError, "matmul_dtype must be None or float8_e4m3fn"),
         ({}, NARROW, ValueError, WHOLE),
         (None, {}, TypeError, "config must be MoEConfig"),
         ({}, None, TypeError, "params must be MoEParams"),
@@ -368,7 +355,7 @@ def test_quantized_experts_must_fit():
         jax_ep.quantize_experts(params_of(), CONFIG)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 def test_experts_are_quantized_in_the_shard_map_of_the_caller(check_vma):
     tokens, axes = P(("expert", "data")), ("expert", "data")
     config = dataclasses.replace(CONFIG, batch_axes=axes)
@@ -402,7 +389,7 @@ def num_bytes(arrays):
     return sum(each.size * each.dtype.itemsize for each in arrays)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("wire_dtype", quick([None, FLOAT8], None))
 @pytest.mark.parametrize("names", [None, (), ("dispatched_tokens",), tuple(KEPT)], ids=str)
 def test_what_is_kept_for_the_backward_pass_is_float8(names, wire_dtype):
     """`names` are the rows that a policy of jax.checkpoint keeps; None is no jax.checkpoint."""

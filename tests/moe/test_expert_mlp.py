@@ -12,13 +12,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
-from support import meshes
 from support.kernels import needs_kernels
 from support.matmuls import implementations_with_dtypes
+from support.meshes import mesh
 from support.selection import quick
 
-import jax_ep
-from jax_ep.formats import MXFP4
 from jax_ep.moe.expert_mlp import expert_mlp
 
 H, F = 64, 128
@@ -34,12 +32,14 @@ CASES = {
 }
 
 
-# Options of `expert_mlp` that set the hidden unit. All but "plain" have biases.
+# Options of `expert_mlp` that set the hidden unit. Those of `BIASED` also have biases.
 UNITS: dict = {
     "plain": {},
+    "another activation": dict(activation=jnp.tanh),
     "two arrays and clamp": dict(activation=lambda gate, up: (up + 1) * jnp.tanh(gate)),
     "not gated": dict(activation=lambda h: jax.nn.relu(h) ** 2),
 }
+BIASED = ("two arrays and clamp", "not gated")
 
 
 def operands(num_rows, sizes, dtype, unit="plain", seed=0):
@@ -54,7 +54,7 @@ def operands(num_rows, sizes, dtype, unit="plain", seed=0):
         name: jnp.asarray(rng.standard_normal((len(sizes), *shape)) / np.sqrt(shape[0]), dtype)
         for name, shape in shapes.items()
     }
-    if unit != "plain":
+    if unit in BIASED:
         for name, (_, width) in shapes.items():
             weights[f"{name}_bias"] = jnp.asarray(rng.standard_normal((len(sizes), width)))
     tokens, grad = (jnp.asarray(array, dtype) for array in (tokens, grad))
@@ -84,7 +84,7 @@ def in_float64(tokens, weights, sizes, unit, clamp):
 
     def product(x, name):
         y = jnp.einsum("rk,rkn->rn", x, weights[name][groups])
-        return y if unit == "plain" else y + weights[f"{name}_bias"][groups]
+        return y + weights[f"{name}_bias"][groups] if unit in BIASED else y
 
     x = tokens[: len(groups)]
     if unit == "not gated":
@@ -93,6 +93,8 @@ def in_float64(tokens, weights, sizes, unit, clamp):
         gate, up = product(x, "wi_0"), product(x, "wi_1")
         if unit == "plain":
             hidden = gate / (1 + jnp.exp(-gate)) * up
+        elif unit == "another activation":
+            hidden = jnp.tanh(gate) * up
         else:
             hidden = (jnp.clip(up, -clamp, clamp) + 1) * jnp.tanh(jnp.minimum(gate, clamp))
     return jnp.zeros(tokens.shape).at[: len(groups)].set(product(hidden, "wo"))
@@ -121,6 +123,7 @@ def output_and_gradients(tokens, weights, sizes, grad, unit="plain", implementat
     return out, *vjp(grad)
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize("unit", quick([*UNITS], "plain", "two arrays and clamp"))
 @pytest.mark.parametrize("case", quick([*CASES], "empty and huge"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
@@ -142,40 +145,13 @@ def test_output_and_gradients(implementation, dtype, case, unit):
         assert not np.any(np.asarray(gradient)[empty])
 
 
-def test_another_activation():
-    tokens, weights, sizes, _ = operands(40, [10, 30], "float32")
-    got = expert_mlp(tokens, **weights, group_sizes=sizes, activation=jnp.tanh)
-    for start, stop, e in ((0, 10, 0), (10, 40, 1)):
-        x = np.asarray(tokens[start:stop])
-        wi_0, wi_1, wo = (np.asarray(w[e]) for w in weights.values())
-        assert_close(got[start:stop], (np.tanh(x @ wi_0) * (x @ wi_1)) @ wo, "float32")
-
-
 def test_float64_experts_have_float64_biases():
-    """Biases of float64 experts, and their gradients, must not be rounded to float32."""
     with jax.enable_x64(True):
         arrays = operands(NUM_ROWS, CASES["empty and huge"], "float64", "not gated")
         got, want = output_and_gradients(*arrays, "not gated"), expected(*arrays, "not gated")
         for mine, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert mine.dtype == jnp.float64
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12 * max(1, abs(other).max()))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
-def test_strict_promotion(dtype):
-    units = ["plain"] if dtype == "float32" else ["plain", "two arrays and clamp"]
-
-    def results():
-        return [
-            output_and_gradients(*operands(NUM_ROWS, CASES["even"], dtype, unit), unit)
-            for unit in units
-        ]
-
-    want = results()
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = results()
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def saved_shapes(function, *args):
@@ -187,7 +163,6 @@ def saved_shapes(function, *args):
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """The MLP must keep the tokens and two pre-activations for its backward pass."""
     rows = 80
     tokens, weights, sizes, _ = operands(rows, [50, 30], "float32")
 
@@ -238,44 +213,36 @@ def test_the_gradient_of_tokens_follows_that_of_wo(matmul_dtype):
     assert "parameter" in made and not {"dynamic-update-slice", "while"} & set(made), made
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 4)], ids=str)
-@pytest.mark.slow
-def test_inside_shard_map(mesh_shape, check_vma):
-    """In a shard_map, experts split over one axis and tokens over two must give right gradients."""
-    mesh = meshes.mesh(mesh_shape, ("data", "expert"))
-    data, experts = mesh_shape
-    ranks = data * experts
-    parts = [operands(60, [20, 0, 35], "float32", seed=seed) for seed in range(ranks)]
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
+def test_inside_shard_map(check_vma):
+    """Experts are split over one axis and tokens over two, and rematerialized in a loop."""
+    parts = [operands(60, [20, 0, 35], "float32", seed=seed) for seed in range(4)]
     tokens, grad = (jnp.concatenate([part[i] for part in parts]) for i in (0, 3))
-    weights = jax.tree.map(lambda *a: jnp.concatenate(a), *(part[1] for part in parts[:experts]))
+    weights = jax.tree.map(lambda *a: jnp.concatenate(a), parts[0][1], parts[1][1])
     sizes, both = parts[0][2], P(("data", "expert"))
 
     @jax.jit
     @functools.partial(
         jax.shard_map,
-        mesh=mesh,
-        in_specs=(both, P("expert"), P()),
+        mesh=mesh((2, 2), ("data", "expert")),
+        in_specs=(both, P("expert")),
         out_specs=both,
         check_vma=check_vma,
     )
-    def layer(tokens, weights, sizes):
+    def layer(tokens, weights):
         @jax.checkpoint
         def step(total, _):
             return total + mlp(tokens, weights, sizes), None
 
-        return jax.lax.scan(step, jnp.zeros_like(tokens), None, length=2)[0] / 2
+        return jax.lax.scan(step, jnp.zeros_like(tokens), None, length=1)[0]
 
-    out, vjp = jax.vjp(lambda *a: layer(*a, sizes), tokens, weights)
+    out, vjp = jax.vjp(layer, tokens, weights)
     dtokens, dweights = vjp(grad)
-    wants = [
-        expected(part[0], parts[rank % experts][1], sizes, part[3])
-        for rank, part in enumerate(parts)
-    ]
+    wants = [expected(parts[i][0], parts[i % 2][1], sizes, parts[i][3]) for i in range(4)]
     assert_close(out, np.concatenate([want[0] for want in wants]), "float32")
     assert_close(dtokens, np.concatenate([want[1] for want in wants]), "float32")
     for name, mine in dweights.items():
-        of_experts = [sum(want[2][name] for want in wants[e::experts]) for e in range(experts)]
+        of_experts = [wants[e][2][name] + wants[e + 2][2][name] for e in range(2)]
         assert_close(mine, np.concatenate(of_experts), "float32")
 
 
@@ -306,7 +273,7 @@ def test_lowers_for_cuda():
     assert not gated_by_the_matmul(activation=functools.partial(jax.nn.gelu, approximate=False))
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
 def test_a_cotangent_that_is_no_number_stays_in_its_group(value):
     tokens, weights, sizes, grad = operands(8, [3, 5], "float32")
     biases = dict(wi_0_bias=jnp.ones((2, F)), wo_bias=jnp.ones((2, H)))
@@ -359,7 +326,6 @@ def test_errors(name, shape, dtype, error, message):
     ("options", "error", "message"),
     [
         (dict(activation="silu"), TypeError, "activation must be a function of gate, or .* 'silu'"),
-        (dict(activation=None), TypeError, "activation must be a function of gate"),
         (dict(clamp=-1.0), ValueError, "clamp must be above 0.* or None, but is -1.0"),
         (
             dict(wi_1=None, activation=lambda a, b: a * b),
@@ -368,20 +334,10 @@ def test_errors(name, shape, dtype, error, message):
         ),
         (dict(wi_1=None, wi_1_bias=np.ones((2, F))), ValueError, "wi_1_bias must be None where"),
         (dict(activation=lambda a: a[:1]), ValueError, r"activation must .*\(8, 128\).*\(1, 128\)"),
-        (dict(activation=jnp.sum), ValueError, r"activation must be elementwise.*shape=\(\)"),
         (dict(activation=lambda a: a > 0), ValueError, "activation must .* returns .*bool"),
         (dict(activation=lambda a: None), ValueError, "activation must be .* but returns None"),
-        (dict(wi_1=None, activation=lambda a: a[:1]), ValueError, "activation must be elementwise"),
-        (
-            dict(activation=lambda a, b: a.T),
-            ValueError,
-            r"activation must be .*\(128, 8\)",
-        ),
-        (
-            dict(activation=lambda: 1.0),
-            TypeError,
-            "activation failed for an array: .* 0 pos",
-        ),
+        (dict(activation=lambda a, b: a.T), ValueError, r"activation must be .*\(128, 8\)"),
+        (dict(activation=lambda: 1.0), TypeError, "activation failed for an array: .* 0 pos"),
     ],
 )
 def test_errors_of_units(options, error, message):
@@ -409,36 +365,28 @@ def test_without_tokens_the_gradients_are_zero(num_rows, matmul_dtype):
         np.testing.assert_array_equal(grad, np.zeros(operands[name].shape), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "kind", quick(["bfloat16", "biases", "float8", "mxfp4"], "biases", "float8"), ids=str
-)
-def test_what_is_constant_is_not_computed_by_the_compiler(kind):
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul_dtype", [None, jnp.float8_e4m3fn])
+def test_what_is_constant_is_not_computed_by_the_compiler(matmul_dtype):
     """XLA would evaluate reductions of constants while it compiles, for seconds."""
     groups, width = 4, 128
-    shapes = (groups, width, width), (groups, width, width), (groups, width, width)
-    tokens, *matrices = (jnp.ones(shape, jnp.bfloat16) for shape in ((256, width), *shapes))
-    biases, options, argnums = {}, {}, (0, 1)
-    if kind == "biases":
-        names = "wi_0_bias", "wi_1_bias", "wo_bias"
-        biases = dict.fromkeys(names, jnp.ones((groups, width), jnp.bfloat16))
-        argnums = (0, 1, 2)
-    elif kind == "float8":
-        options = {"matmul_dtype": jnp.float8_e4m3fn}
-    elif kind == "mxfp4":
-        matrices, argnums = [jax_ep.quantize(each, MXFP4) for each in matrices], (0,)
+    tokens = jnp.ones((256, width), jnp.bfloat16)
+    matrices = [jnp.ones((groups, width, width), jnp.bfloat16)] * 3
+    names = "wi_0_bias", "wi_1_bias", "wo_bias"
+    operands = tokens, matrices, dict.fromkeys(names, jnp.ones((groups, width), jnp.bfloat16))
 
-    def gradient(tokens, matrices, biases, sizes, cotangent):
-        def total(tokens, matrices, biases):
-            return jnp.vdot(expert_mlp(tokens, *matrices, sizes, **biases, **options), cotangent)
+    def gradient(operands, sizes, cotangent):
+        def total(operands):
+            tokens, matrices, biases = operands
+            out = expert_mlp(tokens, *matrices, sizes, **biases, matmul_dtype=matmul_dtype)
+            return jnp.vdot(out, cotangent)
 
-        return jax.grad(total, argnums)(tokens, matrices, biases)
+        return jax.grad(total)(operands)
 
     def num_reductions(function, *args):
         text = jax.jit(function).lower(*args).compile().as_text()
         return len(re.findall(r" reduce(?:-window)?\(", text or ""))
 
     constants = np.zeros(groups, np.int32), np.ones(tokens.shape, jnp.bfloat16)
-    operands = tokens, matrices, biases
-    want = num_reductions(gradient, *operands, *constants)
-    got = num_reductions(lambda *operands: gradient(*operands, *constants), *operands)
-    assert got == want > 0
+    want = num_reductions(gradient, operands, *constants)
+    assert num_reductions(lambda operands: gradient(operands, *constants), operands) == want > 0

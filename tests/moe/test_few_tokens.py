@@ -94,11 +94,11 @@ def expected(params, x, topk_idx, weights, config):
     return out
 
 
-KINDS = ["plain", "biases", "float8", "stored", "stored_float8", "stored_mxfp4", "without_wi_1"]
+KINDS = ["biases", "float8", "stored", "stored_float8", "stored_mxfp4", "without_wi_1"]
 
 
-@pytest.mark.parametrize("num_tokens", quick([1, 3, 16], 1, 3))
-@pytest.mark.parametrize("kind", quick(KINDS, "plain", "stored_mxfp4"))
+@pytest.mark.parametrize("num_tokens", quick([1, 3, 16], 3))
+@pytest.mark.parametrize("kind", quick(KINDS, "float8", "stored_mxfp4"))
 def test_outputs_are_those_of_each_choice(num_tokens, kind):
     params, config = make_params(biases=kind in ("biases", "stored_mxfp4")), CONFIG
     if kind.endswith("float8"):
@@ -154,7 +154,6 @@ def test_gradients_and_outputs_are_those_of_a_dispatch(num_tokens, check_vma):
 
 @pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
 def test_stored_experts_leave_the_tokens_their_gradient(matmul_dtype):
-    """Matrices that are stored quantized have no gradient, but tokens and the gate have theirs."""
     params, x, mesh = stored(make_params(), FLOAT8_MATRICES), make_x(8), expert_mesh(1)
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
 
@@ -165,12 +164,6 @@ def test_stored_experts_leave_the_tokens_their_gradient(matmul_dtype):
     named = dataclasses.replace(config, implementation="xla")
     got, want = (jax.grad(loss, (0, 1))(params.gate, x, each) for each in (config, named))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-    def of_all(params):
-        return jnp.sum(on_mesh(config, mesh)(params, x).astype(jnp.float32))
-
-    with pytest.raises(TypeError, match="wi_0 is stored quantized"):
-        jax.grad(of_all, allow_int=True)(params)
 
 
 def kernels(config, num_tokens, num_ranks=1, dtype=jnp.bfloat16):
@@ -213,7 +206,6 @@ def test_several_ranks_dispatch():
 
 @needs_kernels
 def test_only_chosen_experts_are_dequantized():
-    """A layer of a token must not dequantize the matrices of experts that it does not choose."""
     params = jax.eval_shape(lambda: stored(make_params(), FLOAT8_MATRICES))
     x = jax.ShapeDtypeStruct((1, H), jnp.bfloat16)
     layer = on_mesh(CONFIG, cuda_mesh((1,), ("expert",)))

@@ -76,7 +76,6 @@ TENSOR: dict = {"tensor_axis": "tensor"}
 CASES: dict = {
     "embed": ((4, 2), AXES, {"embed": "fsdp"}, {}),
     "mlp": ((2, 4), AXES, {"mlp": "fsdp"}, {}),
-    "experts": ((2, 4), AXES, {"exp": "fsdp"}, {}),
     "experts, and H of others": ((2, 4), AXES, {"exp": "fsdp", "embed": "fsdp"}, {}),
     "two axes, and copies": (THREE, ("data", *AXES), {"embed": ["fsdp", "data"]}, {}),
     "with a tensor axis": (THREE, WITH_TENSOR, {"mlp": "fsdp"}, TENSOR),
@@ -108,24 +107,25 @@ def types(dtype: str, *shapes: tuple[int, ...]) -> list[str]:
     return sorted(f"tensor<{'x'.join(map(str, shape))}x{dtype}>" for shape in shapes)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["kept", "remat"])
-def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
+def test_bfloat16_is_gathered_and_gradients_are_scattered():
     """The lowered program shows the dtypes, since XLA for CPUs moves bfloat16 as float32."""
     devices = mesh((2, 4), AXES)
     params = random_params(shared_dim=8)
     where = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
     of_tokens = NamedSharding(devices, P(AXES))
     with jax.set_mesh(devices):
+        run = jax.checkpoint(functools.partial(loss, config=BF16))
         step = jax.jit(
-            jax.value_and_grad(wrap(functools.partial(loss, config=BF16)), (0, 1), has_aux=True),
+            jax.value_and_grad(run, (0, 1), has_aux=True),
             out_shardings=(None, (where, of_tokens)),
         )
         lowered = step.lower(jax.device_put(params, where), jax.device_put(make_x(), of_tokens))
-    text, passes = lowered.as_text(), 1 if wrap is not jax.checkpoint else 2
+    text = lowered.as_text()
     own, half = E // 4, H // 2
     matrices = [(own, H, F)] * 2 + [(own, F, H)]
     weights = [t for t in collectives(text, "all_gather") if f"{H}" in t and "bf16" in t]
-    assert weights == sorted(types("bf16", *matrices, (H, 8), (H, 8), (8, H)) * passes)
+    # jax.checkpoint gathers again in the backward pass.
+    assert weights == sorted(types("bf16", *matrices, (H, 8), (H, 8), (8, H)) * 2)
     # The gate's gradient is scattered, too.
     scattered = [(own, half, F)] * 2 + [(own, F, half), (half, 8), (half, 8), (8, half), (half, E)]
     assert collectives(text, "reduce_scatter") == types("f32", *scattered)
@@ -138,18 +138,7 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered(wrap):
     assert "all-reduce" not in of_experts
     assert not [kind for _, kind in moved if kind == "collective-permute"]
     # XLA for CPUs may merge gathers that remat repeats.
-    assert 3 <= of_experts.count("all-gather") <= 3 * passes
-
-
-def test_copies_of_parts_are_summed_after_they_are_scattered():
-    """The all-reduce over "data" must move only parts of the gradients."""
-    devices = mesh((2, 2, 2), ("data", *AXES))
-    params = random_params()
-    with jax.set_mesh(devices):
-        text = step_of(config=BF16).lower(params, make_x()).as_text()
-    reduced = collectives(text, "all_reduce")
-    assert reduced.count(f"tensor<{E // 2}x{H // 2}x{F}xf32>") == 2
-    assert not [kind for kind in reduced if f"{E // 2}x{H}x{F}" in kind]
+    assert 3 <= of_experts.count("all-gather") <= 3 * 2
 
 
 def test_a_scan_gathers_one_layer_at_a_time():
@@ -280,8 +269,6 @@ WHOLE_EXPERTS = (8, 1, 1), (8, 1, 1), (2, 1)
 NNX: dict = {
     "rules": (RULES, None, (4, 2, 1), (4, 1, 2), (2, 1)),
     "fsdp_axes": ([], {"embed": "fsdp"}, (4, 2, 1), (4, 1, 2), (2, 1)),
-    "an axis twice in rules": (ORDERED, None, *WHOLE_EXPERTS),
-    "an axis twice in fsdp_axes": ([], BOTH, *WHOLE_EXPERTS),
     "an axis twice in both": (ORDERED, BOTH, *WHOLE_EXPERTS),
     "an axis in each": ([OF_OTHERS], BOTH, *WHOLE_EXPERTS),
     "order of rules": ([("mlp", "fsdp"), *RULES[:2]], None, (4, 1, 2), (4, 2, 1), (2, 1)),
@@ -330,12 +317,6 @@ def test_rules_that_contradict_fsdp_axes_are_refused(framework):
         message = r"agree with the axis rules, but splits 'exp' of wi_0 over .*, and the rules over"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(layer, params, make_x())
-
-
-def test_nnx_says_which_axes_do_not_divide_the_experts():
-    message = """8 ranks along ('expert', 'fsdp'), over which "exp" is split, but is 12; or split"""
-    with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match=re.escape(message)):
-        nnx_layer(num_experts=12, fsdp_axes={"exp": "fsdp"})
 
 
 def test_types_show_explicit_axes():

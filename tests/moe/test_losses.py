@@ -19,7 +19,7 @@ from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
 def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
     """Ids may have any integer dtype, even one that cannot hold E; other ids count nowhere."""
     experts = 300
@@ -77,30 +77,6 @@ def test_load_balance_loss_and_its_gradient():
     np.testing.assert_allclose(grad, derivative(want, logits), atol=1e-6)
 
 
-@pytest.mark.parametrize("shift", [0, -32, -40, -60, -80])
-def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
-    """The load-balance loss of sigmoid scores must be right, however small the scores are."""
-    logits = random_logits(3, tokens=8)
-    topk_idx = routing.top_k_routing(jnp.asarray(logits), 2).topk_idx
-    far = np.asarray(logits + np.float32(shift), np.float64)
-
-    def loss(logits, **options):
-        return losses.load_balance_loss(jax.nn.sigmoid(logits), topk_idx, **options)
-
-    def want(logits):
-        return reference.load_balance_loss(1 / (1 + np.exp(-logits)), np.asarray(topk_idx))
-
-    for options in ({}, dict(convention="deepseek_v3", num_sequences=1)):
-        value, grad = jax.value_and_grad(functools.partial(loss, **options))(
-            jnp.asarray(far, jnp.float32)
-        )
-        np.testing.assert_allclose(value, want(far), rtol=1e-6)
-        np.testing.assert_allclose(grad, derivative(want, far), rtol=1e-4, atol=1e-6)
-    sums = losses.balance_sums(jax.nn.sigmoid(jnp.asarray(far, jnp.float32)), topk_idx)
-    pooled = losses.pooled_load_balance_loss([sums, sums], convention="switch")
-    np.testing.assert_allclose(pooled, want(far), rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_loss_of_the_smallest_and_largest_scores(dtype):
     """The loss must be right for scores from the smallest normal number to near the largest."""
@@ -131,7 +107,7 @@ def test_router_z_loss_and_its_gradient():
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
-@pytest.mark.parametrize("shape", quick([(1,), (2,), (4,), (8,), (2, 4)], (8,), unpack=False))
+@pytest.mark.parametrize("shape", quick([(1,), (8,), (2, 4)], (2, 4), unpack=False))
 def test_losses_over_ranks_equal_those_of_all_tokens(shape, check_vma):
     # Tokens of each rank prefer other experts, so that the mean of the ranks' losses is wrong.
     lean = np.repeat(np.eye(E)[:8] * 4, T // 8, axis=0)
@@ -155,32 +131,19 @@ def test_losses_over_ranks_equal_those_of_all_tokens(shape, check_vma):
     want_value, want_grad = jax.jit(jax.value_and_grad(both))(logits)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     np.testing.assert_allclose(grad, want_grad, atol=1e-7)
+    inside = jax.shard_map(
+        jax.grad(functools.partial(both, axis_name=axes)),
+        mesh=mesh(shape, axes),
+        in_specs=P(axes),
+        out_specs=P(axes),
+        check_vma=check_vma,
+    )
+    # Under check_vma=False the gradients are those of the sum of all ranks' losses.
+    num_losses = 1 if check_vma else np.prod(shape)
+    np.testing.assert_allclose(jax.jit(inside)(logits) / num_losses, want_grad, atol=1e-7)
     if shape != (1,):
         own = np.mean([jax.jit(both)(part) for part in np.split(logits, np.prod(shape))])
         assert abs(own - want_value) > 1e-3
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow
-def test_gradients_taken_inside_shard_map(check_vma):
-    """Under check_vma=False the gradients are those of the sum of all ranks' losses."""
-    num_ranks = 4
-    logits = jnp.asarray(random_logits(6))
-
-    def loss(logits, axis_name=None):
-        routed = routing.top_k_routing(logits, 2)
-        return losses.load_balance_loss(routed.probs, routed.topk_idx, axis_name=axis_name)
-
-    grad = jax.shard_map(
-        jax.grad(functools.partial(loss, axis_name="expert")),
-        mesh=expert_mesh(num_ranks),
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-        check_vma=check_vma,
-    )
-    scale = 1 if check_vma else num_ranks
-    want = scale * jax.jit(jax.grad(loss))(logits)
-    np.testing.assert_allclose(jax.jit(grad)(logits), want, atol=1e-7)
 
 
 def sums_in_numpy(probs, topk_idx):
@@ -248,9 +211,10 @@ def test_the_loss_of_all_microbatches_from_counts_of_a_first_pass():
         own = total._replace(probs=sums(logits).probs)
         return losses.pooled_load_balance_loss(own, convention="switch")
 
-    total = jax.tree.map(lambda x: x.sum(axis=0), jax.vmap(sums)(logits))
-    each = [jax.value_and_grad(of_microbatch)(one, total) for one in logits]
-    want = jax.value_and_grad(pooled)(logits)
+    total = jax.tree.map(lambda x: x.sum(axis=0), jax.jit(jax.vmap(sums))(logits))
+    step = jax.jit(jax.value_and_grad(of_microbatch))
+    each = [step(one, total) for one in logits]
+    want = jax.jit(jax.value_and_grad(pooled))(logits)
     np.testing.assert_allclose(sum(loss for loss, _ in each), want[0], rtol=1e-6)
     np.testing.assert_allclose(jnp.stack([grad for _, grad in each]), want[1], atol=1e-8)
 
@@ -343,7 +307,7 @@ def test_factors_of_any_dtype_leave_the_loss_float32():
 
 
 @pytest.mark.parametrize("form", ["list", "stacked", "added"])
-@pytest.mark.parametrize("layers, log_tokens", [(64, 22), (60, 26), (1, 29)])
+@pytest.mark.parametrize("layers, log_tokens", quick([(64, 22), (60, 26), (1, 29)], (60, 26)))
 @pytest.mark.parametrize("convention, even", [("switch", 1), ("transformers", 8)])
 def test_sums_of_counts_do_not_overflow(convention, even, layers, log_tokens, form):
     """64 layers of 2^22 tokens with 8 choices each have 2^31 choices."""
@@ -371,7 +335,6 @@ def test_sums_of_counts_do_not_overflow(convention, even, layers, log_tokens, fo
     "options",
     [
         dict(convention="switch"),
-        dict(convention="transformers"),
         dict(convention="deepseek_v3", num_sequences=2),
         dict(convention="deepseek_v3", num_sequences=2, sequence_ids=np.zeros(0, int)),
     ],

@@ -44,7 +44,6 @@ TOKENS = [((8, 4), 8), ((3, 5), 8), ((24,), 4), ((2, 2, 3), 1)]
 @pytest.mark.parametrize("lead, num_ranks", TOKENS)
 @pytest.mark.slow
 def test_conventions(convention, lead, num_ranks):
-    """Each convention's loss, gradient and sums must be right, with masked tokens."""
     x = make_x(shape=lead)
     mask = jnp.asarray(np.random.default_rng(1).integers(0, 3, lead) > 0)
     config = dataclasses.replace(CONFIG, balance_convention=convention)

@@ -134,7 +134,7 @@ CASES = {
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 @pytest.mark.parametrize("name", quick([*CASES], "overflowing"))
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
-@pytest.mark.parametrize("dtype", quick([*TOLERANCE], "bfloat16"))
+@pytest.mark.parametrize("dtype", quick([*TOLERANCE], "float32"))
 @pytest.mark.parametrize("exchange", implementations())
 def test_output_and_gradients(exchange, dtype, num_ranks, name, weights_on):
     kind, capacity, alignment = CASES[name]
@@ -200,7 +200,7 @@ def unused_rows_are_nan(monkeypatch):
 
 @pytest.mark.parametrize("weights_on", quick(["output", "input"], "output"))
 @pytest.mark.parametrize("name", quick([*CASES], "aligned and overflowing"))
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", quick([False, True], True))
 def test_rows_that_no_token_gets_are_never_read(biased, name, weights_on, unused_rows_are_nan):
     """No product, activation, bias, combine or gradient may read rows to which no token is sent.
 
@@ -235,20 +235,12 @@ def test_rows_that_no_token_gets_are_never_read(biased, name, weights_on, unused
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
 
 
-def gradients_of_layer(**options):
-    """Returns a jitted function that computes a layer's gradients, and its operands."""
-    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K, **options)
-
-    def total(params, x):
-        return jax_ep.moe_layer(params, x, config)[0].sum()
-
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, H)), jnp.float32)
-    return jax.jit(jax.grad(total, (0, 1))), (random_params(H, F, scale=1.0), x)
-
-
 def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
-    """jax_debug_nans, which checks all results under jit, must find no NaN in unused rows."""
-    gradients, operands = gradients_of_layer()
+    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
+    x = np.random.default_rng(1).normal(size=(16, H)).astype(np.float32)
+    operands = random_params(H, F, scale=1.0), x
+    total = lambda params, x: jax_ep.moe_layer(params, x, config)[0].sum()  # noqa: E731
+    gradients = jax.jit(jax.grad(total, (0, 1)))
     with jax.set_mesh(expert_mesh(most_ranks(4))):
         with jax.debug_nans(True):
             grads = gradients(*operands)
@@ -258,17 +250,6 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
         again = gradients(*operands)
     assert unused_rows_are_nan
     jax.tree.map(np.testing.assert_array_equal, grads, again)
-
-
-@pytest.mark.parametrize("capacity_factor", [None, 1.0, 8.0])
-def test_the_gate_of_a_mostly_unused_buffer_has_a_primitive_of_its_own(capacity_factor):
-    """The gradient of the gate must skip unused rows, if a buffer is mostly unused on average."""
-    num_ranks = most_ranks(4)
-    gradients, operands = gradients_of_layer(capacity_factor=capacity_factor)
-    with jax.set_mesh(expert_mesh(num_ranks)):
-        jaxpr = str(jax.make_jaxpr(gradients)(*operands))
-    # One rank has no unused rows.
-    assert ("gate_gradient[" in jaxpr) == (capacity_factor != 1.0 and num_ranks > 1)
 
 
 def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
@@ -289,7 +270,6 @@ def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
 
 
 def test_scaled_rows_are_refused():
-    """Float8 rows must be refused unless they come with their scales."""
     case, wire = Case(1, T, 128, K, E, "bfloat16"), jnp.float8_e4m3fn
 
     def run(x, topk_idx, weights, wi, wo):
@@ -304,7 +284,6 @@ def test_scaled_rows_are_refused():
 
 @pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
 def test_weights_of_choices_without_a_row_count_nowhere(name):
-    """The weights of masked or dropped choices may be NaN, and their gradients must be zero."""
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
     x, topk_idx, weights, *others = make_operands(case, kind)
@@ -318,7 +297,6 @@ def test_weights_of_choices_without_a_row_count_nowhere(name):
 
 
 def test_second_order_gradients_of_a_batch():
-    """Batched second derivatives must be right; they pass through the gradient's exchanges."""
     case = Case(most_ranks(2), T, H, K, E)
     x, topk_idx, weights, *experts, grad = make_operands(case)
     operands = x, weights, *experts

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax import lax
 from support.dense_moe import E, F, H, K, assert_close, make_params, make_x
-from support.jaxprs import executions
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
@@ -41,22 +40,17 @@ def weighted_experts(topk_idx, topk_weights) -> np.ndarray:
     return reference.moe_layer(np.asarray(X).reshape(-1, H), *flat, *experts).reshape(X.shape)
 
 
-@pytest.mark.parametrize(
-    "shape, names", quick([((1,), ("expert",)), ((8,), ("expert",)), ((2, 3), ("data", "expert"))],
-                          ((8,), ("expert",)))
-)  # fmt: skip
+MESHES = {"one rank": ((1,), ("expert",)), "data": ((2, 4), ("data", "expert"))}
+
+
+@pytest.mark.parametrize("shape, names", quick(MESHES, "data"))
 def test_given_choices_and_weights(shape, names):
-    """Given choices and weights must be used, without a gate, on meshes that pad tokens or not."""
     topk_idx, topk_weights = choices()
-    params, config = PARAMS._replace(gate=None), CONFIG
-    # Three ranks along "expert" need nine experts.
-    if shape == (2, 3):
-        params = jax.tree.map(lambda a: jnp.concatenate([a, a[:1]]), params)
-        config = dataclasses.replace(CONFIG, num_experts=E + 1)
+    params = PARAMS._replace(gate=None)
 
     def total(params, topk_weights):
         given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
-        out, metrics = moe_layer(params, X, config, **given)
+        out, metrics = moe_layer(params, X, CONFIG, **given)
         return jnp.sum(out * X), (out, metrics)
 
     with jax.set_mesh(mesh(shape, names)):
@@ -64,29 +58,11 @@ def test_given_choices_and_weights(shape, names):
         (_, (out, metrics)), grad = step(params, topk_weights)
     np.testing.assert_allclose(out, weighted_experts(topk_idx, topk_weights), atol=1e-5)
     counts = np.bincount(np.asarray(topk_idx)[np.asarray(topk_idx) >= 0], minlength=E)
-    np.testing.assert_array_equal(metrics.expert_counts[:E], counts)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
     assert metrics.num_dropped == metrics.load_balance_loss == metrics.router_z_loss == 0
     one = jnp.zeros_like(topk_weights).at[0, 0, 1].set(1.0)
     want = np.sum(weighted_experts(topk_idx, one) * np.asarray(X))
     np.testing.assert_allclose(grad[0, 0, 1], want, atol=1e-5)
-
-
-def test_the_gradient_of_expert_scale_adds_in_one_order():
-    """On GPUs, the order in which a scatter-add adds differs from run to run."""
-    topk_idx, topk_weights = choices()
-    cotangent = make_x(seed=4)
-
-    def loss(scale):
-        params = PARAMS._replace(gate=None, expert_scale=scale)
-        out, _ = moe_layer(params, X, CONFIG, topk_idx=topk_idx, topk_weights=topk_weights)
-        return jnp.sum(out * cotangent)
-
-    scale = jnp.linspace(0.5, 2.0, E)
-    grad = jax.grad(loss)
-    assert executions(jax.make_jaxpr(grad)(scale).jaxpr, "scatter-add") == 0
-    # The output is linear in the scales of experts.
-    want = [loss(of_expert) for of_expert in jnp.eye(E)]
-    np.testing.assert_allclose(jax.jit(grad)(scale), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
@@ -171,7 +147,6 @@ def test_a_router_without_a_gate_sees_no_logits():
 @pytest.mark.parametrize("router_dtype", [jnp.bfloat16, None])
 @pytest.mark.slow
 def test_logits_in_the_dtype_of_the_model(router_dtype):
-    """With a bfloat16 router, logits must be rounded to bfloat16 in choices, weights and losses."""
     params = PARAMS._replace(gate_bias=jnp.linspace(-1.0, 1.0, E))
     config = dataclasses.replace(CONFIG, router_dtype=router_dtype, dtype=jnp.bfloat16)
     _, metrics = jax.jit(moe_layer, static_argnums=2)(params, X, config)
@@ -207,12 +182,6 @@ BIAS_ALONE: dict = dict(gate=None, gate_bias=np.zeros(E, np.float32))
         (BIAS_ALONE, BOTH, ValueError, "gate_bias must be None where gate is None"),
         (dict(gate_bias=np.zeros(3)), {}, ValueError, r"gate_bias must have.*\(8,\).*\(3,\)"),
         (dict(expert_scale=IDX), {}, ValueError, "expert_scale must be a floating array"),
-        (
-            dict(expert_scale=np.ones(E, int)),
-            {},
-            TypeError,
-            "expert_scale must be a floating array",
-        ),
     ],
 )
 def test_errors_name_the_argument(changes, call, error, message):
@@ -225,16 +194,8 @@ def test_errors_name_the_argument(changes, call, error, message):
     [
         (lambda x: (x, x), TypeError, "router must return a jax_ep.Routing, .*tuple"),
         (lambda x: Routing(x, x), TypeError, "topk_idx of router must be an integer array"),
-        (
-            lambda x: Routing(ONES[:, :2], x),
-            ValueError,
-            r"topk_idx of router .*\(32, 3\).*32, 2",
-        ),
-        (
-            lambda x: Routing(ONES, x[:, :K], x),
-            ValueError,
-            r"probs of router .*\(32, 8\).*32, 16",
-        ),
+        (lambda x: Routing(ONES[:, :2], x), ValueError, r"topk_idx of router .*\(32, 3\).*32, 2"),
+        (lambda x: Routing(ONES, x[:, :K], x), ValueError, r"probs of router .*\(32, 8\).*32, 16"),
     ],
 )
 def test_errors_name_what_a_router_returned(routed, error, message):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.logits import E, T, derivative, random_bias, random_logits
+from support.logits import E, derivative, random_bias, random_logits
 from support.meshes import mesh
 from support.selection import quick
 
 from jax_ep import reference
-from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
 from jax_ep.moe.routing import RoutingOptions
 
@@ -39,14 +38,16 @@ def norm_error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+# Few tokens have an implementation of their own.
+@pytest.mark.parametrize("num_tokens", [16, 60])
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_are_those_of_float32(dtype, gate_dtype):
+def test_logits_are_those_of_float32(dtype, gate_dtype, num_tokens):
     """The router's logits must be as exact as float32, whatever the dtypes of tokens and gate."""
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.normal(size=(60, 500)), dtype)
+    x = jnp.asarray(rng.normal(size=(num_tokens, 500)), dtype)
     gate = jnp.asarray(rng.normal(size=(500, E)), gate_dtype)
-    grad = jnp.asarray(rng.normal(size=(60, E)), jnp.float32)
+    grad = jnp.asarray(rng.normal(size=(num_tokens, E)), jnp.float32)
 
     @jax.jit
     def run(x, gate, grad):
@@ -91,46 +92,22 @@ def test_logits_of_an_infinite_gate_are_infinite():
         np.testing.assert_array_equal(logits, np.array([[np.inf, 2, -np.inf]] * 2))
 
 
-def test_logits_of_bfloat16_are_bfloat16_products():
-    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
-    gate = jax.ShapeDtypeStruct((512, 64), jnp.float32)
-
-    def loss(x, gate):
-        return jnp.sum(jnp.sin(routing.router_logits(x, gate)))
-
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, gate)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 3
-    for line in products:
-        operands = line.split(" : (")[1].split(" -> ")[0]
-        assert operands.count("xbf16>") == 2, line
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_logits_with_a_gate_that_all_ranks_share(check_vma):
-    """A gate replicated over ranks must get a gradient summed over the ranks."""
-    devices = mesh((2,), ("data",))
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.normal(size=(8, 32)), jnp.bfloat16)
     gate = jnp.asarray(rng.normal(size=(32, E)), jnp.float32)
-    specs = P("data"), P()
-    logits = jax.shard_map(
-        routing.router_logits,
-        mesh=devices,
-        in_specs=specs,
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
+    options: dict = dict(in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
+    logits = jax.shard_map(routing.router_logits, mesh=mesh((2,), ("data",)), **options)
     got, vjp = jax.vjp(jax.jit(logits), x, gate)
     want, want_vjp = jax.vjp(routing.router_logits, x, gate)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(vjp(got), want_vjp(want), strict=True):
-        np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-2, atol=1e-3
-        )
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.usefixtures("strict_promotion")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_matches_the_reference(options):
     options = dict(options)
@@ -165,8 +142,9 @@ def test_a_selection_bias_has_no_gradient():
     np.testing.assert_array_equal(jax.grad(total)(jnp.zeros(E).at[7].set(10.0)), 0.0)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    "score, normalize", [("softmax", True), ("sigmoid", False), ("sqrt_softplus", True)]
+)
 def test_gradient_of_the_weights(score, normalize):
     logits = random_logits(1, tokens=4)
     mix = np.random.default_rng(2).normal(size=(4, 3))
@@ -207,19 +185,15 @@ def test_sqrt_softplus_and_its_derivative_wherever_logits_are():
     assert all(np.all(np.isfinite(a)) for a in hopeless)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_computes_in_float32_whatever_the_logits(dtype):
-    low = jnp.asarray(random_logits()).astype(dtype)
-    got = routing.top_k_routing(low, 4)
-    want = routing.top_k_routing(low.astype(jnp.float32), 4)
+def test_computes_in_float32_whatever_the_logits():
+    low = jnp.asarray(random_logits()).astype(jnp.bfloat16)
+    got, want = (routing.top_k_routing(each, 4) for each in (low, low.astype(jnp.float32)))
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-    assert losses.router_z_loss(low).dtype == jnp.float32
-    np.testing.assert_array_equal(
-        losses.router_z_loss(low), losses.router_z_loss(low.astype(jnp.float32))
-    )
-    assert losses.load_balance_loss(got.probs.astype(dtype), got.topk_idx).dtype == jnp.float32
+    loss = losses.router_z_loss(low)
+    assert loss.dtype == jnp.float32 and loss == losses.router_z_loss(low.astype(jnp.float32))
+    assert losses.load_balance_loss(got.probs.astype(low.dtype), got.topk_idx).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -234,11 +208,11 @@ def test_choices_are_by_logits_where_scores_round_to_the_same(k):
     np.testing.assert_array_equal(routing.top_k_routing(low, k).topk_idx, [[2, 3, 1][:k]])
 
 
-SHIFTS = [0.0, -32.0, -40.0, -88.0, -120.0, -1000.0]
+SHIFTS = [0.0, -40.0, -88.0, -1000.0]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", quick(SHIFTS, *SHIFTS[1:3]))
 @pytest.mark.parametrize("biased", [False, True])
 def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
     """Adding `shift` to logits makes scores tiny; ratios and gradients must stay right."""
@@ -338,46 +312,16 @@ def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
     np.testing.assert_allclose(grad, derivative(want, low), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
-def test_strict_promotion(dtype):
-    """Strict promotion must give the same program of routers, losses and bias updates."""
-    logits = jnp.asarray(random_logits()).astype(dtype)
-
-    def everything(logits, bias):
-        results = []
-        for options in OPTIONS:
-            biased = bias if options.get("biased") else None
-            options = {name: value for name, value in options.items() if name != "biased"}
-            routed = routing.top_k_routing(logits, bias=biased, **options)
-            counts = count_experts(routed.topk_idx, E)
-            results += [
-                routed,
-                losses.load_balance_loss(routed.probs.astype(dtype), routed.topk_idx),
-                routing.update_expert_bias(bias, counts, jnp.float16(0.5)),
-                routing.update_expert_bias(bias, counts, 1),
-            ]
-        mask = jnp.arange(T) > 3
-        return results, losses.router_z_loss(logits), losses.router_z_loss(logits, mask=mask)
-
-    def program(bias):
-        traced = jax.jit(everything).trace(logits, bias)
-        lines = traced.lower().as_text().splitlines()
-        # Leave out a kernel's line, which has the place where it was traced.
-        return str(traced.jaxpr), [line for line in lines if "@mosaic_gpu" not in line]
-
-    bias = jnp.asarray(random_bias())
-    want = program(bias)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert program(bias) == want
-
-
+@pytest.mark.usefixtures("strict_promotion")
 def test_update_expert_bias_follows_the_sign_rule():
-    """One layer, or a stack of layers with loads of their own, must follow the sign rule."""
     counts = np.stack([np.arange(E) ** 2, np.random.default_rng(0).integers(0, 9000, E)])
     bias = np.stack([random_bias(), random_bias() + 1])
     for b, c in ((bias[0], counts[0]), (bias, counts)):
         got = routing.update_expert_bias(jnp.asarray(b), jnp.asarray(c, jnp.int32), 0.01)
         np.testing.assert_allclose(got, reference.update_expert_bias(b, c, 0.01), rtol=1e-6)
+        rate = jnp.float16(0.01)
+        rounded = routing.update_expert_bias(jnp.asarray(b), c, rate)
+        np.testing.assert_allclose(rounded, got, rtol=1e-4)
         centered = routing.update_expert_bias(jnp.asarray(b), c, 0.01, zero_mean=True)
         drift = np.mean(got - b, axis=-1, keepdims=True)
         np.testing.assert_allclose(centered, got - drift, atol=1e-7)
@@ -424,8 +368,6 @@ ONE_GROUP: dict = dict(k=3, num_groups=4, groups_kept=1)
         (LOGITS, dict(bias=BIAS.astype(int)), TypeError, "bias must be a floating array"),
         (LOGITS, dict(scale="2"), TypeError, "scale must .* is '2'"),
         (LOGITS, dict(scale=np.nan), ValueError, "scale must .* nan"),
-        (LOGITS, dict(scale=np.inf), ValueError, "scale must .* inf"),
-        (LOGITS, dict(scale=-1.0), ValueError, "scale must .* -1.0"),
         (LOGITS, dict(normalize="no"), TypeError, "normalize must be True or False, but is 'no'"),
     ],
 )
@@ -452,15 +394,11 @@ def test_errors_of_bias_updates_name_the_argument(bias, counts, rate, error, mes
         routing.update_expert_bias(bias, counts, rate)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("groups", [{}, dict(num_groups=2, groups_kept=1)])
-def test_no_tokens_choose_nothing(groups, score):
-    bias = jnp.zeros(E)
-
+@pytest.mark.parametrize("options", [{}, dict(num_groups=2, groups_kept=1, score="sigmoid")])
+def test_no_tokens_choose_nothing(options):
     def weights(x, gate):
-        routed = routing.top_k_routing(
-            routing.router_logits(x, gate), 2, bias=bias, score=score, **groups
-        )
+        logits = routing.router_logits(x, gate)
+        routed = routing.top_k_routing(logits, 2, bias=jnp.zeros(E), **options)
         return jnp.sum(routed.topk_weights) + jnp.sum(routed.probs), routed
 
     grads, routed = jax.jit(jax.grad(weights, (0, 1), has_aux=True))(

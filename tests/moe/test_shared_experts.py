@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from support import float8 as operands
 from support.contract import assert_bitwise_equal
 from support.float8 import error_of_norm
@@ -145,31 +144,13 @@ def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
         assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow
-def test_the_caller_may_open_the_shard_map(check_vma):
-    config = dataclasses.replace(CONFIG, batch_axes=("data", "expert"))
-    params, x, spec = make_params(), make_x(), P(("data", "expert"))
-    run = jax.shard_map(
-        layer_of(config),
-        mesh=mesh((2, 2), ("data", "expert")),
-        in_specs=(P(), spec),
-        out_specs=spec,
-        check_vma=check_vma,
-    )
-    assert error_of_norm(jax.jit(run)(params, x), jax.jit(layer_of(CONFIG))(params, x)) < 2.0**-10
-
-
-@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], FLOAT8))
-def test_masked_tokens_may_hold_anything(matmul_dtype):
-    """A masked token must change no gradient of a matrix, and no output of another token."""
-    config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)
+def test_masked_tokens_may_hold_anything():
     params, x = make_params(), make_x()
     mask = np.arange(TOKENS) % 2 == 0
 
     def with_masked(factor):
         def run(params, x):
-            out, _ = jax_ep.moe_layer(params, x, config, mask)
+            out, _ = jax_ep.moe_layer(params, x, CONFIG, mask)
             return jnp.where(mask[:, None], out, 0)
 
         masked = jnp.where(mask[:, None], x, x * factor)
@@ -210,21 +191,8 @@ def test_experts_without_a_gate_and_with_a_shared_gate():
     assert error_of_norm(got, want) < 2.0**-6
 
 
-def test_only_products_are_kept_for_the_backward_pass():
-    config = dataclasses.replace(CONFIG, matmul_dtype=None, dtype=jnp.bfloat16)
-    params, x = make_params(jnp.bfloat16), make_x(dtype=jnp.bfloat16)
-    shared = {name: getattr(params, name) for name in SHARED_WEIGHTS}
-
-    def output(shared, x):
-        return alone(config)(params._replace(**shared), x)
-
-    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(output, *args)[1], shared, x))
-    of_rows = [each.shape for each in kept if each.shape[:1] == (TOKENS,)]
-    assert sorted(of_rows) == [(TOKENS, H), (TOKENS, S), (TOKENS, S)]
-
-
 @pytest.mark.parametrize("num_tokens", quick([2, 16, 24], 16))
-@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], FLOAT8))
 @pytest.mark.parametrize("format", quick(FORMATS, "mxfp4"))
 def test_matrices_may_be_stored_quantized(format, matmul_dtype, num_tokens):
     """The output must be that of the numbers; bits may differ where kernels read the matrices."""

@@ -9,22 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import assert_bitwise_equal
 from support.dense_moe import weight_shapes
+from support.flax_layers import LAYERS, as_dict
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep import MoEConfig, MoEParams, linen
+from jax_ep import MoEConfig, MoEParams
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, Float8, Transposed
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe import shared_experts
 from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS
-from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
 
 FLOAT8 = jnp.float8_e4m3fn
 MATRICES = ("wi_0", "wi_1", "wo")
@@ -123,10 +122,10 @@ def operands_of(params):
     return QuantizedExperts(*(operands(getattr(params, name)) for name in MATRICES))
 
 
-@pytest.mark.parametrize("name, shape", quick(
-    [("float8", None), ("in order", None), ("bfloat16 scales", None), ("float8", (2, 2))],
-    ("float8", None), ("float8", (2, 2)),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shape",
+    quick([("in order", None), ("bfloat16 scales", None), ("float8", (2, 2))], ("float8", (2, 2))),
+)
 def test_float8_matrices_are_the_operands_as_they_are(name, shape):
     config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS[name])
     # Shared experts stay as they are stored.
@@ -142,7 +141,6 @@ def test_float8_matrices_are_the_operands_as_they_are(name, shape):
 
 @pytest.mark.parametrize("name, again", [("float8", False), ("mxfp4", True)])
 def test_no_program_quantizes_float8_matrices_again(name, again):
-    """Float8 matmuls must use stored float8 matrices as they are."""
     config = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8)
     program = jax.make_jaxpr(output(config))(stored(FORMATS[name]), X)
     assert ("quantize_float8_matrices" in str(program)) == again
@@ -154,7 +152,7 @@ def test_other_formats_are_quantized_again_for_float8_matmuls():
     assert_equal(run(params, X), run(numbers_of(params), X))
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 2)])
+@pytest.mark.parametrize("shape", quick([(8,), (2, 2)], (2, 2), unpack=False))
 def test_ranks_hold_their_own_experts_and_columns(format, shape):
     if format.block[0] == 1 and len(shape) > 1:
         pytest.skip("wo has one block of 128 columns")
@@ -173,42 +171,12 @@ def test_ranks_hold_their_own_experts_and_columns(format, shape):
     assert_equal(run(spread, X), run(numbers, X))
 
 
-def test_experts_move_between_slots(format):
-    """Experts must keep every bit when they move into slots, to another placement, and back."""
-    on = expert_mesh(4)
-    sizes = dict(num_experts=E, num_slots=12)
-    placement = Placement.in_order(**sizes, num_ranks=4)[0]
-    other = balance(np.arange(1.0, E + 1)[None] ** 2, num_slots=12, num_ranks=4)[0]
-    config = dataclasses.replace(CONFIG, num_slots=12, mesh=on)
+@pytest.mark.parametrize("framework", LAYERS)
+def test_flax_layers_take_them(framework, format):
     params = stored(format)
-    run = jax.jit(lambda p, x, place: jax_ep.moe_layer(p, x, config, placement=place)[0])
-    want = run(to_slots(numbers_of(params), placement), X, placement)
-    slots = sharded(to_slots(params, placement), on)
-    assert slots.wo.shape == (12, F, H)
-    assert_equal(run(slots, X, placement), want)
-    moved = redistribute(slots, placement, other, mesh=on)
-    assert_equal(to_experts(jax.tree.map(np.asarray, moved), other), params)
-    assert_equal(run(moved, X, other), run(to_slots(numbers_of(params), other), X, other))
-
-
-def test_flax_layers_take_them(format):
-    params = stored(format)
-    want = output(CONFIG)(params, X)[1]
     options = dict(num_experts=E, num_experts_per_token=2, num_shared_experts=1)
-    layer = linen.MoE(mlp_dim=F, **options)
-    weights = {name: getattr(params, name) for name in STORED}
-    got, _ = layer.apply({"params": weights | {"gate": {"kernel": params.gate}}}, X)
-    assert_equal(got, want)
-
-    module = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
-    module.gate.kernel.set_value(jnp.asarray(params.gate))
-    for name in STORED:
-        getattr(module, name).set_value(jax.tree.map(jnp.asarray, weights[name]))
-    assert_equal(nnx.jit(lambda module, x: module(x)[0])(module, X), want)
-    graph, state = nnx.split(module)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state["wo"])} == {
-        format.dtype, format.scale_dtype
-    }  # fmt: skip
+    got, _ = LAYERS[framework](H, F, **options)(as_dict(params), X)
+    assert_equal(got, output(CONFIG)(params, X)[1])
 
 
 @pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])

@@ -89,23 +89,6 @@ def specs_of(params) -> MoEParams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [P("expert"), P(AXES)], ids=["replicated", "split"])
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_inside_a_shard_map(tokens, check_vma):
-    """A rank must compute with the part of the experts that it is given."""
-    config = dataclasses.replace(CONFIG, batch_axes=tokens[0])
-    layer = jax.shard_map(
-        lambda params, x, mask: moe_layer(params, x, config, mask),
-        mesh=mesh((4, 2), AXES),
-        in_specs=(specs_of(make_params()), tokens, tokens),
-        out_specs=(tokens, P()),
-        check_vma=check_vma,
-    )
-    got = run(layer=lambda params, x, config, mask: layer(params, x, mask))
-    assert_close(got, unsharded())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
 def test_drops_are_those_of_the_experts_alone(config):
     tight = dict(capacity_factor=0.6, tensor_axis=None, batch_axes=None)

@@ -139,7 +139,6 @@ def test_derivatives_are_of_what_is_chosen_alone():
 
 
 def test_softmax_and_weights_follow_from_the_values():
-    """Softmax and weights must have the right first and second derivatives."""
     values = jnp.asarray(rows(1, 16, "random"))
 
     def ours(values):

@@ -41,6 +41,9 @@ class Linen:
         state = {} if bias is None else {"router_state": {"gate": {"bias": bias}}}
         return self.module.apply({"params": params, **state}, *args, **given)
 
+    def quantize_experts(self, params: Any) -> Any:
+        return self.module.apply({"params": params}, method="quantize_experts")
+
     def update_bias(self, params: Any, bias: Any, *args: Any, **options: Any) -> Any:
         state = {} if bias is None else {"router_state": {"gate": {"bias": bias}}}
         options |= dict(method="update_bias", mutable=["router_state"])
@@ -72,6 +75,9 @@ class NNX:
 
     def __call__(self, params: Any, *args: Any, bias: Any = None, **given: Any) -> Any:
         return self.with_arrays(params, bias)(*args, **given)
+
+    def quantize_experts(self, params: Any) -> Any:
+        return self.with_arrays(params).quantize_experts()
 
     def update_bias(self, params: Any, bias: Any, *args: Any, **options: Any) -> Any:
         module = self.with_arrays(params, bias)
