@@ -173,7 +173,6 @@ def barrier() -> None:
 
 
 def block_barrier() -> None:
-    """Emits a barrier of the threads of a block."""
     gpu.barrier()
 
 
@@ -299,7 +298,6 @@ def entry_of(values: Sequence[Value], index: Value) -> Value:
 
 
 def widen(value: Value) -> Value:
-    """Emits an unsigned i32 as i64."""
     return arith.extui(integer_type(64), value)
 
 
@@ -365,7 +363,6 @@ def store_shared64(address: Value, value: Value) -> None:
 
 
 def scalar(array: Array) -> Value:
-    """Returns the MLIR value of an array of shape ()."""
     return array.registers.item()
 
 
