@@ -38,11 +38,9 @@ ROUTER_STATE = "router_state"
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """A Flax box of a parameter and its logical axes, to which `nn.scan` may add an unnamed axis.
+    """A Flax box of a parameter with logical axes, to which `nn.scan` may add an unnamed one."""
 
-    Flax's own class raises an error unless the `metadata_params` of `nn.scan` or `nn.vmap` name the
-    logical axis of the dimension that they add. With this class, it then has none.
-    """
+    # Flax's own class raises an error unless `metadata_params` name the added axis.
 
     __eq__ = nn.LogicallyPartitioned.__eq__
 

@@ -214,13 +214,7 @@ class MoE(nnx.Module):
         return tuple(spmd.get_logical_axis_rules()) or self.axis_rules
 
     def _params(self) -> MoEParams:
-        gate = self.gate
-        variables: dict[str, Any] = {"gate": None, "bias": None}
-        if gate is not None:
-            variables = {"gate": gate.kernel, "bias": gate.bias}
-        variables |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
-        arrays: Any = {name: None if v is None else v.get_value() for name, v in variables.items()}
-        return MoEParams(**arrays)
+        return MoEParams.of(**{name: v.get_value() for name, v in variables_of(self).items()})
 
     def update_bias(
         self, expert_counts: jax.Array, rate: float | jax.Array, *, zero_mean: bool = False
@@ -236,6 +230,14 @@ class MoE(nnx.Module):
             raise ValueError("update_bias needs selection_bias=True")
         value = bias.get_value()
         bias.set_value(routing.update_expert_bias(value, expert_counts, rate, zero_mean=zero_mean))
+
+
+def variables_of(layer: MoE) -> dict[str, nnx.Variable]:
+    """Returns the NNX variables of a layer's parameters, by the names in `MoEParams`."""
+    found: dict[str, Any] = {name: getattr(layer, name) for name in moe_params.WEIGHTS}
+    if layer.gate is not None:
+        found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
+    return {name: variable for name, variable in found.items() if variable is not None}
 
 
 def _mesh_of_state(config: MoEConfig) -> Mesh | AbstractMesh | None:

@@ -530,13 +530,6 @@ def moe_layer(
 
 # -------------------------------------------------------------------------------- float8 experts
 
-# The tests allow a float8 matmul to differ from the float64 sum of its products by this factor
-# times the sum of their magnitudes, because tensor cores add 128 products with about 14 bits.
-FLOAT8_SUM_ERROR = 2.0**-12
-# They also allow an error of this factor times the largest product, for each 128 products: tensor
-# cores align the products with the largest one, and cut each off at about 2^-13 of it.
-FLOAT8_CUT_OFF = 128 * 2.0**-13
-
 
 def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
     """Rounds x to float8_e4m3fn with one scale per block; returns the rounded numbers in float64.

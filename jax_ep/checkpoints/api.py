@@ -28,7 +28,7 @@ from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.lora import init_lora, merge_lora
 from jax_ep.moe.params import LOGICAL_AXES, MATRICES, MoEParams, ParameterOptions
-from jax_ep.nnx import MoE
+from jax_ep.nnx import MoE, variables_of
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS, to_experts
 from jax_ep.runtime import jax_compat
@@ -393,26 +393,22 @@ def save_moe(
 
 def _arrays_to_save(layer_or_params: MoE | MoEParams) -> dict[str, Any]:
     """Returns the parameters that a layer or `MoEParams` have, by name; merges adapters."""
-    if isinstance(layer_or_params, MoEParams):
-        fields = layer_or_params._asdict()
-        given = {name: value for name, value in fields.items() if value is not None}
-        if adapters := [name for name in ADAPTERS if name in given]:
-            raise ValueError(
-                f"layer_or_params must have no adapters, which no published model has, but has "
-                f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
-            )
-        return given
-    if not isinstance(layer_or_params, MoE):
+    params = layer_or_params
+    if isinstance(params, MoE):
+        given = {name: variable.get_value() for name, variable in variables_of(params).items()}
+        params = merge_lora(MoEParams.of(**given), params.config.lora_scale)
+    if not isinstance(params, MoEParams):
         raise TypeError(
             "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
-            f"{checks.described(layer_or_params)}."
+            f"{checks.described(params)}."
         )
-    variables = _variables(layer_or_params)
-    given = {name: variable.get_value() for name, variable in variables.items()}
-    if not any(name in ADAPTERS for name in given):
-        return given
-    merged = merge_lora(MoEParams.of(**given), layer_or_params.config.lora_scale)
-    return {name: each for name, each in merged._asdict().items() if each is not None}
+    given = {name: value for name, value in params._asdict().items() if value is not None}
+    if adapters := [name for name in ADAPTERS if name in given]:
+        raise ValueError(
+            f"layer_or_params must have no adapters, which no published model has, but has "
+            f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
+        )
+    return given
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
@@ -520,17 +516,9 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
     # the ambient mesh.
     with nnx.use_eager_sharding(False):
         layer = jax.eval_shape(lambda: MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
-    for name, variable in _variables(layer).items():
+    for name, variable in variables_of(layer).items():
         variable.set_value(getattr(params, name))
     return layer
-
-
-def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns the NNX variables of a layer's parameters, by the names in `MoEParams`."""
-    found = {name: getattr(layer, name, None) for name in MoEParams._fields}
-    if layer.gate is not None:
-        found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
-    return {name: variable for name, variable in found.items() if variable is not None}
 
 
 def _check_options(block: Block, config: MoEConfig) -> None:

@@ -1,8 +1,4 @@
-"""Defines the gradients of the exchange, for both layouts.
-
-A dispatch and an unweighted combine are each other's transposes. A weighted combine's cotangents
-are dispatched too, and XLA multiplies the received rows.
-"""
+"""Defines the gradients of the exchange: dispatch and combine are each other's transposes."""
 
 from __future__ import annotations
 

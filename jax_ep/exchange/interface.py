@@ -2,8 +2,7 @@
 
 In the expert-major layout, a receive buffer has one row per (token, choice), sorted by local
 expert, then source rank, then source token, then choice; callers may rely on this order. In the
-rank-major layout, it has one row per (source rank, token), [N, T, H], the smallest buffer that fits
-any routing.
+rank-major layout, it has one row per (source rank, token).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Computes how much memory a communication call needs for buffers, in bytes per rank.
-
-Tests compare "xla" with XLA's analysis of the program, and "pallas" with the kernels' buffers.
-"""
+"""Computes how much memory a communication call needs for buffers, in bytes per rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Defines the JAX primitives of the exchange: result types, implementations and lowering.
+"""Defines a JAX primitive for each of the five functions of `jax_ep.exchange.xla`.
 
-There is one for each of the five functions of `jax_ep.exchange.xla`, with its operands and results.
 The modules of implementations are imported only where they run, because the kernels load Mosaic.
 """
 

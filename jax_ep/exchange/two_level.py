@@ -9,10 +9,6 @@ does the reverse: the exchange inside a host sums the rows of each (token, host)
 
 Received rows and counts equal those of an exchange in one level, but for dropped choices.
 
-**Rounding of a combine.** A token's rows on one host are summed in float32, rank after rank. The
-sum is rounded once, to y's dtype or for the wire, and returned. The hosts' sums are added in
-float32, in the order of the hosts, and rounded to y's dtype.
-
 **Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
 few hosts only, and the kernels inside a host overlap with the network. A dispatch begins with the
 rows of its own host; a combine ends with the sums for its own host. With few tokens per rank, one

@@ -1,7 +1,4 @@
-"""Counts the buffers that one call of an exchange holds: name -> bytes per rank.
-
-For "xla" these are the arrays of the program; `pallas_kernels.exchange.plan` states the kernels'.
-"""
+"""Counts the buffers that one call of an exchange holds: name -> bytes per rank."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -78,7 +77,7 @@ def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> 
     further = config.moe.further_axes_of(logical)
     # The mesh axes of each dimension; `of` is the logical axis of the dimension, or None.
     axes = ((*_SPLIT.get(of or "", ()), *more) for of, more in zip(logical, further, strict=True))
-    return _spec([[a for a in of_dim if a in mesh.axis_names] for of_dim in axes])
+    return PartitionSpec(*(tuple(a for a in of_dim if a in mesh.axis_names) for of_dim in axes))
 
 
 def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -99,12 +98,4 @@ def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -
             if size % math.prod(mesh.shape[name] for name in (*axes[dim], FSDP_AXIS)) == 0:
                 axes[dim].append(FSDP_AXIS)
                 break
-    return _spec(axes)
-
-
-def _spec(axes: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Makes the PartitionSpec of an array, given the mesh axes of each of its dimensions."""
-    entries: list[Any] = [
-        of_dim[0] if len(of_dim) == 1 else tuple(of_dim) or None for of_dim in axes
-    ]
-    return PartitionSpec(*entries)
+    return PartitionSpec(*map(tuple, axes))

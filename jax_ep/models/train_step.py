@@ -1,12 +1,10 @@
 """Defines the training step of `jax_ep.models.decoder.Decoder`, and the shardings of its state.
 
-In a step, parameters have the shardings of `jax_ep.models.decoder.specs`: experts are split over
-the mesh axis "expert"; heads, experts' hidden width and the vocabulary over "tensor"; and every
-matrix over "fsdp", if the mesh has these axes. Over all other axes, parameters are replicated.
+In a step, parameters have the shardings of `jax_ep.models.decoder.specs`.
 
-Between steps, parameters and the optimizer's state are also split over these other axes (ZeRO;
-Rajbhandari et al., 2020): each device updates a part of the parameters with its part of the
-gradients. The parts are all-gathered at the start of the next step, not right after the update,
+Between steps, parameters and the optimizer's state are also split over the axes that replicate
+them (ZeRO; Rajbhandari et al., 2020): each device updates a part of the parameters with its part of
+the gradients. The parts are all-gathered at the start of the next step, not right after the update,
 because there XLA lets the first layers run beside the gathers of later ones.
 """
 

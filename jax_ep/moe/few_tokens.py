@@ -1,9 +1,8 @@
 """Runs experts on a few tokens without a dispatch, as in decoding on one rank.
 
-There, a dispatch only sorts the tokens' rows by expert, but takes seven launches. Here, each chosen
-expert computes all tokens, and each token then uses only the outputs of its experts
-(`pallas_kernels.matmul.chosen_groups`), with the same bits if the experts are not quantized. Only
-the kernels for Hopper GPUs can do this: other platforms and the backward pass use a dispatch.
+There, a dispatch takes seven launches. Here, each chosen expert computes all tokens, and each token
+then uses only the outputs of its experts (`pallas_kernels.matmul.chosen_groups`). Only the kernels
+for Hopper GPUs can do this: other platforms and the backward pass use a dispatch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Gathers parameters that fully sharded data parallelism (FSDP) splits over further mesh axes.
 
-Further axes are neither the expert axes nor the tensor axes. A parameter that they split enters the
-layer's `jax.shard_map` as shards, and is gathered right before it is used, in the compute dtype, or
-in float8 if the experts multiply float8. The transpose is a reduce-scatter in the parameter's
-dtype, which leaves each rank its own shard.
+A parameter is gathered right before it is used, in the compute dtype, or in float8 if the experts
+multiply float8. The transpose is a reduce-scatter in the parameter's dtype.
 """
 
 from __future__ import annotations

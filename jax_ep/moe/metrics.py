@@ -1,7 +1,4 @@
-"""Computes `MoEMetrics`, the losses and counts that a call of the layer returns.
-
-They are summed by `lax.psum`: XLA sums all arrays of a layer in one collective, on any hosts.
-"""
+"""Computes `MoEMetrics`, the losses and counts that a call of the layer returns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Defines the router's functions: logits, choices of experts, their weights, and the bias update.
-
-All of them are pure functions of one rank's arrays, and compute in float32.
-"""
+"""Defines the router's functions of one rank's arrays; they compute in float32."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ def router_logits(
     bfloat16 parts, which add up to it exactly, and the three products are summed in float32. (One
     float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass
     splits its float32 operands into only two parts, which keep 16 bits (Henry, Tang and Heinecke,
-    arXiv:1904.06376). Other operands are multiplied as float32, in the precision of
-    `jax.default_matmul_precision`. If `dtype` is narrower than float32, operands are cast to it,
-    and logits rounded. `bias` [E] is trained (GPT-OSS).
+    arXiv:1904.06376). If `dtype` is narrower, operands are cast to it, and logits rounded.
     """
     if jnp.dtype(dtype).itemsize < 4:
         logits = _dot(x.astype(dtype), gate.astype(dtype), a_axis=1, b_axis=0, dtype=jnp.float32)

@@ -1,8 +1,4 @@
-"""Computes the shared experts, which process every token, as one MLP on the token's own rank.
-
-XLA multiplies them, unless matmuls are float8 or few tokens meet matrices that are stored
-quantized: then the kernels of the routed experts run them as a single expert.
-"""
+"""Computes the shared experts, which process every token, as one MLP on the token's own rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Supports layers whose N ranks hold P slots for E experts, so experts may have several copies.
 
-Rank r holds slots [r * P / N, (r + 1) * P / N). The placement, which says which expert each slot
-holds, is arrays, so a new one does not recompile the program. Gradients of an expert's copies are
-added, and each copy gets the sum, so an elementwise optimizer keeps copies equal, bit for bit.
+Gradients of an expert's copies are added, and each copy gets the sum, so an elementwise optimizer
+keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations

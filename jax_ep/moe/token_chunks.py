@@ -1,8 +1,7 @@
 """Runs a rank's experts on chunks of its tokens, one after the other, to save memory.
 
-A `lax.scan` runs the chunks, and its backward pass computes each chunk again, so no received rows
-are kept. The matmuls add the gradients of matrices to the sums of the chunks before: kernels do so
-in place if the sums have the dtype of the operands, or if they multiply float8.
+The backward pass computes each chunk again, so no received rows are kept. Kernels add the gradients
+of matrices in place if the sums have the dtype of the operands, or if they multiply float8.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from support.published import (
     numbers,
     publish,
 )
+from support.selection import quick
 
 import jax_ep
 from jax_ep import checkpoints
@@ -132,24 +133,20 @@ def test_storage_and_compute_have_dtypes_of_their_own(tmp_path):
     publish(tmp_path, *deepseek_v3(dtype=jnp.bfloat16))
     config, params = checkpoints.load_moe_params(tmp_path, 1, param_dtype=jnp.bfloat16)
     assert config.router_dtype == params.bias.dtype == jnp.float32
-    wide = dict(param_dtype=jnp.float32, dtype=jnp.bfloat16)
     x = jnp.asarray(X, jnp.bfloat16)
     for options, stored, computed in (
-        (wide, jnp.float32, jnp.bfloat16),
+        ({}, jnp.bfloat16, jnp.bfloat16),
         (dict(dtype=jnp.float32), jnp.bfloat16, jnp.float32),
         (dict(param_dtype=jnp.float32), jnp.float32, jnp.float32),
-        ({}, jnp.bfloat16, jnp.bfloat16),
+        (dict(param_dtype=jnp.float32, dtype=jnp.bfloat16), jnp.float32, jnp.bfloat16),
     ):
         layer = checkpoints.load_moe(tmp_path, 1, **options)
         assert layer.wo.get_value().dtype == layer.gate.kernel.get_value().dtype == stored
         assert layer.config.dtype == options.get("dtype")
         assert jax.eval_shape(layer, x)[0].dtype == computed
-    layer = checkpoints.load_moe(tmp_path, 1, **wide)
-    narrow = checkpoints.load_moe(tmp_path, 1)
-    np.testing.assert_array_equal(layer(x)[0], narrow(x)[0])
+    before = files_of(tmp_path)
     checkpoints.save_moe(layer, tmp_path, 1)
-    again = checkpoints.load_moe(tmp_path, 1)
-    np.testing.assert_array_equal(again.wo.get_value(), narrow.wo.get_value())
+    assert files_of(tmp_path) == before
 
 
 SPLITS = {
@@ -173,11 +170,6 @@ SPLITS = {
             "shared_wo": P("tensor"),
             "gate": P(),
         },
-    ),
-    "two axes of experts": (
-        ((2, 4), ("host", "rank")),
-        {"expert_axis": ("host", "rank")},
-        {"wo": P(("host", "rank")), "gate": P()},
     ),
     "data holds copies": (((2, 4), ("data", "expert")), {}, {"wo": P("expert"), "gate": P()}),
 }
@@ -209,7 +201,6 @@ def test_parameters_are_split_over_the_meshs_axes(tmp_path, case):
 @pytest.mark.parametrize("rules", [None, [("exp", "expert"), ("embed", None), ("mlp", None)]])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
-    """A layer must load onto the ambient mesh, with and without Flax's logical axis rules."""
     config, tensors = deepseek_v3()
     publish(tmp_path, config, tensors)
     ambient = mesh((8,), ("expert",), kind)
@@ -221,9 +212,9 @@ def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
     assert wo.sharding.is_equivalent_to(NamedSharding(ambient, P("expert")), 3)
 
 
-@pytest.mark.parametrize("num_slots, shape", [
-    (9, (3,)), (6, (2,)), (14, (1,)), (16, (8,)), (8, (4, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "num_slots, shape", quick([(9, (3,)), (6, (2,)), (14, (1,)), (8, (4, 2))], (8, (4, 2)))
+)
 def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
     """A layer must be loaded into slots, and saved from them, for any multiple of the ranks.
 
@@ -248,35 +239,18 @@ def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
 
 LOADING_ERRORS: dict[str, tuple[dict, type[Exception], str]] = {
     "param_dtype": (dict(param_dtype=jnp.int8), TypeError, "param_dtype must be a floating dtype"),
-    "64 bits": (dict(param_dtype=jnp.float64), TypeError, "param_dtype must be .* float64 needs"),
     "8 bits": (dict(param_dtype=FLOAT8), TypeError, "param_dtype must be .* 16 bits .* quantized="),
     "dtype": (dict(dtype=FLOAT8), TypeError, "^dtype must be a .* 16 bits or more"),
-    "keyword": (dict(wings=2), TypeError, "wings"),
     "ranks": (dict(mesh=(3,)), ValueError, "the 3 ranks along expert_axis .* has 8"),
-    "mesh": (
-        dict(mesh=AbstractMesh((2,), ("expert",))),
-        TypeError,
-        "mesh must be a jax.sharding.Mesh of devices, but is",
-    ),
-    "width": (
-        dict(mesh=(1, 8), tensor_axis="tensor"),
-        ValueError,
-        "width of wi_0 .* multiple of the 8 ranks along tensor_ax",
-    ),
+    "mesh": (dict(mesh=AbstractMesh((2,), ("expert",))), TypeError, "mesh must be a jax.sharding"),
+    "width": (dict(mesh=(1, 8), tensor_axis="tensor"), ValueError, "width of wi_0 .* the 8 ranks"),
     "experts": (dict(num_experts=4), ValueError, "num_experts must be 8, as in the stored block"),
     "choices": (dict(num_experts_per_token=9), ValueError, "num_experts_per_token must be"),
     "identity": (dict(identity_experts=2), ValueError, "identity_experts must be 0, as in the"),
     "wire": (dict(wire_dtype=FLOAT8), ValueError, "wire_dtype=.* blocks of 128 values, but x has"),
-    "expert_axis": (dict(expert_axis="exprt"), ValueError, "expert_axis .*exprt.* must name axes"),
-    "batch_axes": (dict(batch_axes="data"), ValueError, "batch_axes must be among the mesh axes"),
-    "tensor_axis": (dict(tensor_axis="expert"), ValueError, "tensor_axis must be another mesh"),
+    "axis": (dict(expert_axis="exprt"), ValueError, "expert_axis .*exprt.* must name axes"),
     "router": (dict(router=lambda x, logits: logits), TypeError, "router"),
-    "slots": (
-        dict(mesh=(3,), num_slots=10),
-        ValueError,
-        "num_slots must be a multiple of the 3 ranks .* is 10",
-    ),
-    "fewer slots": (dict(num_slots=5), ValueError, "num_slots must be at least num_experts=8"),
+    "slots": (dict(num_slots=5), ValueError, "num_slots must be at least num_experts=8"),
 }
 
 
@@ -317,7 +291,6 @@ def test_what_does_not_fit_the_block_is_not_saved(tmp_path):
 
 
 def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
-    """Loading must need at most 1.2 times the memory of the parameters, at its peak."""
     config, tensors = mixtral(e=8, h=768, f=1024, dtype=jnp.bfloat16)
     publish(tmp_path, config, tensors)
     kept = sum(a.nbytes for a in tensors.values())
@@ -351,10 +324,7 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(tmp_path, num_ranks, dtype):
 
 
 def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
-    """GPT-OSS must be loaded from and saved to MXFP4, in the layout of the published files.
-
-    Its matrices are [E, out, in] with alternating rows of gate and up, in blocks of 32 inputs.
-    """
+    """GPT-OSS's matrices are [E, out, in], with alternating rows of gate and up."""
     config, published = gpt_oss_in_mxfp4(swiglu_limit=5.0)
     publish(tmp_path, config, published)
     tensors = {name.removeprefix("model.layers.1.mlp."): array for name, array in published.items()}
@@ -368,14 +338,17 @@ def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
 
     got, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(4))
     assert (got.clamp, got.normalize) == (5.0, True)
-    np.testing.assert_array_equal(params.wi_0, decoded("gate_up_proj")[..., ::2])
-    np.testing.assert_array_equal(params.wi_1, decoded("gate_up_proj")[..., 1::2])
-    np.testing.assert_array_equal(params.wo, decoded("down_proj"))
     biases = tensors["experts.gate_up_proj_bias"]
-    np.testing.assert_array_equal(params.wi_0_bias, biases[:, ::2])
-    np.testing.assert_array_equal(params.wi_1_bias, biases[:, 1::2])
-    np.testing.assert_array_equal(params.gate_bias, tensors["router.bias"])
-    checkpoints.save_moe(checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(8)), tmp_path, 1)
+    for name, want in {
+        "wi_0": decoded("gate_up_proj")[..., ::2],
+        "wi_1": decoded("gate_up_proj")[..., 1::2],
+        "wo": decoded("down_proj"),
+        "wi_0_bias": biases[:, ::2],
+        "wi_1_bias": biases[:, 1::2],
+        "gate_bias": tensors["router.bias"],
+    }.items():
+        np.testing.assert_array_equal(getattr(params, name), want, err_msg=name)
+    checkpoints.save_moe(params, tmp_path, 1)
     assert files_of(tmp_path) == before
 
 
@@ -413,9 +386,7 @@ def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
 OTHER_MODELS = {
     "wider matrices": lambda: mixtral(f=2 * F)[1],
     "another hidden size": lambda: {"model.embed_tokens.weight": numbers(0, 9, 2 * H)},
-    "another last norm": lambda: {"base_model.model.model.norm.weight": np.ones(2 * H, np.float32)},
     "another router": lambda: deepseek_v3()[1],
-    "another router elsewhere": lambda: deepseek_v3(layer=0)[1],
     "unlike layers": lambda: mixtral(layer=3, e=2 * E)[1],
     "half a block": lambda: {
         name: a for name, a in mixtral()[1].items() if not name.endswith("gate.weight")
@@ -470,7 +441,6 @@ def test_a_layer_of_other_options_is_not_written_unasked(tmp_path):
 
 @pytest.mark.parametrize("method", [None, "mxfp4"])
 def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
-    """GPT-OSS must be saved as MXFP4 if config.json says so, otherwise unquantized."""
     config, tensors = gpt_oss_in_mxfp4()
     _, params = checkpoints.load_moe_params(publish(tmp_path / "old", config, tensors), 1)
     wo = params.wo * jnp.linspace(1, 2, params.wo.shape[-1])
@@ -480,15 +450,10 @@ def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
     checkpoints.save_moe(params, new, 1)
     assert len(set(total_size(new))) == 1
     assert (set(contents(new)) == set(tensors)) == (method is not None)
-    loaded = checkpoints.load_moe_params(new, 1)[1]
     if method is not None:
-        # The error is at most a quarter of a block's largest number, which is 4 to 8 times the
-        # block's scale. Rounding errs by at most one scale. A number of 8 scales is clipped to 6,
-        # which is also an error of a quarter.
-        largest = np.abs(np.asarray(params.wo, np.float32)).max()
-        np.testing.assert_allclose(loaded.wo, params.wo, rtol=0, atol=largest / 4)
-        assert np.corrcoef(np.ravel(loaded.wo), np.ravel(params.wo))[0, 1] > 0.98
-        params = params._replace(wo=loaded.wo)
+        wo = jax_ep.quantize(np.asarray(params.wo.swapaxes(1, 2)), MXFP4)
+        params = params._replace(wo=wo.dequantize().swapaxes(1, 2))
+    loaded = checkpoints.load_moe_params(new, 1)[1]
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 

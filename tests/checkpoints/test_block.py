@@ -61,7 +61,6 @@ def read(block, param, *index, dtype=np.float32):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_read_and_no_bytes_outside_of_the_slice(tmp_path, layout):
-    """Reading some experts and a part of F must read the bytes of this slice alone."""
     block = open_layout(tmp_path, layout)
     assert block.params() == ("gate", "wi_0", "wi_1", "wo")
     np.testing.assert_array_equal(read(block, "gate", WHOLE, WHOLE), ROUTER.T)
@@ -113,24 +112,15 @@ ERRORS = [
     ({"moe_intermediate_size": 6}, {}, r"experts.0.gate_proj.weight .*\(6, 16\).*\(12, 16\)"),
     ({"n_routed_experts": E - 1}, {}, r"mlp.gate.weight .*\(7, 16\)"),
     ({}, {MODULE + "weight": None}, rf"must hold {MODULE}weight of shape \(12, 16\).* does not"),
-    (
-        {},
-        {MODULE + "weight": numbers(0, H, F)},
-        rf"{MODULE}weight .*\(12, 16\), \[F, H\].* has \(16, 12\)",
-    ),
+    ({}, {MODULE + "weight": numbers(0, H, F)}, rf"{MODULE}weight .*\(12, 16\).* has \(16, 12\)"),
     ({}, {MODULE + "zero": ROUTER}, rf"holds {MODULE}zero, which DeepSeek-V3.*\(1 such tensors\)"),
     ({}, {f"module.{name}": ROUTER for name in deepseek_v3()[1]}, "must have one MoE block, but"),
 ]
 # The same of its "quantization_config".
 QUANTIZATION_ERRORS = [
     ({"quant_method": "gptq"}, "quant_method among fp8, mxfp4, mxfp8, .* but has 'gptq'"),
-    *(
-        (
-            {"quant_method": "fp8", "weight_block_size": size},
-            "weight_block_size of .* must be two positive integers",
-        )
-        for size in (128, [1, 128, 128], ["128", 128], [0, 128])
-    ),
+    ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size of .* two positive"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size of .* positive"),
 ]
 ERRORS += [({"quantization_config": keys}, {}, said) for keys, said in QUANTIZATION_ERRORS]
 
@@ -180,9 +170,8 @@ def renamed(tensors, before, after):
 
 
 @pytest.mark.parametrize("root", [
-    "base_model.model.model.", "module.model.", "_orig_mod.model.", "model._orig_mod.",
-    "module._orig_mod.model.language_model.", "_forward_module.model.", "base_model.model.",
-    "base_model.model.language_model.model.", "backbone.", "model._fsdp_wrapped_module.",
+    "base_model.model.model.", "module.model.", "model._orig_mod.", "_forward_module.model.",
+    "module._orig_mod.model.language_model.", "backbone.", "model._fsdp_wrapped_module.",
 ])  # fmt: skip
 @pytest.mark.parametrize("wrapper", ["", "_checkpoint_wrapped_module."])
 def test_names_of_wrapped_modules_are_found(tmp_path, root, wrapper):
@@ -198,26 +187,20 @@ def test_names_of_wrapped_modules_are_found(tmp_path, root, wrapper):
 
 
 @pytest.mark.parametrize("name", [
-    "mtp.layers.0.mlp.gate.weight", "mtp.mlp.gate.weight", "mlp.gate.weight",
-    "model.layers.one.mlp.gate.weight", "policy.model.layers.1.mlp.gate.weight",
+    "mtp.mlp.gate.weight", "mlp.gate.weight", "model.layers.one.mlp.gate.weight",
     "base_model.model.model.layers.1.mlp.gate.base_layer.weight",
-    "base_model.model.model.layers.1.mlp.gate.lora_A.default.weight",
     "transformer.h.1.mlp.experts.0.up_proj.weight",
 ])  # fmt: skip
 @pytest.mark.parametrize("other_layer", [None, 3])
 def test_other_names_are_listed(tmp_path, name, other_layer):
     config, tensors = deepseek_v3()
-    named = {name: ROUTER}
+    named, layers = {name: ROUTER}, "no layer has one"
     if other_layer is not None:
         named |= renamed(tensors, "layers.1.", f"layers.{other_layer}.")
+        layers = rf"layers \[{other_layer}\] have one"
     said = refused(tmp_path, config, named)
-    assert f"layer 1 of {tmp_path}" in said and "a tensor model.layers.1.mlp.gate.weight" in said
-    if other_layer is None:
-        assert "no layer has one" in said
-    else:
-        assert f"layers [{other_layer}] have one" in said
-    if other_layer is None or name.endswith(DEEPSEEK_GATE):
-        assert name in said and "rename the tensors, or save the model merged" in said
+    assert re.search(f"a tensor model.layers.1.mlp.gate.weight.*{layers}", said)
+    assert name in said or (other_layer and not name.endswith(DEEPSEEK_GATE))
 
 
 # How the names in published files of model.safetensors.index.json at huggingface.co begin, by

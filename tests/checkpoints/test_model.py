@@ -21,6 +21,7 @@ from support.published import (
     numbers,
     publish,
 )
+from support.selection import quick
 
 from jax_ep import checkpoints
 from jax_ep.checkpoints.safetensors import INDEX, read_header
@@ -82,7 +83,7 @@ def test_some_layers_of_a_model_are_loaded(tmp_path):
     assert model.weights["model.norm.weight"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
     config, tensors = whole_mixtral()
     publish(tmp_path / "one", config, tensors)
@@ -181,7 +182,7 @@ PROCESS = """if True:
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="starts processes on CPUs")
-@pytest.mark.parametrize("axes", ["expert,tensor", "tensor,expert"])
+@pytest.mark.parametrize("axes", quick(["expert,tensor", "tensor,expert"], "expert,tensor"))
 def test_two_processes_read_and_write_their_own_experts(tmp_path, axes):
     """Each process must read and write its own experts; what none has whole must be gathered.
 

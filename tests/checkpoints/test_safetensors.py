@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.published import publish, safetensors_bytes
@@ -15,7 +14,6 @@ from jax_ep.checkpoints.safetensors import (
     ONE_FILE,
     Directory,
     adding,
-    create,
     read_header,
     rewriting,
 )
@@ -40,19 +38,6 @@ def test_what_was_read_leaves_the_process(tmp_path):
         directory.read("x", (slice(row, row + 1), WHOLE))
     assert directory.bytes_read == x.nbytes
     assert mapped_kib() - before < x.nbytes / 1024 / 8
-
-
-def test_writes_slices(tmp_path):
-    file = tmp_path / "model.safetensors"
-    bfloat16 = np.dtype(jnp.bfloat16)
-    create(file, {"a": (np.dtype(np.float32), (2, 3)), "b": (bfloat16, (4,))})
-    directory = Directory(tmp_path, writable=True)
-    directory.write("a", (slice(1, 2), slice(0, 3, 2)), np.array([[5, 6]], np.float32))
-    directory.write("b", (slice(2, 3),), np.array([7], bfloat16))
-    read = Directory(tmp_path)
-    assert read.read("a", (WHOLE, WHOLE)).tolist() == [[0, 0, 0], [5, 0, 6]]
-    assert read.read("b", (WHOLE,)).astype(np.float32).tolist() == [0, 0, 7, 0]
-    assert len(file.read_bytes()) == read.entry("b").start + 8
 
 
 def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
@@ -114,7 +99,6 @@ def test_rewrites_files_in_subfolders_and_no_others(tmp_path):
 
 @pytest.mark.parametrize("metadata", [None, {"total_size": 0}, {"total_size": 7, "format": "pt"}])
 def test_an_index_has_the_bytes_of_all_tensors(tmp_path, metadata):
-    """total_size must count all tensors' bytes after a file is added, and after one is replaced."""
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
     index = json.loads((tmp_path / INDEX).read_text()) | {"metadata": metadata, "kept": 1}
@@ -150,21 +134,17 @@ def test_the_index_of_a_part_of_a_download(tmp_path):
 
 
 def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path):
-    """A damaged file that the index does not name must not matter."""
     x, y = np.zeros(2, np.float32), np.ones(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
     publish(tmp_path, {}, {"x": y, "stray": y})
     directory = Directory(tmp_path)
     assert set(directory.files) == {"x", "y"}
     assert directory.read("x", (WHOLE,)).tolist() == [0, 0]
-    with adding(directory, "z.safetensors", {"z": (x.dtype, x.shape)}):
-        pass
-    with rewriting(Directory(tmp_path), ["x"]) as new:
+    with rewriting(directory, ["x"]) as new:
         new.write("x", (WHOLE,), x + 2)
     assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [2, 2]
-    assert read_header(tmp_path / ONE_FILE).keys() == {"x", "stray"}
     (tmp_path / ONE_FILE).write_bytes(b"<!DOCTYPE html>")
-    assert set(Directory(tmp_path).files) == {"x", "y", "z"}
+    assert set(Directory(tmp_path).files) == {"x", "y"}
     # An index may name a file that is called as one without an index.
     file = Directory(tmp_path).files["x"]
     (tmp_path / file).rename(tmp_path / ONE_FILE)
@@ -172,11 +152,9 @@ def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path):
     assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("kind, bits", [
-    ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("F8_E4M3FNUZ", 8), ("F12_OF_TOMORROW", 12),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, bits", [("C64", 64), ("F4", 4), ("F12_OF_TOMORROW", 12)])
 def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, bits):
-    """An unknown dtype must be an error only for its own tensor, not for tensors next to it."""
+    """Tensors next to it must be read and written, and its bytes must count in total_size."""
     data = bytes(8 * bits // 8)
     x = np.arange(3, dtype=np.float32)
     f32 = {"dtype": "F32", "shape": [3]}
@@ -185,28 +163,21 @@ def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, b
         "odd": {"dtype": kind, "shape": [2, 4], "data_offsets": [12, 12 + len(data)]},
         "after": f32 | {"data_offsets": [12 + len(data), 24 + len(data)]},
     }
-    file = tmp_path / ONE_FILE
+    file = tmp_path / "a.safetensors"
     file.write_bytes(with_header(json.dumps(header), x.tobytes() + data + x.tobytes()))
+    weight_map = dict.fromkeys(header, "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     directory = Directory(tmp_path)
-    for name in ("before", "after"):
-        np.testing.assert_array_equal(directory.read(name, (WHOLE,)), x)
-    with pytest.raises(ValueError, match=f"odd in .*{ONE_FILE} must have a dtype .* has {kind}"):
+    np.testing.assert_array_equal(directory.read("before", (WHOLE,)), x)
+    with pytest.raises(ValueError, match=f"odd in .*a.safetensors must have a dtype .* has {kind}"):
         directory.read("odd", (WHOLE, WHOLE))
     with rewriting(directory, ["after"]) as new:
         new.write("after", (WHOLE,), x + 1)
     assert file.read_bytes()[-24 - len(data) :] == x.tobytes() + data + (x + 1).tobytes()
-    # Adding a file must count the bytes of the tensor of unknown dtype in total_size.
-    file.rename(tmp_path / "a.safetensors")
-    (tmp_path / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(header, "a.safetensors")})
-    )
     with adding(Directory(tmp_path), "b.safetensors", {"b": (x.dtype, (1,))}):
         pass
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 24 + len(data) + 4
-    (tmp_path / "a.safetensors").write_bytes(with_header(json.dumps(header), bytes(23 + len(data))))
-    with pytest.raises(ValueError, match="after in .* is the download complete"):
-        read_header(tmp_path / "a.safetensors")
 
 
 def with_header(header, data):
@@ -216,13 +187,11 @@ def with_header(header, data):
 
 @pytest.mark.parametrize("offsets, more, message", [
     ([(0, 12), (8, 20)], 0, "b in .* byte 12 .* where a ends, .* at 8: its data_offsets overlap"),
-    ([(0, 12), (0, 12)], 0, "b in .* byte 12 .* where a ends, .* at 0: its data_offsets overlap"),
     ([(12, 24), (4, 16)], 0, "b in .* at byte 0 .* the header ends, .* leave a hole"),
     ([(0, 12), (16, 28)], 4, "b in .* byte 12 .* where a ends, .* at 16: .* leave a hole"),
     ([(0, 12), (12, 24)], 4, "must have [0-9]+ bytes, as the data_offsets .* say, but has"),
     ([(0, 12), (20, 32)], 0, "b in .* its data_offsets are 20 and 32: is the download complete"),
     ([(0, 12), (-12, 0)], 0, "b in .* its data_offsets are -12 and 0"),
-    ([(0, 12), (24, 12)], 0, "b in .* its data_offsets are 24 and 12"),
     ([(0, 12), (12, 20)], 0, "b in .* must have 12 bytes"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["F32", "F32_OF_TOMORROW"])
@@ -269,19 +238,15 @@ def test_a_name_twice_is_refused(tmp_path):
 
 
 WHOLE_FILE = safetensors_bytes({"x": np.zeros(4, np.float32)})
-NO_NAME = '{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}'
 NEGATIVE = '{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}'
 
 
 @pytest.mark.parametrize("data, message", [
     (b"<!DOCTYPE html><p>404", "model.safetensors is not a safetensors file: its header"),
     (with_header("{a:1", b""), "its header is not JSON"),
-    (with_header("[1]", bytes(4)), "names no tensors"),
     (with_header('{"a": 3}', bytes(4)), "must have dtype, shape and two"),
-    (with_header(NO_NAME, bytes(4)), "must have dtype, shape and two"),
     (with_header(NEGATIVE, bytes(4)), "a in .* its data_offsets are"),
     (WHOLE_FILE[:-1], "x in .* must have 16 bytes .* download complete"),
-    (WHOLE_FILE[:-1].replace(b"F32", b"C64"), "x in .* are 0 and 16: is the download"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path, data, message):
     (tmp_path / ONE_FILE).write_bytes(data)

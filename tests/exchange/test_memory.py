@@ -19,7 +19,6 @@ import jax_ep
 from jax_ep.exchange import memory
 from jax_ep.exchange.routes import dropless_capacity
 
-MIB = 2**20
 MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
 
 # Each shape is (N ranks, T tokens, H hidden, K choices, E experts, R rows).
@@ -124,30 +123,28 @@ CASES = [
     ("combine_grad", "expert", "bfloat16", 0.65, 1.05),
     ("combine_grad", "expert", "float32", 0.65, 1.05),
     ("combine_grad", "rank", "bfloat16", 0.85, 1.05),
+    ("group_by_expert", "rank", "float32", 0.7, 1.05),
+    # XLA sums the rows as it reads them.
+    ("sum_by_token", "rank", "float32", 0, 1.05),
 ]
 
 
 @on_cpus
 @pytest.mark.parametrize("shape", quick(SHAPES, SHAPES[1], unpack=False), ids=str)
-@pytest.mark.parametrize(("name", "layout", "dtype", "least", "most"), CASES)
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype", "least", "most"),
+    quick(CASES, CASES[0], CASES[5], CASES[8], CASES[11]),
+)
 def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, most, shape):
     model, way = model_of(shape), dict(layout=layout, wire_dtype=None)
-    held, _ = held_by(name, "xla", model, dtype, **way)
-    counted = sum(memory.workspace_bytes(name, "xla", dtype=dtype, **way, **model).values())
-    assert least * counted <= held <= most * counted
-
-
-@on_cpus
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_group_by_expert_holds_what_xla_says(shape):
-    """The counted bytes of `group_by_expert` must be close to XLA's temporaries."""
-    model, way = model_of(shape), dict(layout="rank", wire_dtype=None)
-    held, _ = held_by("group_by_expert", "xla", model, "float32", **way)
-    buffers = memory.workspace_bytes(
-        "group_by_expert", "xla", dtype="float32", layout="rank", **model
-    )
+    held, given = held_by(name, "xla", model, dtype, **way)
+    buffers = memory.workspace_bytes(name, "xla", dtype=dtype, **way, **model)
     counted = sum(buffers.values())
-    assert 0.7 * counted <= held <= 1.05 * counted + 3 * buffers["counting choices"]
+    # XLA holds a few more vectors while it counts choices.
+    more = 3 * buffers["counting choices"] if name == "group_by_expert" else 0
+    assert least * counted <= held <= most * counted + more
+    results = sum(memory.result_bytes(name, "xla", dtype=dtype, **way, **model).values())
+    assert results <= given <= 1.05 * results + 64
 
 
 _KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?(.*?)\)?$", re.M)
@@ -250,20 +247,12 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     assert sum(size for _, size in held) == sum(counted.values())
 
 
-def test_the_kernels_need_little():
-    """Dispatch must need almost no workspace, and dispatch and combine together at most 16 MiB."""
-    dispatch = memory.workspace_bytes("dispatch", "pallas", **MODEL)
-    combine = memory.workspace_bytes("combine", "pallas", **MODEL)
-    assert sum(dispatch.values()) < 0.2 * MIB
-    assert sum(dispatch.values()) + sum(combine.values()) <= 16 * MIB
-
-
 @on_cpus
 @pytest.mark.parametrize(
     ("name", "layout", "dtype", "wire_dtype", "num_hosts"),
     quick(
         [
-            *((*case[:3], None, num_hosts) for case in CASES for num_hosts in (2, 4)),
+            *((*case[:3], None, num_hosts) for case in CASES[:11] for num_hosts in (2, 4)),
             ("dispatch", "expert", "bfloat16", "float8_e4m3fn", 2),
             ("dispatch_like", "expert", "bfloat16", "float8_e4m3fn", 2),
         ],
@@ -292,33 +281,13 @@ def test_the_exchange_between_hosts_holds_what_xla_says(
     assert 0.6 * counted <= held <= 1.5 * counted
 
 
-def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
-    """On 8 hosts of 8 ranks, a rank must hold the tokens of 23 ranks with XLA, not of 64."""
-    model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)
-    row = 7168 * 2
-    two = memory.workspace_bytes("dispatch_like", "xla", num_hosts=8, **model)
-    assert two["gathered tokens"] == 2 * 8 * 128 * row and two["rows of the rail"] == 7 * 128 * row
-    half = memory.workspace_bytes("combine", "xla", num_hosts=8, host_capacity=64, **model)
-    assert half["sums for and of other hosts"] == 8 * 64 * row
-    assert half["returned sums, by token"] == 7 * 128 * row
-    # Kernels hold the rows of all hosts if they are few, else of one host that arrive and one that
-    # are placed.
+def test_kernels_hold_the_rows_of_few_hosts():
+    """They hold the rows of all hosts if these are few, else of two that arrive and are placed."""
+    model = dict(hidden=7168, num_experts=256, top_k=8, num_ranks=64)
     for num_tokens, num_hosts, held in ((128, 8, 8 * 128), (4096, 8, 2 * 4096), (4096, 2, 4096)):
         sizes = dict(model, num_tokens=num_tokens, num_hosts=num_hosts, capacity=9 * num_tokens)
         kernels = memory.workspace_bytes("dispatch_like", "pallas", **sizes)
-        assert kernels == {"rows of the rail": held * row}
-
-
-@on_cpus
-@pytest.mark.parametrize("name", ["dispatch_like", "combine_grad"])
-def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkeypatch):
-    """On 4 hosts of 2 ranks, XLA must not hold the rows of all 8 ranks at once."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("XLA of JAX 0.10 for CPUs makes one kernel of the turns, over their barriers")
-    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
-    model = model_of((8, 64, 1024, 1, 32, 16))
-    held, _ = held_by(name, "two_level", model, "float32", layout="expert", wire_dtype=None)
-    assert held < 8 * 64 * 1024 * 4
+        assert kernels == {"rows of the rail": held * 2 * 7168}
 
 
 @pytest.mark.parametrize(
@@ -358,22 +327,6 @@ def test_errors_name_the_argument(change, message):
 
 
 def test_alignment_makes_a_dropless_buffer_larger():
-    held, rows = {}, {}
     for alignment in (1, 16):
-        buffers = memory.workspace_bytes("dispatch", "xla", expert_alignment=alignment, **MODEL)
-        held[alignment] = buffers["choice of each row"]
-        rows[alignment] = dropless_capacity(8 * 128 * 8, 32, alignment)
-    assert held[16] - held[1] == 4 * (rows[16] - rows[1])
-
-
-@on_cpus
-@pytest.mark.parametrize("layout", memory.LAYOUTS)
-@pytest.mark.parametrize("name", memory.OPERATIONS)
-def test_results_are_as_large_as_xla_says(name, layout):
-    """The counted bytes of an operation's results must be those that XLA allocates for them."""
-    if name in memory.LOCAL and layout != "rank":
-        pytest.skip("of the rank-major layout")
-    model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)
-    _, given = held_by(name, "xla", model, "bfloat16", **way)
-    counted = sum(memory.result_bytes(name, "xla", **way, **model).values())
-    assert counted <= given <= 1.05 * counted + 64
+        held = memory.result_bytes("dispatch", "xla", expert_alignment=alignment, **MODEL)
+        assert held == {"received tokens": 2 * 7168 * dropless_capacity(8 * 128 * 8, 32, alignment)}

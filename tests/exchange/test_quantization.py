@@ -46,15 +46,14 @@ def bound(x: np.ndarray) -> np.ndarray:
 
 
 CASES = [
-    Case(1, 5, 128, 2, 4, "bfloat16"),
     Case(2, 4, 256, 3, 8, "float32", 7, 4),
     Case(4, 6, 384, 2, 8, "bfloat16"),
     Case(8, 3, 128, 4, 16, "float16", None, 8),
 ]
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[1], CASES[3]), ids=str)
-@pytest.mark.parametrize("kind", quick(["uniform", "masked", "repeated", "one_expert"], "masked"))
+@pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
+@pytest.mark.parametrize("kind", quick(["masked", "repeated", "one_expert"], "masked"))
 def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implementation):
     rng = np.random.default_rng(2)
     capacity = case.num_rows
@@ -94,7 +93,7 @@ def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implement
         assert_bitwise_equal(grad, grads[2])
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[1], CASES[3]), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, CASES[2]), ids=str)
 @pytest.mark.parametrize("weighted", quick([True, False], True), ids=["weighted", "plain"])
 def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
     rng = np.random.default_rng(4)
@@ -138,7 +137,7 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
     assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= allowed)
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("layout", quick(["expert", "rank"], "rank"))
 def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
     """With grad_wire_dtype, cotangents must be sent in float8."""
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
@@ -200,52 +199,19 @@ def test_quantized_rows_refuse_a_gradient():
         jax.eval_shape(per_rank(jax.grad(loss), 1), *arrays)
 
 
-# -------------------------------------------------------------------- which implementation runs
-
-
-def kernels_of(function: Any) -> list[str]:
-    """Lowers `function` on a mesh of 8 ranks for GPUs; returns the lines that call kernels."""
-    shapes = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    text = lowered(on_ranks(function, cuda_mesh((8,), (AXIS,)), check_vma=True), *arrays)
-    assert "all_to_all" not in text and "all_gather" not in text
-    return [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-
-
 @needs_kernels
-@pytest.mark.parametrize("output", ["dequantized", "quantized"])
-def test_the_kernels_quantize_and_write_both_parts(output):
+def test_the_kernels_quantize_and_write_both_parts():
     case = Case(8, 16, 1024, 4, 32, capacity=64)
 
     def send(x: Any, topk_idx: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE, output=output)
+        sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE)
         return sent.tokens, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
 
-    calls = kernels_of(send)
+    shapes = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    text = lowered(on_ranks(send, cuda_mesh((8,), (AXIS,)), check_vma=True), *arrays)
+    assert "all_to_all" not in text and "all_gather" not in text
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
     assert len(calls) == 2
     assert all("(tensor<1xi32>, tensor<16x1024xbf16>" in call for call in calls)
     assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)
-
-
-@needs_kernels
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.slow
-def test_the_kernels_quantize_sums(layout):
-    """Kernels must quantize the sums of a combine, and those of a dispatch's cotangents."""
-
-    def back(x: Any, topk_idx: Any) -> Any:
-        def there_and_back(x: Any) -> Any:
-            sent = jax_ep.dispatch(
-                x, topk_idx, num_experts=32, axis_name=AXIS, layout=layout, grad_wire_dtype=WIRE
-            )
-            return jax_ep.combine(sent.tokens, sent.handle, wire_dtype=WIRE)
-
-        out, pull = jax.vjp(there_and_back, x)
-        return out, pull(out)
-
-    calls = kernels_of(back)
-    # The kernels are a dispatch, a combine and their gradients, which are a combine and a dispatch.
-    # The two combines return float8 sums.
-    assert len(calls) == 4
-    assert sum("x1024xf8E4M3FN>, tensor<" in call for call in calls) == 2

@@ -15,9 +15,10 @@ from support.float8 import (
     assert_gated_within_bound,
     assert_within_bound,
 )
+from support.selection import quick
 
 from jax_ep import reference
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, quantize
+from jax_ep.formats import FLOAT8_MATRICES, quantize
 from jax_ep.matmul import float8
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
@@ -28,7 +29,7 @@ SIZES = [3, 0, 150, 21]
 ROWS, LIVE = 200, sum(SIZES)
 K, N = 256, 384
 HERE = IMPLEMENTATIONS.available(Problem((K, N), float8.DTYPE, default_platform(), ROWS, True))
-implementations = pytest.mark.parametrize("implementation", [None, *HERE])
+implementations = pytest.mark.parametrize("implementation", quick([None, *HERE], None, HERE[0]))
 here = pytest.mark.parametrize("implementation", HERE)
 GROUP_SIZES = np.asarray(SIZES, np.int32)
 
@@ -58,7 +59,7 @@ def product(implementation, dtype):
 
 
 @here
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "skewed", "infinity"))
 def test_product(implementation, kind):
     for of_rows, of_matrices in of_either_kind(kind):
         lhs, rhs = rows_of(of_rows), matrices_of(of_matrices)
@@ -92,30 +93,39 @@ def test_sum_of_products(implementation):
     assert_within_bound(out, both, *grads, *rhs, sizes=SIZES)
 
 
-@here
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_product(implementation, kind):
-    lhs, rhs = rows_of(kind), [matrices_of("random", seed) for seed in (1, 2)]
-
-    got = jax.jit(
+@functools.cache
+def gated(implementation):
+    return jax.jit(
         lambda rows, pair, sizes: float8.gated_product_of_float8(
             rows, pair, sizes, operands.swiglu, True, implementation
         )
-    )(operands.rows(lhs), tuple(map(operands.transposed_matrices, rhs)), GROUP_SIZES)
+    )
+
+
+@here
+@pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
+def test_gated_product(implementation, kind):
+    lhs, rhs = rows_of(kind), [matrices_of("random", seed) for seed in (1, 2)]
+    pair = tuple(map(operands.transposed_matrices, rhs))
+    got = gated(implementation)(operands.rows(lhs), pair, GROUP_SIZES)
     live = [jax.tree.map(lambda part: part[:LIVE], each) for each in got]
     assert len(live) == 3
     assert_gated_within_bound(live, lhs[:LIVE], rhs, SIZES)
 
 
 @here
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", quick([jnp.bfloat16, jnp.float32], jnp.bfloat16))
 @pytest.mark.parametrize(
     ("kind", "of_grad", "gating"),
-    [
-        *((kind, "random", operands.swiglu) for kind in ("random", "skewed", "zero", "nan")),
-        *(("random", kind, operands.swiglu) for kind in ("nan", "infinity", "huge")),
+    quick(
+        [
+            *((kind, "random", operands.swiglu) for kind in ("skewed", "zero", "nan")),
+            *(("random", kind, operands.swiglu) for kind in ("infinity", "huge")),
+            ("random", "random", operands.shifted),
+        ],
+        ("nan", "random", operands.swiglu),
         ("random", "random", operands.shifted),
-    ],
+    ),
 )
 def test_gate_gradient(implementation, kind, of_grad, gating, dtype):
     """The gradient of the gate must be quantized correctly; NaN must stay in its own rows."""
@@ -160,7 +170,7 @@ def test_a_row_that_shares_a_larger_scale_keeps_its_nan(implementation):
 
 
 @here
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, "skewed", "nan"))
 def test_gradient_of_matrices(implementation, kind):
     _, groups = row_blocks(GROUP_SIZES, ROWS)
     for of_rows, of_grad in of_either_kind(kind):
@@ -182,7 +192,7 @@ def test_gradient_of_matrices(implementation, kind):
 
 
 @here
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", quick([jnp.bfloat16, jnp.float32], jnp.bfloat16))
 def test_gradients_of_matrices_are_added_to_sums(implementation, dtype):
     _, groups = row_blocks(GROUP_SIZES, ROWS)
     lhs, *grads = (
@@ -201,7 +211,7 @@ def test_gradients_of_matrices_are_added_to_sums(implementation, dtype):
 
 @here
 @pytest.mark.parametrize("is_quantized", [False, True])
-@pytest.mark.parametrize("kind", ["skewed", "nan"])
+@pytest.mark.parametrize("kind", quick(["skewed", "nan"], "nan"))
 def test_transposed_rows_share_scales(implementation, kind, is_quantized):
     x = rows_of(kind)
     blocks, _ = row_blocks(GROUP_SIZES, ROWS)
@@ -230,8 +240,8 @@ def test_transposed_rows_share_scales(implementation, kind, is_quantized):
 
 
 @implementations
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["random", "zero", "nan", "subnormal"])
+@pytest.mark.parametrize("dtype", quick(["bfloat16", "float16", "float32"], "bfloat16"))
+@pytest.mark.parametrize("kind", quick(["random", "zero", "nan", "subnormal"], "zero", "nan"))
 def test_matrices_in_both_orders_have_the_same_numbers(implementation, kind, dtype):
     matrices = jnp.asarray(operands.numbers(kind, (2, K, N)), dtype)
     both = float8.quantize_matrices(matrices, implementation)
@@ -241,11 +251,3 @@ def test_matrices_in_both_orders_have_the_same_numbers(implementation, kind, dty
         mine, turned, wanted = (np.asarray(getattr(each, part)) for each in (*both, want))
         assert mine.swapaxes(1, 2).tobytes() == turned.tobytes()
         assert mine.tobytes() == wanted.tobytes()
-
-
-def test_rounding_survives_in_one_program():
-    """XLA must not remove the rounding to float8 within one program as excess precision."""
-    x = jax.random.normal(jax.random.key(0), (8, K), jnp.float32)
-    rounded = jax.jit(lambda x: quantize(x, FLOAT8_ROWS).dequantize(jnp.float32))(x)
-    np.testing.assert_array_equal(rounded, quantize(x, FLOAT8_ROWS).dequantize(jnp.float32))
-    assert (np.asarray(rounded) != np.asarray(x)).mean() > 0.9

@@ -111,7 +111,7 @@ def test_gated_product(implementation, dtype, keep, has_biases):
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
 
 
-@pytest.mark.parametrize("sums_dtype", [None, "float32", "as the rows"])
+@pytest.mark.parametrize("sums_dtype", quick([None, "float32", "as the rows"], "float32"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_several_gradients_of_matrices(implementation, dtype, sums_dtype):
     """Several gradients, also if added to sums, must equal those of each cotangent alone."""
@@ -149,7 +149,7 @@ def test_several_gradients_of_matrices(implementation, dtype, sums_dtype):
     assert_close(dlhs, want_dlhs.astype(np.float64), dtype)
 
 
-@pytest.mark.parametrize("case", ["empty groups", "past R", "all empty"])
+@pytest.mark.parametrize("case", quick(["empty groups", "past R", "all empty"], "past R"))
 @pytest.mark.parametrize("implementation, dtype", AVAILABLE)
 def test_gate_gradient(implementation, dtype, case):
     """The gradient of a gating must be NumPy's in the rows of groups, whatever others hold."""
@@ -172,9 +172,6 @@ def test_gate_gradient(implementation, dtype, case):
         np.testing.assert_allclose(
             np.asarray(result[:used]).astype(np.float64), want, rtol=TOLERANCE[dtype], atol=1e-4
         )
-    for each, before in zip((dhidden, gate, up), arrays, strict=True):
-        want = before.astype(each.dtype).astype(np.float32)
-        np.testing.assert_array_equal(np.asarray(each).astype(np.float32), want)
 
 
 def test_second_order_gradient_of_a_gate():

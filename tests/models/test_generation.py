@@ -29,10 +29,7 @@ STEPS = 12
 NUM_EXPERTS = 16
 
 
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    with jax.default_matmul_precision("float32"):
-        yield
+pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
 
 def small(kind: str) -> DecoderConfig:
@@ -98,18 +95,12 @@ def read_one(config, model, token, cache):
     return generation.logits_of(config, model, x[:, 0]), cache
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[list[int]]]:
-    """Decodes each prompt alone, as the expected result of decoding all of them in a batch.
-
-    Returns:
-        Kind of model -> the decoded tokens of each prompt.
-    """
-    with jax.default_matmul_precision("float32"):
-        found = {kind: [one_token_at_a_time(kind, prompt) for prompt in PROMPTS] for kind in KINDS}
-    for kind, rows in found.items():
-        assert len({token for row in rows for token in row}) > 12, kind
-    return found
+@functools.cache
+def alone(kind: str) -> list[list[int]]:
+    """Returns the decoded tokens of each prompt, which are those of all prompts in a batch."""
+    rows = [one_token_at_a_time(kind, prompt) for prompt in PROMPTS]
+    assert len({token for row in rows for token in row}) > 12
+    return rows
 
 
 WAYS = {
@@ -122,13 +113,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", quick(WAYS, "in chunks", unpack=False))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_in_a_batch_of_unequal_lengths_decodes_as_it_does_alone(alone, kind, way):
-    assert tokens_of(random_model(kind), **way) == alone[kind]
+@pytest.mark.parametrize("kind", quick(KINDS, "tiny-gpt-oss"))
+def test_a_prompt_in_a_batch_of_unequal_lengths_decodes_as_it_does_alone(kind, way):
+    assert tokens_of(random_model(kind), **way) == alone(kind)
 
 
 @pytest.mark.parametrize("ranks", quick([1, 3, 8], 3))
-def test_any_number_of_devices_decodes_the_same(alone, ranks):
+def test_any_number_of_devices_decodes_the_same(ranks):
     """The number of devices must not change the tokens, even if it does not divide the experts.
 
     Three devices hold 18 slots for 16 experts, of which two have a second copy.
@@ -137,12 +128,12 @@ def test_any_number_of_devices_decodes_the_same(alone, ranks):
         pytest.skip(f"needs {ranks} devices")
     model = random_model("tiny-gpt-oss", ranks)
     assert model[0].moe.num_slots == (18 if ranks == 3 else None)
-    assert tokens_of(model) == alone["tiny-gpt-oss"]
+    assert tokens_of(model) == alone("tiny-gpt-oss")
 
 
-def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence(alone):
-    config, model = random_model("tiny")
-    whole = alone["tiny"]
+def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence():
+    config, model = random_model("tiny-gpt-oss")
+    whole = alone("tiny-gpt-oss")
     stop = tuple({row[3] for row in whole})
     config = config.replace(stop_tokens=stop)
     want = [row[: 1 + min(i for i, token in enumerate(row) if token in stop)] for row in whole]
@@ -156,14 +147,11 @@ def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence
     ]
 
 
-@pytest.mark.parametrize("temperature", quick([0.7, 1e-4], 0.7))
-def test_tokens_are_drawn_alike_in_the_loop_and_by_python(alone, temperature):
-    model, sampling = random_model("tiny"), Sampling(temperature, seed=3)
+def test_tokens_are_drawn_alike_in_the_loop_and_by_python():
+    model, sampling = random_model("tiny-gpt-oss"), Sampling(0.7, seed=3)
     drawn = tokens_of(model, sampling=sampling)
-    assert drawn == tokens_of(model, sampling=sampling, loop="host")
-    assert (drawn == alone["tiny"]) == (temperature < 0.1)
-    other = Sampling(temperature, seed=4)
-    assert (drawn == tokens_of(model, sampling=other)) == (temperature < 0.1)
+    assert drawn == tokens_of(model, sampling=sampling, loop="host") != alone("tiny-gpt-oss")
+    assert drawn != tokens_of(model, sampling=Sampling(0.7, seed=4))
 
 
 def test_tokens_are_drawn_by_their_probability():
@@ -200,7 +188,7 @@ def with_numbers(model: Model) -> Model:
     return model._replace(moe=list(map(numbers, model.moe)))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", quick([*FORMATS], "tiny-gpt-oss"))
 def test_experts_that_stay_quantized_decode_as_their_numbers_do(kind):
     config, model = quantized_model(kind)
     tokens = tokens_of((config, model), steps=4)
@@ -220,19 +208,3 @@ def test_the_bytes_of_a_step_are_those_of_the_chosen_experts_and_of_all_other_we
     whole = 4 * (2 * layer + experts + hidden + 256 * hidden) + cached
     with jax.set_mesh(mesh_of(model)):
         assert program.bytes_of_step(config, model, state, 1) == (whole, 4)
-
-
-@pytest.mark.slow
-def test_a_step_that_dequantizes_reads_and_writes_all_experts():
-    program = example("decode_qwen3_moe")
-    config, model = quantized_model("tiny-gpt-oss", ranks=1)
-    _, state, _ = generate((config, model), PROMPTS[:1], 2)
-    with jax.set_mesh(mesh_of(model)):
-        found, chosen = program.bytes_of_step(config, model, state, 1)
-        numbers = with_numbers(model)
-    _, state, _ = generate((config, numbers), PROMPTS[:1], 2)
-    with jax.set_mesh(mesh_of(model)):
-        plain, _ = program.bytes_of_step(config, numbers, state, 1)
-    size = 2 * 3 * 4 * 128 * 128
-    # Half a byte and a 32nd for each number is read, and four bytes are written.
-    assert chosen == 2 and found == plain + size * (1 / 2 + 1 / 32 + 4)

@@ -65,7 +65,16 @@ def test_a_step():
     assert np.any(bias)
 
 
-def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None:
+CLOSE = dict(rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_devices(8)
+@pytest.mark.parametrize(
+    "shape, microbatches, tolerance",
+    [((2, 4), 1, CLOSE), ((1, 2, 2, 2), 1, CLOSE), ((1, 1), 2, dict(rtol=0.05, atol=2e-4))],
+)
+def test_meshes_and_microbatches_do_not_matter(shape, microbatches, tolerance):
     state, metrics = one_step(shape, microbatches)
     want, want_metrics = one_step((1, 1), 1)
     np.testing.assert_array_equal(metrics["expert_counts"], want_metrics["expert_counts"])
@@ -74,19 +83,6 @@ def agree(shape: tuple[int, ...], microbatches: int, **tolerance: float) -> None
     # Compare the gradients: after one step, Adam's first moments are a tenth of them.
     jax.tree.map(compare, state.opt_state[0].mu, want.opt_state[0].mu)
     jax.tree.map(np.testing.assert_array_equal, state.biases, want.biases)
-
-
-@pytest.mark.slow
-@pytest.mark.needs_devices(8)
-@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2), (1, 2, 2, 2)])
-def test_the_mesh_does_not_matter(shape):
-    agree(shape, 1, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_microbatches_add_up():
-    """The gradients of two microbatches must add up to those of the whole batch, roughly."""
-    agree((1, 1), 2, rtol=0.05, atol=2e-4)
 
 
 @pytest.mark.needs_devices(8)
@@ -106,7 +102,6 @@ def test_states_are_split_over_the_axes_that_hold_copies():
 
 @pytest.mark.needs_devices(8)
 def test_fsdp_splits_every_matrix():
-    """Attention, embeddings, experts and moments must be split, also while a step runs."""
     with jax.set_mesh(mesh := model_mesh(1, 2, 1, 4)):
         layout, state = started(MODEL, mesh)
     matrices = {n.split(".")[-2] for n, weight in state.params.weights.items() if weight.ndim > 1}
@@ -119,11 +114,9 @@ def test_fsdp_splits_every_matrix():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2, 1, 4), (2, 2, 1, 2)])
+@pytest.mark.needs_devices(8)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2, 1, 2)])
 def test_microbatches_share_their_quantized_experts(shape, monkeypatch):
-    """A step must quantize each expert matrix once for all microbatches."""
-    if np.prod(shape) > len(jax.devices()):
-        pytest.skip(f"needs {np.prod(shape)} devices")
     # Two ranks along "fsdp" split the quantized matrices, too. Parts of four ranks are no blocks.
     config = CONFIG.replace(
         hidden=256, mlp_dim=128, selection_bias=False, matmul_dtype="float8_e4m3fn"
@@ -146,13 +139,6 @@ def test_microbatches_share_their_quantized_experts(shape, monkeypatch):
         each, want = step()
     assert (once, each) == (3, 2 * 3)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, want)
-
-
-def test_shapes_of_a_state_are_those_of_the_state():
-    with jax.set_mesh(model_mesh(1, 1)):
-        _, shapes = started(MODEL, model_mesh(1, 1), only_shapes=True)
-    state, _ = one_step((1, 1), 1)
-    assert jax.tree.map(np.shape, state) == jax.tree.map(lambda x: x.shape, shapes)
 
 
 def test_xla_knows_the_compiler_options():

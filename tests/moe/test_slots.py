@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.dense_moe import E, F, H, K, make_params, make_x
-from support.flax_layers import LAYERS
 from support.loads import random_loads
 from support.meshes import expert_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep.moe.config import MoEConfig
@@ -61,8 +61,7 @@ def assert_copies_are_equal(params, placement):
             assert all(weights[slot].tobytes() == first for slot in slots[:copies])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_training_with_copies_is_training_without(num_ranks):
     """Between the steps, the experts move to another placement once."""
     placement, other = placed(num_ranks), placed(num_ranks, seed=1)
@@ -70,7 +69,7 @@ def test_training_with_copies_is_training_without(num_ranks):
     x = make_x()
     experts = make_params(shared=False)
     slots = to_slots(experts, placement)
-    for i in range(4):
+    for i in range(3):
         experts, want, want_out, want_metrics = step(num_ranks, WITHOUT)(experts, x, None)
         slots, value, out, metrics = step(num_ranks, WITH)(slots, x, placement)
         np.testing.assert_allclose(value, want, rtol=1e-5)
@@ -80,7 +79,7 @@ def test_training_with_copies_is_training_without(num_ranks):
         back = to_experts(slots, placement)
         for got, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(experts), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
-        if i == 1:
+        if i == 0:
             slots = redistribute(slots, placement, other, mesh=expert_mesh(num_ranks))
             placement = other
 
@@ -98,23 +97,16 @@ def test_drops_are_counted_by_expert():
     assert metrics.dropped_counts.sum() == metrics.num_dropped > 0
 
 
-@pytest.mark.slow
 def test_both_flax_layers_start_in_order():
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=4)[0]
     options = dict(num_experts=E, num_experts_per_token=K, num_slots=SLOTS)
-    x, outputs = make_x(), []
     with jax.set_mesh(expert_mesh(4)):
         layer = jax_ep.nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
         linen = jax_ep.linen.MoE(mlp_dim=F, **options)
-        variables = linen.init(jax.random.key(0), x, placement=placement)
-        of_nnx, of_linen = nnx.to_pure_dict(nnx.state(layer)), nn.unbox(variables)["params"]
-        for kind in LAYERS.values():
-            run = jax.jit(kind(H, F, **options))
-            outputs.append(run(of_nnx, x, placement=placement)[0])
-    for params in (of_nnx, of_linen):
+        variables = linen.init(jax.random.key(0), make_x(), placement=placement)
+    for params in (nnx.to_pure_dict(nnx.state(layer)), nn.unbox(variables)["params"]):
         for name in WEIGHTS:
             np.testing.assert_array_equal(params[name][E:], params[name][: SLOTS - E])
-    np.testing.assert_array_equal(*outputs)
 
 
 OF_LAYERS = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1)

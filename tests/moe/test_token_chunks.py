@@ -10,37 +10,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dense_moe import E, K, S, assert_close, make_params, make_x, random_params
+from support.dense_moe import (
+    CONFIG,
+    E,
+    S,
+    assert_close,
+    make_params,
+    make_x,
+    random_params,
+    step_of,
+)
 from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep import MoEConfig, MoEParams, moe_layer
+from jax_ep import MoEConfig, moe_layer
 from jax_ep.placement import Placement, to_slots
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
-CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
-
-def run(params, x, mask=None, *, config, **given):
+def run(params, x, **options):
     """Returns (output, metrics) and the gradients of parameters and x, compiled."""
-
-    def loss(params, x):
-        out, metrics = moe_layer(params, x, config, mask, **given)
-        scalar = jnp.mean(out.astype(jnp.float32) ** 2) + metrics.load_balance_loss
-        return scalar + 0.1 * metrics.router_z_loss, (out, metrics)
-
-    (_, outputs), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+    (_, outputs), grads = step_of(**options)(params, x)
     return jax.device_get((outputs, grads))
 
 
 def assert_same(num_chunks, config, devices, params, x, mask=None, **given):
     """Asserts that chunks leave the metrics equal, and outputs and gradients close."""
     with jax.set_mesh(devices):
-        (out, metrics), grads = run(params, x, mask, config=config, **given)
+        (out, metrics), grads = run(params, x, mask=mask, config=config, **given)
         chunked = dataclasses.replace(config, token_chunks=num_chunks)
-        (got, got_metrics), got_grads = run(params, x, mask, config=chunked, **given)
+        (got, got_metrics), got_grads = run(params, x, mask=mask, config=chunked, **given)
     jax.tree.map(np.testing.assert_array_equal, got_metrics, metrics)
     assert_close((got, got_grads), (out, grads))
 
@@ -63,7 +64,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("changes, shape, axes", quick(KINDS, "columns split", "slots"))
+@pytest.mark.parametrize("changes, shape, axes", quick(KINDS, "slots"))
 def test_with_other_options(changes, shape, axes, monkeypatch):
     if "host" in axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
@@ -76,7 +77,6 @@ def test_with_other_options(changes, shape, axes, monkeypatch):
 
 
 def test_a_capacity_is_of_each_chunk():
-    """The dropped choices must be those of separate calls for the chunks."""
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
     params, x = make_params(), make_x(shape=(4, 16))
     with jax.set_mesh(expert_mesh(4)):
@@ -114,24 +114,9 @@ def test_float8_experts_are_quantized_once(once):
     assert before_scan.count("quantize_float8_matrices") == (0 if once else 3)
 
 
-def test_gradients_are_summed_in_float32():
-    """Gradients must be summed in float32: in bfloat16, a sum of equal terms stops at 256 terms."""
-    num = 512
-    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
-    params = MoEParams.of(gate=ones((8, 1)), wi_0=ones((1, 8, 8)), wo=ones((1, 8, 8)) / 8)
-    config = MoEConfig(num_experts=1, num_experts_per_token=1, token_chunks=num)
-
-    def total(params):
-        return jnp.sum(moe_layer(params, ones((num, 8)), config)[0].astype(jnp.float32))
-
-    hidden = float(jax.nn.silu(jnp.float32(8)).astype(jnp.bfloat16))
-    wo = jax.jit(jax.grad(total))(params).wo
-    np.testing.assert_allclose(wo.astype(jnp.float32), num * hidden, rtol=2**-8)
-
-
 @pytest.mark.parametrize(
     "num_chunks, dtype, wanted",
-    [(8, "bfloat16", "bf16"), (8, "float32", "f32"), (9, "bfloat16", "f32"), (8, "both", "f32")],
+    [(8, "bfloat16", "bf16"), (9, "bfloat16", "f32"), (8, "both", "f32")],
 )
 def test_few_gradients_of_bfloat16_matrices_are_summed_in_bfloat16(num_chunks, dtype, wanted):
     """Sums in float32 would take twice the memory of bfloat16 parameters."""
@@ -152,9 +137,8 @@ def test_few_gradients_of_bfloat16_matrices_are_summed_in_bfloat16(num_chunks, d
     assert set(re.findall(r":(\w+)\[", " ".join(sums))) == {wanted}
 
 
-@pytest.mark.parametrize("of", ["x", "params"])
+@pytest.mark.parametrize("of", quick(["x", "params"], "params"))
 def test_gradients_of_gradients(of):
-    """A penalty on the gradient of x or of the parameters must have the right gradient."""
     params, x = make_params(bias=True), make_x()
 
     def penalty(params, x, config):
@@ -212,25 +196,3 @@ def test_gradients_of_experts_are_reduced_once():
     shape = dict(mesh_shape=(2, 4), axes=("data", "expert"), num_tokens=16)
     whole, chunked = (compiled(c, **shape).as_text().count(" all-reduce(") for c in (1, 4))
     assert chunked == whole > 0
-
-
-@pytest.mark.slow
-def test_in_a_scan_of_rematerialized_layers():
-    stack = jax.tree.map(lambda *a: jnp.stack(a), make_params(0), make_params(7))
-
-    def step(num_chunks):
-        config = dataclasses.replace(CONFIG, token_chunks=num_chunks)
-
-        @jax.checkpoint
-        def layer(x, params):
-            out, metrics = moe_layer(params, x, config)
-            return x + out, metrics.load_balance_loss
-
-        def loss(stack, x):
-            out, losses = jax.lax.scan(layer, x, stack)
-            return jnp.mean(out**2) + jnp.sum(losses)
-
-        with jax.set_mesh(expert_mesh(4)):
-            return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(stack, make_x()))
-
-    assert_close(step(2), step(1))

@@ -45,11 +45,7 @@ class Clock:
 class Store:
     """A key-value service like that of `jax.distributed`, whose values are files in a folder.
 
-    Args:
-        folder: the folder.
-        absent: processes that never publish a card. A wait for one takes all its time at once, on
-            `clock`.
-        clock: the clock of this process.
+    A wait for an absent process takes all its time at once, on `clock`.
     """
 
     def __init__(self, folder: str, absent: Collection[int] = (), clock: Clock | None = None):
@@ -77,46 +73,36 @@ class Store:
 
 @dataclasses.dataclass
 class Process:
-    """The options of one process of a test.
+    """The options of one process of a test."""
 
-    Attributes:
-        gpus: the host's GPUs that the process sees, by ordinal.
-        driver: options of its `FakeCuda`.
-        pool: options of `FakeCuda.pool`, XLA's memory pool on each GPU.
-        memory_limit: the bytes to which a pool may grow; None if JAX does not report them.
-        participant: fields of its `symmetric_memory.Participant` that differ from the usual.
-        answers: the functions to replace: maps a name, "module.name" or "module.class.name", to the
-            value that the function returns instead.
-        dies_in: the name of a function in which the process is killed; "" for none.
-        after: processes, of lower numbers, that must have ended before this one begins.
-    """
-
+    # The host's GPUs that the process sees, by ordinal.
     gpus: Sequence[int]
+    # Options of its `FakeCuda`, and of its memory pools.
     driver: dict[str, Any] = dataclasses.field(default_factory=dict)
     pool: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # The bytes to which a pool may grow; None if JAX does not report them.
     memory_limit: int | None = POOL_BYTES
+    # Fields of its `symmetric_memory.Participant` that differ from the usual.
     participant: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Maps the name of a function to replace, as "module.name", to what it returns instead.
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # The name of a function in which the process is killed.
     dies_in: str = ""
+    # Processes, of lower numbers, that must have ended before this one begins.
     after: Sequence[int] = ()
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The result of the set-up of symmetric memory in one process.
+    """The result of the set-up of symmetric memory in one process."""
 
-    Attributes:
-        domain: the symmetric-memory domain, or the reason why there is none.
-        received: what all GPUs have written into each GPU of this process. Maps the GPU's number to
-            a pair: the words in its symmetric heap, and those in its XLA array. GPU g writes word g
-            of both.
-        left: resources that the set-up should have released and did not.
-        waited_s: how long the process waited in vain, by its `Clock`.
-    """
-
+    # The domain, or the reason why there is none.
     domain: symmetric_memory.Domain | str
+    # Maps a GPU's number to what GPUs wrote into its heap and its array; GPU g writes word g.
     received: dict[int, tuple[list[int], list[int]]]
+    # Resources that the set-up should have released.
     left: list[str]
+    # How long the process waited in vain, by its `Clock`.
     waited_s: float = 0.0
 
 
@@ -242,13 +228,9 @@ def gpus_of_process(domain: symmetric_memory.Domain) -> dict[int, int]:
 def _write_to_all(
     domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Any
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Writes a word from each GPU of this process into the heap and the array of every GPU.
+    """Writes a word from each GPU of this process into all GPUs; returns `Outcome.received`.
 
     A peer's array is addressed through the offset in the writer's heap header.
-
-    Returns:
-        What all GPUs have written into each GPU of this process. Maps the GPU's number to a pair:
-        the words in its heap, and those in its array. GPU g writes word g of both.
     """
     store.key_value_set(f"arrays/{number}", json.dumps(arrays))
     of_device = {}

@@ -11,6 +11,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jax_ep.runtime import availability, jax_compat, symmetric_memory
+from pallas_kernels.fabric import memory_map
+
 KERNELS_RUN = jax.__version_info__ >= (0, 11)
 WHY_NOT = f"the kernels need JAX 0.11 or newer, and this is {jax.__version__}"
 
@@ -66,3 +69,20 @@ def forget(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
         others = set(dir(getattr(owner, first))).difference(rest)
         view = types.SimpleNamespace(**dict.fromkeys(others, object()))
     monkeypatch.setattr(owner, first, view, raising=False)
+
+
+def pass_for_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> list[jax.Device]:
+    """Makes the first devices pass for GPUs that share memory; the last one has the number 0."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("CPUs are taken for GPUs here")
+    devices = jax.devices()[:num_gpus]
+    numbers = {device.id: num_gpus - 1 - i for i, device in enumerate(devices)}
+    domain = types.SimpleNamespace(base=memory_map.BASE, numbers=numbers, num_gpus=num_gpus)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(availability, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(jax_compat, "devices_unavailable_reason", lambda: None)
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
+    monkeypatch.setattr(symmetric_memory, "domain", lambda: domain)
+    return devices

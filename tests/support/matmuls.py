@@ -37,7 +37,13 @@ def implementations_with_dtypes(matrix_shape: tuple[int, int], dtypes: Iterable[
     ]
 
 
-AVAILABLE = implementations_with_dtypes((H, F), DTYPES)
+AVAILABLE = [
+    *implementations_with_dtypes((H, F), ["bfloat16"]),
+    *(
+        pytest.param(*each.values, marks=pytest.mark.slow)
+        for each in implementations_with_dtypes((H, F), ["float32", "float16"])
+    ),
+]
 NUM_ROWS = 700
 # Group sizes by what is special about them. All have six groups, so that one compiled program runs
 # them all.

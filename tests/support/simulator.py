@@ -241,15 +241,7 @@ def simulated_channels(
     kind: type[SimulatedChannels] = SimulatedChannels,
     detect_races: bool = True,
 ) -> SimulatedChannels:
-    """Makes simulated `ll.Channels` between GPUs of a mesh.
-
-    Args:
-        axes: (stride, size) of the mesh axes along which ranks communicate.
-        gpus: the GPU of each rank of the mesh.
-        contents: the tile buffers and counters to continue with; new ones by default.
-        kind: the class of the result.
-        detect_races: whether the interpreter looks for races.
-    """
+    """Makes simulated `ll.Channels` along mesh axes of these (stride, size)."""
     gpus = tuple(gpus)
     memory = SimulatedTileMemory(0, max(gpus) + 1, contents or TileContents())
     options = InterpretGPUParams(detect_races=detect_races)

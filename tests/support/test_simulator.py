@@ -44,11 +44,6 @@ def signal_twice(self, kind, count, *, release=True):
     Simulated.signal(self, kind, count)
 
 
-def signal_too_often(self, kind, count, *, release=True):
-    Simulated.signal(self, kind, 2 * count - 1)
-    Simulated.signal(self, kind, 2 * count)
-
-
 def signal_relaxed(self, kind, count, *, release=True):
     Simulated.signal(self, kind, count, release=False)
 
@@ -61,7 +56,6 @@ FAULTS = {
     "unconnected": (dict(connect=nothing), dispatch, "a rank's memory before connect"),
     "impatient": (dict(wait=wait_for_none), dispatch, UNORDERED),
     "impatient in combine": (dict(wait=wait_for_none), combine, UNORDERED),
-    "chatty": (dict(signal=signal_too_often), dispatch, UNORDERED),
     "repeating": (
         dict(signal=signal_twice),
         dispatch,
@@ -74,7 +68,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("methods", "kernel", "message"), quick(FAULTS, "silent", "unconnected", "impatient in combine")
+    ("methods", "kernel", "message"), quick(FAULTS, "silent", "impatient in combine")
 )
 def test_a_faulty_fabric_is_found(methods, kernel, message):
     with pytest.raises(KernelError, match=message):

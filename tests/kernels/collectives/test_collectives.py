@@ -40,25 +40,22 @@ CASES = {
     ),
     "a_block_with_nothing_to_do": ("signals", 3, "float16", 4 * 1024, TilePlan(3, 1, 2), True),
     "a_last_tile_moved_back": ("signals", 2, "bfloat16", 1024 + 8, TilePlan(1, 2), False),
-    "ll_of_two_tiles_each": ("low_latency", 2, "bfloat16", 4 * 1024, TilePlan(2, 1), True),
     "ll_of_three_ranks": ("low_latency", 3, "float16", 2 * 1024, TilePlan(1, 2), True),
     # With four ranks, a float32 sum depends on its order.
     "ll_of_four_ranks": ("low_latency", 4, "float32", 512, TilePlan(1, 1), True),
-    "ll_with_a_last_tile_moved_back": ("low_latency", 2, "float32", 516, TilePlan(1, 1), True),
     # Workers without a tile of their own repeat the last tile.
     "ll_of_more_workers_than_tiles": (
         "low_latency", 2, "bfloat16", 1024 + 8, TilePlan(2, 2), False,
     ),
-    "ll_of_workers_that_share": ("low_latency", 2, "bfloat16", 3056, TilePlan(1, 2), False),
 }  # fmt: skip
 
 
 @simulated
 @pytest.mark.parametrize(
     ("protocol", "num_ranks", "dtype", "size", "plan", "detect_races"),
-    quick(CASES, "a_block_with_nothing_to_do", "a_last_tile_moved_back", "ll_of_four_ranks"),
+    quick(CASES, "a_block_with_nothing_to_do", "ll_of_four_ranks"),
 )
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", quick([*KERNELS], "two_shot", "all_to_all"))
 def test_kernel(name, protocol, num_ranks, dtype, size, plan, detect_races):
     shape, expected = KERNELS[name]
     x = operand(shape(num_ranks, size), dtype)
@@ -77,7 +74,6 @@ NORM_CASES = {
     # A case is (ranks, rows, hidden size, padded hidden size, x's dtype, residual's dtype, plan).
     "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
     "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
-    "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
     "padded": (3, 2, 1000, 1024, "float32", "bfloat16", TilePlan(3, 2)),
     "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", TilePlan(1, 2)),
     "a_last_tile_moved_back": (3, 4, 1032, 1032, "bfloat16", "bfloat16", TilePlan(2, 1)),
@@ -130,10 +126,7 @@ LOWERED += [
 @pytest.mark.parametrize(("op", "algorithm", "kernel"), LOWERED)
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
-    quick(
-        [(2, (4, 8192), "bfloat16"), (3, (9, 5), "float16"), (8, (64, 2880), "float32")],
-        (3, (9, 5), "float16"),
-    ),
+    quick([(3, (9, 5), "float16"), (8, (64, 2880), "float32")], (3, (9, 5), "float16")),
 )
 def test_a_collective_and_its_gradient_are_kernels_alone(
     op, algorithm, kernel, num_ranks, shape, dtype
@@ -154,8 +147,9 @@ def test_a_collective_and_its_gradient_are_kernels_alone(
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
-@pytest.mark.parametrize("op", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("all_gather", "float64"), ("all_to_all", "float8_e4m3fn")]
+)
 def test_what_is_only_moved_has_any_dtype(op, dtype):
     apply = functools.partial(getattr(collectives, op), axis_name=AXIS, algorithm="direct")
     program = on_ranks(apply, cuda_mesh((2,), (AXIS,)), check_vma=True)
@@ -165,10 +159,8 @@ def test_what_is_only_moved_has_any_dtype(op, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("algorithm", FUSED)
-@pytest.mark.parametrize(
-    ("num_ranks", "hidden", "dtype"), [(8, 2880, "bfloat16"), (4, 5, "float32")]
-)
-def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype):
+def test_all_reduce_rms_norm_lowers_for_cuda(algorithm):
+    num_ranks, hidden = 4, 5
     program = on_ranks(
         lambda *args: collectives.all_reduce_rms_norm(*args, AXIS, algorithm=algorithm),
         cuda_mesh((num_ranks,), (AXIS,)),
@@ -176,6 +168,6 @@ def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype
         out_specs=P(),
         check_vma=True,
     )
-    shapes = ((num_ranks * 4, hidden), dtype), ((4, hidden), "float32"), ((hidden,), "float32")
-    text = lowered(program, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    shapes = (num_ranks * 4, hidden), (4, hidden), (hidden,)
+    text = lowered(program, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     assert "ep_all_reduce_rms_norm" in text and "@mosaic_gpu" in text

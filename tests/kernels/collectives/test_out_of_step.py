@@ -20,11 +20,9 @@ from support.collectives import (
     by_rank,
     call,
     channels_here,
-    check_norm,
     connection_here,
     delays,
     in_rank_order,
-    norm_operands,
     on_gpus,
     operand,
 )
@@ -89,6 +87,7 @@ def states_after(steps: Any, state: np.ndarray, calls: int) -> np.ndarray:
 
 
 @needs_kernels
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_programs_for_gpus_lower(protocol):
     """The programs that other tests run on GPUs must trace and lower on any machine."""
@@ -96,13 +95,6 @@ def test_the_programs_for_gpus_lower(protocol):
     loop = loop_of_steps(STEPS, protocol, mesh, 5, delay)
     text = lowered(loop, np.zeros((4, STATE), np.float32))
     assert text.count("custom_call @mosaic_gpu") == len(STEPS)
-    arrays = norm_operands(4, 11, 2048, 2048, "bfloat16", "float32")
-    assert "mosaic_gpu" in lowered(loop_of_norms(protocol, mesh, True, TilePlan(3, 2), ()), *arrays)
-    if protocol == "low_latency":
-        groups = alternating(cuda_mesh((2, 2), ("a", "b")), "ll")
-        assert "mosaic_gpu" in lowered(groups, np.zeros((4 * 8, 1000), np.float32))
-        sums = independent_sums(mesh, 5)
-        assert "mosaic_gpu" in lowered(sums, np.zeros((4, 5, 1000), np.float32))
 
 
 @on_gpus
@@ -124,86 +116,12 @@ def test_calls_in_a_loop_out_of_step(protocol, steps, backwards, num_ranks):
             np.testing.assert_array_equal(loop(state), want, err_msg=str(delay))
 
 
-def loop_of_norms(protocol: str, mesh: Any, two_shot: bool, plan: TilePlan, delay: Any) -> Any:
-    """Jits a loop of all-reduces fused with RMSNorm.
-
-    By the low-latency protocol, another collective runs between two of them.
-    """
-
-    def loop(x, residual, scale):
-        connection = connection_here(protocol, mesh, x, delay)
-        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, plan=plan)
-
-        def norm(x):
-            results = call("all_reduce_rms_norm", connection, x, residual[0], scale[0], **options)
-            return tuple(results)
-
-        def again(_, results):
-            # `again` has the values of x but depends on the last call's results, so that XLA keeps
-            # the order of the calls. It overwrites the last call's operand.
-            again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
-            if protocol == "low_latency":
-                gathered = call("all_gather", connection, again[0], plan=TilePlan(1, 1))
-                again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
-            return norm(again)
-
-        results = lax.fori_loop(1, 6, again, norm(x[0]))
-        return jax.tree.map(lambda a: a[None], results)
-
-    return on_ranks(loop, mesh)
-
-
-@on_gpus
-@on_ranks_of_gpus
-@pytest.mark.parametrize(
-    ("protocol", "num_blocks"), [("signals", 8), ("signals", 24), ("low_latency", None)]
-)
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_all_reduce_rms_norm_out_of_step(two_shot, protocol, num_blocks, num_ranks):
-    # The last rank of a low-latency two-shot has a row less than the others.
-    rows = 24 if protocol == "signals" else 3 * num_ranks - 1
-    plan = TilePlan(num_blocks or (3 if two_shot else rows), 2)
-    arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
-    for delay in [(), *delays(num_ranks)]:
-        loop = loop_of_norms(protocol, expert_mesh(num_ranks), two_shot, plan, delay)
-        for _ in range(2):
-            check_norm(loop(*arrays), arrays, 2048, 1e-3)
-
-
 def each_rank(apply: Callable[..., jax.Array], x: np.ndarray) -> np.ndarray:
     program = on_ranks(lambda x: apply(x[0], axis_name=AXIS)[None], expert_mesh(len(x)))
     return np.asarray(program(x))
 
 
 # ------------------------------------------------------------------------ the low-latency protocol
-
-
-def alternating(mesh: Any, kind: str) -> Any:
-    """Jits a loop of collectives in which each GPU alternates between groups of ranks."""
-    sums, moves = ("one_shot_ll", "ll") if kind == "ll" else ("xla", "xla")
-
-    def step(_: Any, x: jax.Array) -> jax.Array:
-        for axes in ("a", "b", ("a", "b"), "a", ("b", "a"), "b"):
-            x = collectives.all_reduce(x, axes, algorithm=sums) % 16
-            x = x + lax.axis_index(axes)
-            x = collectives.all_to_all(x, axes, algorithm=moves)
-            gathered = collectives.all_gather(x, axes, algorithm=moves)
-            x = collectives.reduce_scatter(gathered, axes, algorithm=moves) % 16
-        return x
-
-    return on_ranks(lambda x: lax.fori_loop(0, 5, step, x), mesh)
-
-
-@on_gpus
-@pytest.mark.needs_devices(4)
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
-def test_groups_along_either_axis_in_one_program(order):
-    devices = jax.devices()
-    mesh = Mesh(np.asarray([devices[i] for i in order]).reshape(2, 2), ("a", "b"))
-    x = np.random.default_rng(0).integers(0, 16, (4 * 8, 1000)).astype(np.float32)
-    want = np.asarray(alternating(mesh, "xla")(x))
-    for _ in range(3):
-        np.testing.assert_array_equal(alternating(mesh, "ll")(x), want)
 
 
 @on_gpus
@@ -227,25 +145,6 @@ def test_any_word_arrives(num_ranks, dtype):
 
 @on_gpus
 @on_ranks_of_gpus
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_sums_of_what_is_no_number(num_ranks, dtype):
-    ones = np.uint32([0xFFFFFFFF]).view(jnp.dtype(dtype))[0]
-    values = np.asarray([ones, np.inf, -np.inf, np.nan, -0.0, 0.0, 1.5], jnp.dtype(dtype))
-    shares = np.asarray([0.02, 0.02, 0.02, 0.02, 0.2, 0.2, 0.52])
-    x = np.random.default_rng(0).choice(values, (num_ranks, 2 * num_ranks, 1000), p=shares)
-    x[:, 0], x[:, 1, :500] = ones, -0.0
-    with np.errstate(invalid="ignore"):
-        want = np.stack([in_rank_order(x)] * num_ranks)
-    nans, bits = np.isnan(want.astype(np.float32)), f"uint{8 * x.itemsize}"
-    assert nans[:, 0].all() and 0.1 < nans.mean() < 0.9
-    for algorithm in ("one_shot_ll", "two_shot_ll"):
-        got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
-        np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nans)
-        np.testing.assert_array_equal(got.view(bits)[~nans], want.view(bits)[~nans])
-
-
-@on_gpus
-@on_ranks_of_gpus
 @pytest.mark.parametrize(
     ("algorithm", "num_bytes"), [("one_shot_ll", 2**22), ("two_shot_ll", 2**21)]
 )
@@ -255,41 +154,6 @@ def test_the_largest_payloads_and_odd_ones(algorithm, num_bytes, num_ranks):
         x = operand((num_ranks, size), "float32", seed=size)
         got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
         assert_same_bits(got, np.stack([in_rank_order(x)] * num_ranks))
-
-
-def independent_sums(mesh: Any, count: int) -> Any:
-    """Jits sums that do not depend on each other; XLA may run them in any order, one at a time."""
-
-    def sums(x: jax.Array) -> jax.Array:
-        parts = [x[0, i, : 8 * (i + 1) ** 3] for i in range(count)]
-        for _ in range(3):
-            parts = [
-                collectives.all_reduce(part, AXIS, algorithm=("one_shot_ll", "two_shot_ll")[i % 2])
-                / mesh.size
-                for i, part in enumerate(parts)
-            ]
-        return jnp.concatenate(parts)[None]
-
-    return on_ranks(sums, mesh)
-
-
-def means(x: np.ndarray) -> np.ndarray:
-    """Computes what `independent_sums` does, for x [ranks, count, size]."""
-    mean = x.sum(0) / len(x)
-    return np.stack([np.concatenate([m[: 8 * (i + 1) ** 3] for i, m in enumerate(mean)])] * len(x))
-
-
-@on_gpus
-@pytest.mark.needs_devices(2)
-def test_programs_of_some_of_the_gpus_take_turns():
-    """Programs whose calls do not depend on each other must be right if they run alternately."""
-    rng = np.random.default_rng(0)
-    programs = {n: independent_sums(expert_mesh(n), 12) for n in (2, 4) if n <= jax.device_count()}
-    operands = {n: rng.integers(-8, 8, (n, 12, 8 * 12**3)).astype(np.float32) for n in programs}
-    outs = [{n: programs[n](x) for n, x in operands.items()} for _ in range(20)]
-    for out in outs:
-        for n, x in operands.items():
-            np.testing.assert_array_equal(out[n], means(x))
 
 
 def gather_while_rank_1_is_late() -> None:

@@ -47,21 +47,6 @@ def test_the_parts_of_a_heap_follow_each_other():
         assert memory_map.TILES < memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
 
 
-def test_tiles_are_polled_where_a_heap_is_empty():
-    """The call counters must lie in the part of a heap that is filled with zeros at first."""
-    for num_gpus in range(1, memory_map.MAX_LOW_LATENCY_GPUS + 1):
-        _, (empty, word, size) = memory_map.contents(num_gpus)
-        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
-        assert (empty, word) == (buffers, memory_map.EMPTY) and buffers % 128 == 0
-        assert size == memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
-        assert memory_map.heap_bytes(num_gpus) == empty + size
-        buffers_of_pair = 2 * memory_map.MAX_WORKERS * memory_map.tiles_of_channel(num_gpus)
-        assert memory_map.num_tile_buffers(num_gpus) == buffers_of_pair * memory_map.num_senders(
-            num_gpus
-        )
-        assert memory_map.NUM_COUNTERS >= memory_map.MAX_WORKERS * num_gpus
-
-
 def test_more_experts_than_values_are_refused():
     """A dispatch must be refused if it has more experts than a call can send values."""
     most, sizes = memory_map.MAX_VALUES, dict(hidden=64, dtype=jnp.bfloat16, list_words=1)
