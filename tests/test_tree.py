@@ -48,6 +48,7 @@ SHARED_TESTS = (
     ("pallas_kernels/matmul", "mxfp4_matmul warp_products", "decoder"),
     ("pallas_kernels/matmul", "float8_drhs row_blocks tensor_cores", "float8"),
     ("pallas_kernels/matmul", "kernel register_tiles store", "grouped_matmul"),
+    ("pallas_kernels/matmul", "float8_gate_gradient", "gate_gradient"),
     ("pallas_kernels/matmul", "quantized_tiles", "quantize"),
     ("pallas_kernels/routing", "plan", "top_k"),
 )
