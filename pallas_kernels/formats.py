@@ -69,7 +69,6 @@ class Format:
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the array of values that stores numbers of `shape`."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -79,7 +78,6 @@ class Format:
         return *blocks, -(-shape[-1] // columns)
 
     def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the numbers stored in values of `values_shape`."""
         return *values_shape[:-1], values_shape[-1] * self.numbers_per_value
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:

@@ -177,7 +177,6 @@ def check_wire_dtype(name: str, hidden: int) -> None:
 
 
 def make_work(row: Row) -> Work:
-    """Makes the `Work` of a row of results; its routing depends on sizes alone."""
     topk_idx = uniform_routing(row["ranks"], row["tokens"], row["num_experts"], row["top_k"])
     capacity = None
     if row["capacity_factor"]:

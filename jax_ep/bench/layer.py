@@ -255,7 +255,6 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Splits a layer's device time by the names of kernels; None without expert matmuls."""
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
         sum(us for name, us in by_kernel.items() if kind.search(name))
@@ -269,8 +268,6 @@ def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh) -> Any:
-    """Makes parameters, input and cotangent of the output; arrays have a leading axis of ranks."""
-
     def on_rank(own_seed, gate_seed):
         # `random_params` draws the streams 1 to 3.
         def rows(stream):

@@ -30,7 +30,6 @@ _COPY_BYTES = 2**30
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak dense bfloat16 FLOP/s of a device, or None if unknown."""
     fitting = [name for name in PEAK_BFLOAT16 if device_kind.startswith(name)]
     return PEAK_BFLOAT16[max(fitting, key=len)] if fitting else None
 

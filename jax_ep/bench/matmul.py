@@ -186,7 +186,6 @@ class MatmulBench(runner.Bench):
 
 
 def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
-    """Returns why a backend cannot run on this machine, or None if it can."""
     dtype = jnp.dtype("bfloat16" if matmul_dtype == "none" else matmul_dtype)
     platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)

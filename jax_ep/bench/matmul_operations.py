@@ -114,7 +114,6 @@ def random_operands(case: Case, dtype: Any = jnp.bfloat16) -> Operands:
 
 @jax.jit
 def quantized(operands: Operands) -> Float8Operands:
-    """Quantizes operands; all arrays have a leading axis of one rank."""
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
     rows, matrices = float8.quantize_rows, float8.quantize_matrices
@@ -132,7 +131,6 @@ def quantized(operands: Operands) -> Float8Operands:
 
 
 def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
-    """Returns the function that computes the operation `op` with a backend."""
     functions: dict[str, Callable[[Operands], jax.Array]] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
         "gated": lambda o: backend.gated_product(
@@ -148,7 +146,6 @@ def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
 
 
 def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands], Any]:
-    """Returns the function that computes the operation `op` in float8."""
     product = functools.partial(
         float8.product_of_float8, dtype=jnp.bfloat16, implementation=implementation
     )

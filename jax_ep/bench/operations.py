@@ -59,7 +59,6 @@ class Work:
 
     @property
     def wire(self) -> RowFormat:
-        """The format of a row that is sent."""
         return interface.wire_format(self.wire_dtype)
 
     @property
@@ -99,7 +98,6 @@ class Operation(NamedTuple):
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws an array uniformly from [-1, 1)."""
     return jax.random.uniform(jax.random.key(seed), shape, dtype, -1, 1)
 
 
@@ -179,7 +177,6 @@ def _combine(work: Work, implementation: Any) -> Operation:
 
 
 def _round_trip(work: Work, implementation: Any) -> Operation:
-    """Makes a dispatch followed by a combine of random rows, without experts in between."""
     call = _dispatcher(work, implementation)
 
     def prepare(seed, topk_idx):

@@ -74,7 +74,6 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders errors, each once, and the reasons why device times are missing."""
     failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):

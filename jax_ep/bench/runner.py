@@ -65,7 +65,6 @@ class Bench:
         """Makes the `shared` of a case, such as operands; `row` is the first of the case."""
 
     def build(self, row: Row, shared: Any) -> Loop:
-        """Compiles the program of a row."""
         raise NotImplementedError
 
     def compiled(self, row: Row, loop: Loop) -> Row:
@@ -84,7 +83,6 @@ class Bench:
         """Adds fields to rows that follow from other rows, such as speed-ups."""
 
     def header(self) -> list[str]:
-        """Returns lines to print before measuring."""
         return []
 
     def group(self, row: Row) -> tuple[str, str]:
@@ -127,7 +125,6 @@ class Bench:
         return rows
 
     def _ready(self, row: Row, future: Future[Loop], shared: Any) -> Loop | None:
-        """Checks a compiled program and runs it once; returns None after an error."""
         report.progress(self.name(row))
         with _errors_go_into(row):
             loop = future.result()
@@ -263,7 +260,6 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _errors_go_into(*rows: Row) -> Iterator[None]:
-    """Ends the `with` block at an exception, and stores its first line in the rows."""
     try:
         yield
     except Exception as error:

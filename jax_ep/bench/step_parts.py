@@ -73,7 +73,6 @@ def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
 
 
 def sums(by_kernel: Mapping[str, float]) -> dict[str, float]:
-    """Sums the times of `labels` by part."""
     found = dict.fromkeys(PARTS, 0.0)
     for label, time in by_kernel.items():
         found[label.partition(": ")[0]] += time

@@ -103,11 +103,7 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Runs the loop on one rank, inside `shard_map`; returns its final carry.
-
-        `after` maps a scalar, the link, and the arrays of a call's result to the link of the next
-        call, which so depends on them.
-        """
+        """Runs the loop on one rank; `after` makes the link of the next call of a call's result."""
         # All outputs must be computed whole. XLA for GPUs computes them because they pass through
         # an optimization barrier. XLA for CPUs drops barriers, so there the loop carries outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
@@ -148,7 +144,7 @@ class Loop:
         return compiled(on_ranks(self.step, self.mesh), self.state)
 
     def run(self) -> float:
-        """Runs the whole loop once; returns the wall time of one iteration in microseconds."""
+        """Runs the loop once; returns the microseconds of an iteration."""
         start = time.perf_counter()
         jax.block_until_ready(self.compiled(self.state))
         return (time.perf_counter() - start) / self.iterations * 1e6
@@ -166,7 +162,6 @@ class Loop:
         return device._replace(median_us=median, slowest_us=slowest)
 
     def _traced_time(self, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures the device time of one call of `step`, plus that of the loop's own kernels."""
         loop = self._compile_loop(_wait_on_device) if spaced else self.compiled
         jax.block_until_ready(loop(self.state))
 

@@ -255,7 +255,6 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 
 
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    """Returns "fused_one_shot" or "fused_two_shot", the faster for x of `num_bytes`."""
     # In one shot, a rank sends (N - 1) * num_bytes. Two shots send 2 / N of that, in two trips.
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"

@@ -115,7 +115,6 @@ def grouped_matmul(
 
 
 def _no_rows(lhs: jax.Array | QuantizedArray, rhs: jax.Array | QuantizedArray) -> jax.Array:
-    """Returns the product [0, F] of an lhs without rows."""
     empty = jnp.zeros((0, rhs.shape[2]), lhs.dtype)
     # Like every other product, it must vary (vma) over the mesh axes over which lhs varies.
     return match_varying((empty, *jax.tree.leaves(lhs)), axis_name=())[0]

@@ -38,7 +38,7 @@ from jax_ep.matmul.pallas import (
     in_32_bits,
     launch_size,
 )
-from jax_ep.matmul.primitives import Implementation, bind, define, select
+from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format, Scaled
 from pallas_kernels.matmul.chosen_groups import Groups, group_of_row, output_rows
@@ -85,9 +85,8 @@ def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
-    """Quantizes floating matrices [L, K, N]; K and N are multiples of 128."""
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
-    both = bind(_QUANTIZE_MATRICES, matrices, implementation=implementation)
+    both = _QUANTIZE_MATRICES(matrices, implementation=implementation)
     return QuantizedMatrices(*(_array(FLOAT8_MATRICES, each, matrices.dtype) for each in both))
 
 
@@ -118,10 +117,10 @@ def transpose_rows(
     """
     if isinstance(rows, QuantizedArray):
         options = dict(return_rows=False, implementation=implementation)
-        _, transposed = bind(_TRANSPOSE_ROWS, _parts(rows), blocks, **options)
+        _, transposed = _TRANSPOSE_ROWS(_parts(rows), blocks, **options)
         return rows if return_rows else None, transposed
     options = dict(return_rows=return_rows, implementation=implementation)
-    kept, transposed = bind(_TRANSPOSE_ROWS, rows, blocks, **options)
+    kept, transposed = _TRANSPOSE_ROWS(rows, blocks, **options)
     return _array(FLOAT8_ROWS, kept, rows.dtype) if return_rows else None, transposed
 
 
@@ -133,8 +132,7 @@ def product_of_float8(
     zero_unused: bool = True,
 ) -> jax.Array:
     """Sums the products of pairs of rows [R, K] and their groups' transposed matrices [L, N, K]."""
-    return bind(
-        _PRODUCT,
+    return _PRODUCT(
         tuple((_parts(rows), _parts(matrices)) for rows, matrices in pairs),
         groups,
         dtype=jnp.dtype(dtype),
@@ -158,13 +156,11 @@ def gated_product_of_float8(
     last group are undefined.
     """
     options = dict(gating=gating, keep=keep, implementation=implementation)
-    results = bind(_GATED, _parts(lhs), tuple(map(_parts, rhs)), groups, **options)
+    results = _GATED(_parts(lhs), tuple(map(_parts, rhs)), groups, **options)
     return tuple(_array(FLOAT8_ROWS, each, lhs.dtype) for each in results)
 
 
 class GateGradient(NamedTuple):
-    """The gradient of the function between an expert's matmuls, as operands of float8 matmuls."""
-
     # the gradient of each product: rows, and the rows transposed
     dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
     hidden: TransposedRows  # the hidden values times their weights, transposed
@@ -187,7 +183,7 @@ def gate_gradient(
     """
     operands = dhidden, tuple(map(_parts, products)), weights, blocks
     options = dict(gating=gating, implementation=implementation)
-    rows, (*turned, hidden), sums = bind(_GATE_GRADIENT, *operands, **options)
+    rows, (*turned, hidden), sums = _GATE_GRADIENT(*operands, **options)
     gate, up = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
     dpre = (gate, turned[0]), (up, turned[1])
     return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))
@@ -209,7 +205,7 @@ def drhs_of_each(
     dtype = jnp.dtype(sums[0].dtype if sums else dtype)
     sums = None if sums is None else tuple(sums)
     operands = lhs, tuple(grads), group_blocks, sums
-    return bind(_DRHS, *operands, dtype=dtype, implementation=implementation)
+    return _DRHS(*operands, dtype=dtype, implementation=implementation)
 
 
 # The following functions compute the results of the primitives, which are defined at the end.

@@ -226,10 +226,9 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for a product [num_rows, num_cols]; `mxfp4_depth` is K, or None.
-
-    Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.
-    """
+    """Chooses tile sizes for a product [num_rows, num_cols]; `mxfp4_depth` is K, or None."""
+    # Larger tiles read less memory, but there must be enough of them to occupy all
+    # multiprocessors.
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)
@@ -253,7 +252,6 @@ def product_tiles(
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses smaller tiles than `product_tiles`, for two products [num_rows, num_cols]."""
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128

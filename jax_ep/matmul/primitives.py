@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
 from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
-    Primitive,
     Program,
     define_primitive,
     replicated_over_explicit_axes,
@@ -73,20 +72,16 @@ def default_platform() -> str:
     return "rocm" if jax_compat.is_rocm(jax.devices()[0]) else "cuda"
 
 
-class Operation(NamedTuple):
-    primitive: Primitive
-    results: Callable[..., Any]  # (*operands, **params) -> a pytree of shapes and dtypes
-
-
 def define(
     name: str,
     results: Callable[..., Any],
     compute: Callable[..., Any],
     unused: Callable[..., Any] | None = None,
-) -> Operation:
-    """Defines a primitive that computes `compute(*operands, platform=..., **params)`.
+) -> Callable[..., Any]:
+    """Defines a primitive, and returns the function (*operands, **params) that applies it.
 
-    Operands and results are pytrees. Parameters of the primitive are `tree`, the structure of the
+    It computes `compute(*operands, platform=..., **params)`, a pytree of the shapes and dtypes that
+    `results(*operands, **params)` has. Parameters of the primitive are `tree`, the structure of the
     operands, and `types`, those of the results. `jax.vmap` runs it element after element. `unused`
     is that of `define_primitive`, without `types`.
     """
@@ -117,14 +112,14 @@ def define(
             else jnp.moveaxis(operand, dim, 0)
             for operand, dim in zip(operands, dims, strict=True)
         ]
-        results = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
-        return results, [0] * len(results)
+        found = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
+        return found, [0] * len(found)
 
     def without_unused(used, params):
         assert unused is not None
-        reduced, results, operands = unused(used, params)
-        types = tuple(params["types"][i] for i in results)
-        return reduced | {"types": types}, results, operands
+        reduced, kept, operands = unused(used, params)
+        types = tuple(params["types"][i] for i in kept)
+        return reduced | {"types": types}, kept, operands
 
     primitive = define_primitive(
         name,
@@ -135,13 +130,13 @@ def define(
         platforms=(None, *_PLATFORMS),
         unused=None if unused is None else without_unused,
     )
-    return Operation(primitive, results)
 
+    def apply(*operands: Any, **params: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        types, returned = jax.tree.flatten(results(*operands, **params))
+        params |= {"tree": tree, "types": tuple(types)}
+        bind_leaves = functools.partial(primitive.bind, **params)
+        found = replicated_over_explicit_axes(bind_leaves, *leaves)
+        return jax.tree.unflatten(returned, found)
 
-def bind(operation: Operation, *operands: Any, **params: Any) -> Any:
-    leaves, tree = jax.tree.flatten(operands)
-    types, returned = jax.tree.flatten(operation.results(*operands, **params))
-    params |= {"tree": tree, "types": tuple(types)}
-    bind_leaves = functools.partial(operation.primitive.bind, **params)
-    results = replicated_over_explicit_axes(bind_leaves, *leaves)
-    return jax.tree.unflatten(returned, results)
+    return apply

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
-from jax_ep.matmul.primitives import Implementation, bind, define, select
+from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 
@@ -25,11 +25,7 @@ def product_of_arrays(
     transpose_rhs: bool = False,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Multiplies each of R rows lhs [R, K] by the matrix of its group; returns [R, N].
-
-    `groups` are the group sizes, [L] int32, or chosen groups, for which the result is
-    [S * height, N].
-    """
+    """Multiplies each of R rows lhs [R, K] by the matrix of its group; returns [R, N]."""
     return sum_of_products(((lhs, rhs),), groups, implementation, transpose_rhs, zero_unused)
 
 
@@ -42,8 +38,7 @@ def sum_of_products(
     zero_unused: bool = True,
 ) -> jax.Array:
     """Sums the products of all (lhs, rhs) pairs; "pallas" rounds once, others each product."""
-    return bind(
-        _PRODUCT,
+    return _PRODUCT(
         pairs,
         groups,
         implementation=implementation,
@@ -64,13 +59,8 @@ def gated_product_of_arrays(
     zero_unused: bool = True,
     biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) and, with `keep`, the products.
-
-    `gating` gets the rounded products, plus `biases` [L, N], as float32 or wider. Rows past the
-    last group are zero in the products, without `zero_unused` undefined.
-    """
-    return bind(
-        _GATED,
+    """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) and, with `keep`, the products."""
+    return _GATED(
         lhs,
         rhs,
         biases,
@@ -92,10 +82,9 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of the groups' matrices from each cotangent of `product` in `grads`.
 
-    They are added to `sums`, if given. "pallas" computes them in one kernel, and adds in place to
-    sums of the dtype of `lhs`.
+    "pallas" computes them in one kernel, and adds in place to sums of the dtype of `lhs`.
     """
-    return bind(_DRHS, lhs, grads, sums, group_sizes, implementation=implementation)
+    return _DRHS(lhs, grads, sums, group_sizes, implementation=implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
@@ -113,7 +102,7 @@ def gate_gradient(
     operations of `gating`. Rows past the last group are undefined.
     """
     operands = dhidden, products, weights, group_sizes
-    return bind(_GATE_GRADIENT, *operands, gating=gating, implementation=implementation)
+    return _GATE_GRADIENT(*operands, gating=gating, implementation=implementation)
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):

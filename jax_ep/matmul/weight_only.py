@@ -22,7 +22,7 @@ from jax_ep.matmul.backend import Backend
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import Gating, filled_biases, gated
 from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
-from jax_ep.matmul.primitives import Implementation, bind, define, select
+from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format, Scaled
 from pallas_kernels.matmul.chosen_groups import (
@@ -86,7 +86,7 @@ def _multiply(rows, matrices, biases, groups, options: _Options):
     # JAX would report NaNs in rows that are undefined.
     zero_unused = options.zero_unused or looks_for_nans()
     options = dataclasses.replace(options, zero_unused=zero_unused)
-    return bind(_WEIGHT_ONLY, rows, matrices, biases, groups, options=options)
+    return _WEIGHT_ONLY(rows, matrices, biases, groups, options=options)
 
 
 def _multiply_fwd(rows, matrices, biases, groups, options):
@@ -222,7 +222,6 @@ def _few_rows_by_kernel(
     num_rows: int,
     gating: Any,
 ) -> jax.Array | None:
-    """Computes a product for chosen groups; None if no kernel can, or another one is faster."""
     from pallas_kernels.matmul.weight_only import unsupported_reason, weight_only_matmul
 
     format, *others = map(_kernel_format, matrices)
@@ -264,7 +263,6 @@ def _kernel_format(matrices: QuantizedArray) -> Format | None:
 def _gathered(
     matrices: QuantizedArray, groups: Groups, dtype: Any
 ) -> tuple[jax.Array, bool, Groups]:
-    """Returns dequantized matrices, whether they are transposes, and their groups."""
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
@@ -272,7 +270,6 @@ def _gathered(
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
-    """Returns matrices as an array of `dtype`: casts an array, dequantizes a `QuantizedArray`."""
     if not isinstance(matrices, QuantizedArray):
         return matrices.astype(dtype)
     # Without the barrier, XLA may fuse the dequantization with the matmul that follows, and leave

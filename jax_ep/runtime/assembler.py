@@ -76,7 +76,6 @@ def run_reporting(program: str) -> tuple[bool, str]:
 
 
 def author(report: str) -> str:
-    """Returns which assembler wrote a report, `PTXAS` or `NVJITLINK`."""
     return NVJITLINK if _LINKED.search(report) else PTXAS
 
 

@@ -30,7 +30,6 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why the kernels do not take arrays of a dtype, which `name` names; None: they do."""
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -101,7 +100,6 @@ def multicast_unavailable_reason(devices: Sequence[jax.Device] | None = None) ->
 
 
 def never_run(devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the compute capabilities of `devices` on which the kernels have never run."""
     found = {str(getattr(device, "compute_capability", "unknown")) for device in devices}
     return sorted(found.difference(_RUN_ON))
 
@@ -191,7 +189,6 @@ def program_unavailable_reason(
 def _memory_unavailable_reason(
     groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
 ) -> str | None:
-    """Returns why ranks that communicate share no memory; `groups` are of ranks along the axes."""
     for ranks in groups:
         for start in range(0, len(ranks), ranks_per_host or len(ranks)):
             of_host = ranks[start : start + (ranks_per_host or len(ranks))]
@@ -248,8 +245,6 @@ TRACED: Target = _Traced()
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A program that is being lowered."""
-
     program: jax_compat.Program
 
     def unavailable_reason(

@@ -130,7 +130,7 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Releases a handle of memory; the memory itself stays allocated as long as it is mapped."""
+    """Releases a handle of memory, which stays allocated as long as it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
@@ -168,7 +168,6 @@ def retain(address: int) -> int:
 
 
 def is_exportable(handle: int) -> bool:
-    """Returns whether `export_fd` can export the memory of `handle` to other processes."""
     properties = _Properties()
     _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
     return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
@@ -205,7 +204,6 @@ def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
 
 
 def has_access(address: int, ordinal: int) -> bool:
-    """Returns whether a GPU of this process may read and write the memory mapped at an address."""
     flags, location = ctypes.c_ulonglong(), _Location(_ON_DEVICE, ordinal)
     _call("cuMemGetAccess", ctypes.byref(flags), ctypes.byref(location), _u64(address))
     return flags.value == _READ_AND_WRITE

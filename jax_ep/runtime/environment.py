@@ -55,7 +55,6 @@ def devices_per_host() -> int | None:
 
 
 def _positive_int(name: str, most: int | None = None) -> int | None:
-    """Returns the integer of an environment variable, at most `most`; None if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return None
@@ -190,7 +189,7 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
 
 
 def _host_of(device: jax.Device) -> Any:
-    """Returns a device's process or, if there are several and no CPUs, its XLA slice (or None)."""
+    # The process or, if there are several and no CPUs, the XLA slice.
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index
     return getattr(device, "slice_index", None)

@@ -362,10 +362,7 @@ _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
 def _without_unused_results(
     unused: Callable[..., Any], used: Sequence[bool], *live_and_equation: Any
 ) -> tuple[list[bool], Any]:
-    """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`.
-
-    Returns whether each operand is still used; and the new equation, or None.
-    """
+    """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`."""
     # From jax 0.12 on, the live operands come before the equation.
     equation = live_and_equation[-1]
     if not any(used):
@@ -544,8 +541,7 @@ def address_of(array: jax.Array) -> int:
     return int(get_address())
 
 
-# The import paths of JAX's kernels that use the NVLink switch. They are imported only when they
-# are needed, because that loads Mosaic.
+# JAX's kernels that use the NVLink switch, imported only when needed: that loads Mosaic.
 _MULTIMEM = (
     "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
     "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
@@ -559,6 +555,5 @@ def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
 
 def multimem_unavailable_reason() -> str | None:
     """Returns which of JAX's kernels for the NVLink switch are missing, or None; loads Mosaic."""
-    found = zip(_MULTIMEM, multimem_kernels(), strict=True)
-    missing = [path for path, kernel in found if kernel is None]
+    missing = [path for path in _MULTIMEM if _find(path) is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None

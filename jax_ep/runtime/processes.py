@@ -75,7 +75,7 @@ def reported(store: Store, process: int, timeout_s: float) -> str | None:
 
 
 def _milliseconds(seconds: float) -> int:
-    """Rounds up, so that nobody waits for less than the time that an error then names."""
+    # Rounded up, so that nobody waits for less than the time that an error then names.
     return max(1, math.ceil(1000 * seconds))
 
 
@@ -87,40 +87,16 @@ def host_id() -> str:
         raise Refused(f"the id of this host cannot be read: {error}") from error
 
 
-class Alone:
-    """Takes the place of a `Meeting` if the host has only one process; sends nothing."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        return {self._process: card}
-
-    def exchange(
-        self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
-    ) -> dict[int, tuple[Message, list[int]]]:
-        raise_failure({self._process: message})
-        return {}
-
-    def agree(self, message: Message) -> dict[int, Message]:
-        raise_failure({self._process: message})
-        return {self._process: message}
-
-
 class Meeting:
     """Lets one process exchange messages with the other processes of its host.
 
     Call `introduce`, `exchange` and `agree` once each, in this order. They raise `Refused` if a
     message has a key "failure", or if a process ended or took too long. `exchange` must end within
-    `timeout_s` seconds from now; `agree` may take as many more.
+    `timeout_s` seconds from now; `agree` may take as many more. Without a `store`, the process is
+    alone on its host.
     """
 
-    def __init__(self, store: Store, process: int, timeout_s: float) -> None:
+    def __init__(self, store: Store | None, process: int, timeout_s: float) -> None:
         self._store, self._process, self._timeout_s = store, process, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._cleanup = contextlib.ExitStack()
@@ -142,6 +118,8 @@ class Meeting:
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
         """Publishes this process's card, which describes it; returns all `processes`' cards."""
+        if self._store is None:
+            return {self._process: card}
         card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
@@ -202,7 +180,6 @@ class Meeting:
         return messages
 
     def _listen(self) -> str:
-        """Opens the socket that other processes connect to; returns its path."""
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
             os.rmdir(folder)
@@ -326,7 +303,6 @@ class Meeting:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Returns the user id of the process at the other end of a UNIX socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _pid, uid, _gid = struct.unpack("3i", data)
     return int(uid)

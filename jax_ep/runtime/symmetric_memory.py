@@ -67,7 +67,6 @@ class Domain:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Maps the `jax.Device.id` of each GPU to its number in `gpus`."""
         return {gpu.device_id: gpu.number for gpu in self.gpus}
 
 
@@ -199,14 +198,11 @@ def set_up(me: Participant) -> Domain | str:
 
     All processes get an equal `Domain`, or an equal reason; then no memory stays mapped.
     """
-    meeting: processes.Meeting | processes.Alone
     try:
-        if not me.others:
-            meeting = processes.Alone(me.process)
-        elif me.store is None:
+        if me.others and me.store is None:
             raise Refused(_NO_STORE)
-        else:
-            meeting = processes.Meeting(me.store, me.process, me.timeout_s)
+        store = me.store if me.others else None
+        meeting = processes.Meeting(store, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:
             cards = _members(meeting.introduce(_card(me), me.others), me.process)
             sharing = _Sharing(me, cards, undo)
@@ -246,7 +242,6 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """Selects the `_card`s of the host of `process`; raises `Refused` if they cannot share."""
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
@@ -305,10 +300,7 @@ class _Sharing:
         self._deltas: dict[int, int] = {}
 
     def offer(self) -> tuple[Message, list[int]]:
-        """Allocates the heaps of this process's GPUs, and finds XLA's memory pools on them.
-
-        Returns a message that describes them, or a key "failure", and file descriptors to map them.
-        """
+        """Allocates heaps, finds XLA's memory pools; returns a message and file descriptors."""
         descriptors: list[int] = []
         offers = []
         try:
@@ -328,10 +320,7 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps the other processes' heaps and pools, from their `offer`s; returns the outcome.
-
-        It has a key "failure", or "no_access": (one, other, reason) for GPUs that cannot address.
-        """
+        """Maps the other processes' heaps and pools, from their `offer`s; returns the outcome."""
         try:
             for process, (message, descriptors) in messages.items():
                 for i, offer in enumerate(message["offers"]):
@@ -450,7 +439,6 @@ class _Sharing:
     def _map_peer(
         self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
     ) -> None:
-        """Maps the heap and the pool of GPU g of another process, and checks the heap's header."""
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
         for fd, address, length in (
@@ -477,7 +465,6 @@ class _Sharing:
         return self._base + g * memory_map.STRIDE
 
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
-        """Maps memory of GPU g at an address, and gives this process's GPUs access to it."""
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
         self._allow(g, address, num_bytes, self.local)

@@ -266,7 +266,6 @@ class _Body:
             self._norm(_Row(row, sums, residual, scale), refs, (i + 1) % 2, scratch)
 
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of ref[row], or of a 1D `ref`, into registers."""
         return [vectors.load(ref.at[(*row, where)], self.vector) for where in self._my_tiles()]
 
     def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
@@ -336,7 +335,6 @@ class _Body:
             tiles.store(refs.normalized.at[row.index, where], normal.astype(self.dtype))
 
     def _my_tiles(self) -> list[Any]:
-        """Returns the tiles of a row that this warpgroup handles, as slices of the columns."""
         # The last tile of a row is moved back until it ends with the row, and may overlap the tile
         # before. Warpgroups past the last tile have it, too, and store equal values to it.
         return [self._slice(index) for index in self._my_indices()]

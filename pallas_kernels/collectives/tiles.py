@@ -39,7 +39,6 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns the index of this warpgroup among those of all blocks, int32."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 
@@ -49,12 +48,10 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 
 
 def load(ref: Any) -> jax.Array:
-    """Loads a tile from global memory into registers."""
     return vectors.load(ref, vector_length(ref.dtype))
 
 
 def store(ref: Any, tile: jax.Array) -> None:
-    """Stores a tile from registers to global memory, of the same dtype."""
     vectors.store([ref], tile, vector_length(ref.dtype))
 
 

@@ -186,7 +186,6 @@ class _Combine:
 
     @property
     def reused(self) -> bool:
-        """Whether later steps overwrite earlier steps' sums in the receive buffer."""
         return self.steps_per_block > self.receive_steps
 
     @property

@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Plan, Row, pad_last
-from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs
+from pallas_kernels.exchange.sender import PUT, List, Sender
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -374,7 +374,7 @@ class _DispatchLike(_Kernel):
             # The sender knows its rows already; it finds the groups for the filler.
             self.experts.find_groups(scratch.experts)
             plgpu.barrier_arrive(scratch.groups_known)
-            self.sender.send(SenderRefs(x, tokens, lists=None), routes, scratch.sender)
+            self.sender.send(x, tokens, None, routes, scratch.sender)
 
         @pl.when(warpgroup == 2)
         def fill() -> None:
@@ -429,7 +429,7 @@ class _Dispatch(_Kernel):
             )
             plgpu.barrier_arrive(scratch.groups_known)
             plgpu.barrier_wait(scratch.connected)
-            self.sender.send(SenderRefs(x, tokens, rows), routes, scratch.sender)
+            self.sender.send(x, tokens, rows, routes, scratch.sender)
 
         @pl.when(warpgroup == 2)
         def fill() -> None:

@@ -76,7 +76,6 @@ class Rows:
         return token * self.plan.tiles_of_worker + tile
 
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
-        """Loads this warpgroup's tiles of a row into registers."""
         vector = self.plan.vector
         return [vectors.load(ref.at[row, where], vector) for where, _ in self.tiles()]
 

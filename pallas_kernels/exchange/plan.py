@@ -171,7 +171,6 @@ class Sizes:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    """Returns whether dispatch and combine fit in shared memory."""
     # A dispatch needs room for 3 rows in its rings, a combine for the lists of a step of one token.
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return row.room(words) // row.stage_bytes >= 3 and _combine_step(row, num_ranks, top_k) >= 1
@@ -384,7 +383,6 @@ def for_rank_dispatch(
 
 
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
-    """Returns the workspace of `rank_dispatch`, without routing weights that are sent."""
     # The local expert ids of every source rank's choices.
     entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
     return {"routes": WORD_BYTES * sizes.num_ranks * entries}

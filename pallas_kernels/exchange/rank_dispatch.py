@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import Plan, Row
-from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs
+from pallas_kernels.exchange.sender import PUT, List, Sender
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
 from pallas_kernels.formats import PLAIN, RowFormat
@@ -126,7 +126,7 @@ class _RankDispatch:
             sender.fetch_first(x, scratch.sender)
             fabric.connect()
             sender.open_window(routes, 0, scratch.sender)
-            sender.send(SenderRefs(x, tokens, lists), routes, scratch.sender)
+            sender.send(x, tokens, lists, routes, scratch.sender)
 
         @pl.when(warpgroup == 1)
         def receive() -> None:

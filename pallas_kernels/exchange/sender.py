@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,6 @@ PUT = 0
 
 # The words that are sent to one rank along with a token: K or more int32 scalars.
 List = Sequence[jax.Array]
-
-
-class SenderRefs(NamedTuple):
-    x: Any  # [T, H], the rows of this rank's tokens
-    # The receive buffer: an array [R, columns] of values and, if quantized, an array of scales.
-    tokens: Sequence[Any]
-    # [N, T·num_words] int32: for each source rank, the words that arrive with each of its tokens.
-    # None if no words are sent.
-    lists: Any
 
 
 class Routes(Protocol):
@@ -168,11 +159,15 @@ class Sender:
         entries = pl.ds(start, self.window.width)
         fb.load_slices(self.fabric, entries, (scratch.words, sources))
 
-    def send(self, refs: SenderRefs, routes: Routes, scratch: fb.Scratch) -> None:
+    def send(
+        self, x: Any, tokens: Sequence[Any], lists: Any, routes: Routes, scratch: fb.Scratch
+    ) -> None:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         First `fetch_first`, and `open_window` for the block's first token; `quantize` in the
-        quantizer.
+        quantizer. `tokens` are the receive buffer's values and, if quantized, scales. `lists`, [N,
+        T·num_words] int32, gets the words that arrive with each token of each rank; None: none are
+        sent.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -181,7 +176,7 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            for part, ref in zip(scratch.stages, refs.tokens, strict=True):
+            for part, ref in zip(scratch.stages, tokens, strict=True):
                 fb.put_if(row >= 0, part.at[stage], locate(ref).at[row])
 
         def send_token(i: jax.Array, _: None) -> None:
@@ -196,12 +191,12 @@ class Sender:
             *lists_of_peers, list_here = routes.lists(entry - window_start, [*peers, rank])
             rows = [routes.row(words, i) for words in lists_of_peers]
             further = routes.further_rows(list_here)
-            if refs.lists is not None:
-                self._put_lists(stage, entry, refs.lists, peers, lists_of_peers, scratch)
+            if lists is not None:
+                self._put_lists(stage, entry, lists, peers, lists_of_peers, scratch)
             plgpu.barrier_wait(ready.at[stage])
             for peer, row in zip(peers, rows, strict=True):
                 put_row(stage, row, functools.partial(fabric.peer, rank=peer))
-            self._put_further(stage, further, refs.tokens, scratch)
+            self._put_further(stage, further, tokens, scratch)
             plgpu.commit_smem_to_gmem_group()
 
             # A stage may be refilled once the copies that send its row have read it. After this
@@ -214,7 +209,7 @@ class Sender:
                 if self.row.wire.quantized:
                     plgpu.barrier_arrive(scratch.sent.at[lax.rem(i - lag, jnp.int32(num_stages))])
                 else:
-                    self._fetch(refs.x, first_token + ahead, ahead, scratch)
+                    self._fetch(x, first_token + ahead, ahead, scratch)
 
         def send_step(step: jax.Array, _: None) -> None:
             begin = step * step_tokens

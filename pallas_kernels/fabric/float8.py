@@ -76,7 +76,6 @@ def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
 
 
 def or_nan(value: Value, is_finite: Value) -> Value:
-    """Emits the float32 `value` if `is_finite` (i1), else NaN."""
     return arith.select(is_finite, value, arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN)))
 
 

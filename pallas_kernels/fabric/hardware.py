@@ -26,7 +26,6 @@ def vector_length(dtype: jax.typing.DTypeLike) -> int:
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Returns `value` rounded up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 

@@ -108,7 +108,6 @@ class Endpoint:
     # and receiver pass the same.
 
     def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends a tile in registers to each of `peers`."""
         for i, tile in enumerate(tiles_of_peers):
             self.send_to(i, index, tile, exact=exact)
 
@@ -207,8 +206,6 @@ class TileMemory:
     num_gpus: int  # GPUs that have a heap
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile of `TILE_BYTES` in registers to an empty tile buffer of another GPU."""
-
         def emit(gpu: Array, buffer: Array, tile: Array) -> None:
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)

@@ -173,7 +173,6 @@ def barrier() -> None:
 
 
 def block_barrier() -> None:
-    """Emits a barrier of the threads of a block."""
     gpu.barrier()
 
 
@@ -299,7 +298,6 @@ def entry_of(values: Sequence[Value], index: Value) -> Value:
 
 
 def widen(value: Value) -> Value:
-    """Emits an unsigned i32 as i64."""
     return arith.extui(integer_type(64), value)
 
 
@@ -365,7 +363,6 @@ def store_shared64(address: Value, value: Value) -> None:
 
 
 def scalar(array: Array) -> Value:
-    """Returns the MLIR value of an array of shape ()."""
     return array.registers.item()
 
 
@@ -407,14 +404,7 @@ def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) 
     columns, for the thread's two of the warp's 16 rows. Thread t of a warp has rows t / 4 and
     t / 4 + 8. `kind` is the elements' MLIR type.
     """
-    # `like` tells the shape of the array of registers.
-    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
-    like = mgpu.FragmentedArray.splat(zero, tuple(shape), mgpu.WGMMA_LAYOUT)
-    return mgpu.FragmentedArray(
-        _registers=np.array(list(values), dtype=object).reshape(like.registers.shape),
-        _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=None,
-    )
+    return _array_in(mgpu.WGMMA_LAYOUT, values, shape, kind)
 
 
 def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array:
@@ -422,15 +412,17 @@ def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array
 
     `values` are those of two of the warp's 16 rows, for each 64 rows; see `tensor_core_array`.
     """
-    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
-    like = mgpu.FragmentedArray.splat(zero, (num_rows,), mgpu.WGMMA_ROW_LAYOUT)
     of_one = vector_type(1, kind)
     vectors = [vector.from_elements(of_one, [value]) for value in values]
-    return mgpu.FragmentedArray(
-        _registers=np.array(vectors, dtype=object).reshape(like.registers.shape),
-        _layout=mgpu.WGMMA_ROW_LAYOUT,
-        _is_signed=None,
-    )
+    return _array_in(mgpu.WGMMA_ROW_LAYOUT, vectors, (num_rows,), kind)
+
+
+def _array_in(layout: Any, values: Sequence[Value], shape: Sequence[int], kind: Any) -> Array:
+    # `like` tells the shape of the array of registers.
+    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
+    like = mgpu.FragmentedArray.splat(zero, tuple(shape), layout)
+    registers = np.array(list(values), dtype=object).reshape(like.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def tensor_core_row() -> Value:

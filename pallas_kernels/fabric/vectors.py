@@ -155,7 +155,6 @@ def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
 
 
 def constant(size: int, value: float, elements: int) -> jax.Array:
-    """Returns a float32 array [size] in registers."""
     array = jnp.full((size,), value, jnp.float32)
     return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=elements))
 

@@ -57,7 +57,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, TileSource
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, OperandRing, TileSource
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
@@ -219,7 +219,7 @@ class _Range(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loader:
+class _Loader(Loader):
     """Copies the operand tiles of output tiles into the ring, step by step, and clears steps."""
 
     kernel: _Drhs
@@ -278,9 +278,6 @@ class _Loader:
 
     def steps_of(self, tile: _Tile) -> jax.Array:
         return tile.steps
-
-    def read_ahead(self, tile: Any, step: jax.Array) -> Any:
-        return ()
 
     def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         inner = pl.ds(aligned(tile.first + step * STEP), STEP)

@@ -183,13 +183,11 @@ def float8_gated_matmul(
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
-    """Returns the operands of a kernel: values and scales of `rows`, and of each of `matrices`."""
     # Transposed, the scales of a tile's rows are contiguous and can be copied at once.
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
 
 def _run(kernel, operands, groups, out_type, name):
-    """Launches `kernel` on `operands` and the table of row tiles; returns its results."""
     num_rows = operands[0].shape[0]
     table = table_of(groups, (BLOCK,), num_rows)
     return launch(kernel, kernel.scratch_types(), out_type, name)(*operands, table)

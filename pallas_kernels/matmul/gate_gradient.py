@@ -153,7 +153,6 @@ def gradients_of_row(
 
 
 def sum_of_words(a: Value, b: Value) -> Value:
-    """Adds two float32 numbers, given and returned as 32-bit words."""
     f32 = mosaic.float_type()
     total = arith.addf(arith.bitcast(f32, a), arith.bitcast(f32, b))
     return arith.bitcast(mosaic.integer_type(32), total)

@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
 from pallas_kernels.formats import Scaled
-from pallas_kernels.matmul import register_tiles
+from pallas_kernels.matmul import operand_ring, register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     CHUNK,
@@ -214,7 +214,6 @@ class Product(Kernel):
 
     @property
     def accumulators(self) -> int:
-        """The number of sums that each thread of a compute warpgroup has in registers."""
         return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP
 
     @property
@@ -311,7 +310,7 @@ class RowTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loader:
+class Loader(operand_ring.Loader):
     """Copies the operand tiles of output tiles into the ring, step by step, pair by pair."""
 
     kernel: Product
@@ -328,9 +327,6 @@ class Loader:
 
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
-
-    def read_ahead(self, tile: Any, step: jax.Array) -> Any:
-        return ()
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         # The number of operands of a pair: its lhs and its arrays of matrices.
@@ -379,7 +375,6 @@ class Matrices:
 
     @classmethod
     def operands_of(cls, matrices: Any) -> list[jax.Array]:
-        """Returns a kernel's operands for an array of matrices."""
         return [matrices]
 
     @classmethod
@@ -561,5 +556,4 @@ class Computer:
 
 
 def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-    """Returns the elements [columns, rows] of each array."""
     return tuple(array[columns, rows] for array in arrays)

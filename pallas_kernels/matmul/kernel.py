@@ -131,7 +131,6 @@ class Kernel:
 
     @property
     def tile_columns(self) -> int:
-        """The number of output tiles side by side, over the width of the output."""
         return -(-self.width // self.tiles.block_n)
 
     def block_tiles(self, total: jax.Array) -> BlockTiles:

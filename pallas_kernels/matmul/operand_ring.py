@@ -54,11 +54,11 @@ class Loader(Protocol):
     def find(self, index: jax.Array) -> Any:
         """Returns what the other methods must know of output tile number `index`."""
 
-    def steps_of(self, tile: Any) -> Any:
-        """Returns the number of steps of a tile."""
+    def steps_of(self, tile: Any) -> Any: ...
 
     def read_ahead(self, tile: Any, step: jax.Array) -> Any:
         """Reads what threads, not copies, load of a tile; `step` may be past the last."""
+        return ()
 
     # `ahead` is the result of `read_ahead` for this step, read two steps before.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
@@ -332,7 +332,6 @@ class OperandRing:
         return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, (totals, feed))
 
     def _free(self, number: jax.Array) -> None:
-        """Releases the stage of the block's step `number`."""
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])
 
 

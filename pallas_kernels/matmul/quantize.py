@@ -236,7 +236,6 @@ class _Patch(Tile):
         return [self.packed.without_infinities(words) for words in rows]
 
     def share_largest(self, shared: Any, largest: Value) -> None:
-        """Stores the warp's largest magnitude in `shared`; `largest` is the thread's."""
         largest = mosaic.warp_max(largest)
         with mosaic.when(mosaic.equal(self.place.lane, mosaic.i32(0))):
             share(shared, arith.addi(self.place.warp, mosaic.i32(_SIDES * BLOCK)), [largest])
@@ -385,7 +384,6 @@ class _Transposed(Tile):
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:
-        """Loads the scale of a row of the tile, or 0 if the tile's block has no such row."""
         exists, row = self.find(row)
         at = pointer_to(scales, row, self.width // BLOCK, self.column, size=4)
         return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))

@@ -141,7 +141,6 @@ def sides_of(num_columns: int) -> int:
 
 
 def warps_of(num_rows: int, num_columns: int) -> int:
-    """Returns the number of warps that cover a tile by patches of `num_rows` by `num_columns`."""
     return sides_of(num_columns) * BLOCK // (num_rows * _DOWN)
 
 
@@ -300,7 +299,6 @@ class Packed:
         return numbers
 
     def without_infinities(self, words: Sequence[Value]) -> list[Value]:
-        """Returns the words with NaN in place of infinities."""
         # x * 0 + x is x, or NaN if x is not finite.
         zero = mosaic.i32(0)
         return [self._emit("fma.rn.{type} $0, $1, $2, $1;", word, zero) for word in words]

@@ -92,7 +92,6 @@ def store_rows_through(
         shift, seven, fifteen, row_bytes = map(mosaic.i32, (4, 7, 15, 128))
 
         def in_room(row: Value, column: Value) -> Value:
-            """Returns the offset of a byte of the array in `room`."""
             # Units of 16 bytes are swizzled, so that a warp's threads access different banks.
             unit = arith.xori(arith.shrui(column, shift), arith.andi(row, seven))
             offset = arith.ori(arith.shli(unit, shift), arith.andi(column, fifteen))

@@ -45,7 +45,6 @@ def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
 
 
 def table_of(groups: Groups, heights: tuple[int, ...], num_rows: int) -> jax.Array:
-    """Returns `row_tiles` of group sizes [L], or the table of chosen groups."""
     if isinstance(groups, ChosenGroups):
         return groups.table
     return row_tiles(groups, heights, num_rows)

@@ -101,6 +101,12 @@ class Store:
             for i in range(len(self.outs))
         ]
 
+        def write(row: int, column: int) -> None:
+            height = min(STORED_ROWS, self.block_m - row)
+            values = results(slice(column, column + CHUNK), slice(row, row + height))
+            for buffer, chunk in zip(buffers, values, strict=True):
+                register_tiles.store_transposed(buffer.at[:height], chunk)
+
         @pl.when(number == 0)
         def _():
             # Wait until the bulk copies of the previous tile have read the buffers.
@@ -110,17 +116,9 @@ class Store:
         def _():
             # The copies that may still run read other buffers than this chunk's.
             plgpu.wait_smem_to_gmem(num_buffers - len(self.outs), wait_read_only=True)
-            write = functools.partial(self._write_each, buffers, results)
             run_one([functools.partial(write, *chunk) for chunk in chunks], number)
             plgpu.commit_smem()
             self._copy(buffers, top, left_edge, begin, end)
-
-    def _write_each(self, buffers: Sequence[Any], results: Results, row: int, column: int) -> None:
-        """Writes the chunk at (row, column) of the half tile to each output's buffer."""
-        height = min(STORED_ROWS, self.block_m - row)
-        values = results(slice(column, column + CHUNK), slice(row, row + height))
-        for buffer, chunk in zip(buffers, values, strict=True):
-            register_tiles.store_transposed(buffer.at[:height], chunk)
 
     def _copy(
         self,
@@ -130,7 +128,6 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
-        """Copies rows [begin, end) of each output's buffer to (top, left_edge) of the output."""
         # The last chunks of a tile may have fewer rows. TMA copies a chunk at once if all of its
         # rows are to be copied.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
@@ -146,7 +143,6 @@ class Store:
     def _copy_whole(
         self, buffers: Sequence[Any], top: jax.Array, left_edge: jax.Array, height: int
     ) -> None:
-        """Starts bulk copies of each buffer's first `height` rows to (top, left_edge)."""
         where = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
         for buffer, out in zip(buffers, self.outs, strict=True):
             plgpu.copy_smem_to_gmem(buffer.at[:height], out.at[where])
@@ -173,10 +169,7 @@ class Store:
         lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
-        """Zeroes the outputs' rows from `start` on: the share of warpgroup `worker`.
-
-        The `num_workers` warpgroups take turns with the chunks of 32 rows by 64 columns.
-        """
+        """Zeroes the outputs' rows from `start` on: the share of warpgroup `worker`."""
         # A buffer is zeroed once the copies from it are done; each chunk is copied from there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape
@@ -201,7 +194,6 @@ class Store:
     def _zero_chunk(
         self, buffer: Any, top: jax.Array, left_edge: jax.Array, begin: jax.Array, end: jax.Array
     ) -> None:
-        """Copies zeros in `buffer` to rows [top + begin, top + end) of a chunk of the outputs."""
         buffers = [buffer] * len(self.outs)
 
         @pl.when(end - begin == STORED_ROWS)

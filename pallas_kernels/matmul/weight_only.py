@@ -303,7 +303,6 @@ class _Job:
                         share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
 
     def column(self, round_index: Value, part: Value) -> Value:
-        """Returns the first of the 16 columns that are part `part` of a round."""
         index = arith.addi(arith.muli(round_index, mosaic.i32(self.parts)), part)
         return arith.muli(index, mosaic.i32(_COLUMNS))
 
@@ -604,7 +603,6 @@ def _float16_pair(low: Value, high: Value) -> Value:
 
 
 def _load_shared(memref: Value, at: Value) -> list[Value]:
-    """Loads four words from shared memory, from byte `at` on."""
     pointer = mosaic.element_pointer(mosaic.pointer(memref), at, mosaic.integer_type(8))
     address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
     return _load("ld.shared.v4.b32", 4, "r", address, 0)
@@ -652,6 +650,5 @@ def _load(
 
 
 def _rounded(number: Value) -> Value:
-    """Rounds a float32 number to bfloat16, and returns it as float32."""
     narrow = arith.truncf(mosaic.element_type(jnp.bfloat16), number)
     return arith.extf(mosaic.float_type(), narrow)

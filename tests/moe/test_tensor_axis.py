@@ -104,13 +104,13 @@ def test_drops_are_those_of_the_experts_alone(config):
 def test_columns_and_their_gradients_stay_where_they_are():
     devices, params = mesh((4, 2), AXES), make_params()
     where = jax.tree.map(lambda spec: NamedSharding(devices, spec), specs_of(params))
-    params = jax.device_put(params, where)
     with jax.set_mesh(devices):
-        step = jax.jit(jax.grad(lambda p, x: loss(p, x)[0]))
-        grads = step(params, make_x())
-        hlo = step.lower(params, make_x()).compile().as_text() or ""
-    stay = jax.tree.map(lambda g, want: g.sharding.is_equivalent_to(want, g.ndim), grads, where)
+        step = jax.jit(jax.grad(lambda p, x: loss(p, x)[0]), in_shardings=(where, None))
+        compiled = step.lower(params, make_x()).compile()
+    grads = compiled.output_shardings
+    stay = jax.tree.map(lambda g, want, p: g.is_equivalent_to(want, p.ndim), grads, where, params)
     assert all(jax.tree.leaves(stay)), stay
+    hlo = compiled.as_text() or ""
     assert f"f32[{E // 4},{H},{F // 2}]" in hlo
     assert f"f32[{E // 4},{H},{F}]" not in hlo and f"f32[{E},{H}," not in hlo
 

@@ -158,19 +158,6 @@ def test_gradients_of_gradients(of):
     assert_close(gradient(2), want)
 
 
-def test_gradients_of_bfloat16_parameters_are_close():
-    """Each of the roundings of four gradients and their sums changes a sum by up to 2^-9."""
-    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), make_params())
-    x = make_x().astype(jnp.bfloat16)
-    with jax.set_mesh(expert_mesh(4)):
-        (_, want), (_, got) = (
-            run(params, x, config=dataclasses.replace(CONFIG, token_chunks=c)) for c in (1, 4)
-        )
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        mine, theirs = (each.astype(np.float32) for each in (mine, theirs))
-        assert np.linalg.norm(mine - theirs) <= 3 * 2.0**-9 * np.linalg.norm(theirs)
-
-
 def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
     """Compiles the gradient of a layer that drops nothing."""
     config = MoEConfig(
@@ -192,6 +179,7 @@ def test_a_step_needs_less_memory():
     assert chunked <= 0.35 * whole
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_reduced_once():
     shape = dict(mesh_shape=(2, 4), axes=("data", "expert"), num_tokens=16)
     whole, chunked = (compiled(c, **shape).as_text().count(" all-reduce(") for c in (1, 4))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import types
 from typing import Any
 
-import jax
 import pytest
-from support.fake_cuda import ERROR, GRANULARITY, FakeCuda
+from support.fake_cuda import ERROR, FakeCuda
 from support.kernels import needs_kernels
 
 from jax_ep.runtime import availability, cuda_driver
@@ -81,43 +79,11 @@ def test_multicast_that_a_gpu_lacks_is_refused(install):
     assert "feature of NVIDIA GPUs" in availability.multicast_unavailable_reason(cpus)
 
 
-PLACE, SIZE = 2**45, 2 * GRANULARITY
-
-
-def mapped(ordinal: int = 0, *, exportable: bool = False) -> None:
-    """Maps memory of a GPU at `PLACE`, accessible to that GPU alone."""
-    handle, size = cuda_driver.create(ordinal, GRANULARITY + 1, exportable=exportable)
-    assert size == SIZE and cuda_driver.reserve(2**30, alignment=2**30, address=PLACE) == PLACE
-    cuda_driver.map_at(PLACE, size, handle)
-    cuda_driver.release(handle)
-    cuda_driver.allow_access(PLACE, size, [ordinal])
-
-
-def test_memory_goes_through_a_file_descriptor(install):
-    """Programs that this process starts must not inherit the descriptor."""
-    library = install(FakeCuda([0, 1]))
-    mapped(1, exportable=True)
-    handle = cuda_driver.retain(PLACE + 100)
-    fd = cuda_driver.export_fd(handle)
-    assert not os.get_inheritable(fd)
-    cuda_driver.release(handle)
-    imported, there = cuda_driver.import_fd(fd), cuda_driver.reserve(SIZE)
-    os.close(fd)
-    cuda_driver.map_at(there, SIZE, imported)
-    cuda_driver.allow_access(there, SIZE, [0])
-    cuda_driver.write(0, there + 5, b"from there")
-    assert cuda_driver.read(1, PLACE + 5, 10) == b"from there"
-    cuda_driver.release(imported)
-    assert not library.memories
-
-
-@pytest.mark.parametrize("refused", ["cuStreamCreate", "cuMemsetD32Async", "cuStreamSynchronize"])
+@pytest.mark.parametrize("refused", ["cuStreamCreate", "cuMemsetD32Async"])
 def test_a_fill_that_fails_leaves_the_context_as_it_was(install, refused):
-    library = install(FakeCuda([0]))
-    mapped()
-    library.refuses = refused
+    library = install(FakeCuda([0], refuses=refused))
     with pytest.raises(cuda_driver.Error, match=f"{refused}: out of memory"):
-        cuda_driver.fill(0, PLACE, 0, 4096)
+        cuda_driver.fill(0, 2**45, 0, 4096)
     assert library.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
     assert library.calls.count("cuStreamDestroy_v2") == (refused != "cuStreamCreate")
 
@@ -131,13 +97,7 @@ def test_errors_of_a_driver_that_is_not_there_or_has_no_words(install, monkeypat
     ):
         with pytest.raises(cuda_driver.Error, match="there is no driver"):
             function()
-    library = install(FakeCuda([0], refuses="cuMemMap"))
+    library = install(FakeCuda([0], refuses="cuMemCreate"))
     monkeypatch.setattr(library, "cuGetErrorString", lambda *_: ERROR)
-    with pytest.raises(cuda_driver.Error, match="cuMemMap: unknown error"):
-        mapped()
-
-
-def test_the_driver_here_agrees_with_jax():
-    """On GPUs the driver must answer as JAX does; without GPUs, asking must not raise."""
-    version = cuda_driver.cuda_version()
-    assert version is not None or jax.default_backend() != "gpu"
+    with pytest.raises(cuda_driver.Error, match="cuMemCreate: unknown error"):
+        cuda_driver.create(0, 1)

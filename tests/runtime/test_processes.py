@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import socket
@@ -25,7 +24,7 @@ from support.domain_processes import (
 )
 from support.processes import HANG_SECONDS, outputs_of_processes
 
-from jax_ep.runtime import availability, processes
+from jax_ep.runtime import processes
 from jax_ep.runtime.symmetric_memory import Domain
 from pallas_kernels.fabric import memory_map
 
@@ -74,9 +73,7 @@ def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
     return domains[0]
 
 
-@pytest.mark.parametrize(
-    "visible", [[[1], [0]], [[3, 1], [0, 2]], [[0, 1], [2], [3], [4, 5]]], ids=str
-)
+@pytest.mark.parametrize("visible", [[[0, 1, 2]], [[3, 1], [0, 2]], [[0, 1], [2], [3, 4]]], ids=str)
 def test_processes_write_to_each_others_heaps_and_arrays(visible, run, folder):
     domain = shared(run([Process(gpus) for gpus in visible], folder), folder)
     assert domain.base == memory_map.BASE and domain.stride == memory_map.STRIDE
@@ -284,36 +281,3 @@ def test_processes_meet_through_jax_distributed(folder, tmp_path):
     outputs_of_processes(DISTRIBUTED, str(folder), str(tmp_path))
     outcomes = [pickle.loads((tmp_path / str(number)).read_bytes()) for number in range(2)]
     assert shared(outcomes, folder).numbers == {10: 0, 0: 1, 1: 2}
-
-
-ON_GPUS = """
-import json, sys
-import jax
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from jax_ep.runtime import processes, symmetric_memory
-jax.devices()
-domain = symmetric_memory.domain()
-# The coordinator must stay until both processes have their answer.
-processes.store().wait_at_barrier("answered", 90_000)
-print(json.dumps(domain if isinstance(domain, str) else ""))
-"""
-
-
-@pytest.mark.skipif(bool(availability.unavailable_reason()), reason="needs the kernels' GPUs")
-@pytest.mark.needs_devices(2)
-@pytest.mark.parametrize(
-    ("second", "options", "reason"),
-    [
-        ("1", {}, ""),
-        ("0", {}, "belongs to process 0 and to process 1"),
-        ("1", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "may grow"),
-        ("1", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "virtual-memory API"),
-    ],
-)
-def test_set_ups_of_processes_on_gpus(second, options, reason):
-    """Process 0 has GPU 0, process 1 the GPU `second`; the driver is the machine's own."""
-    options = options | {"JAX_PLATFORMS": "cuda", "JAX_EP_TIMEOUT_SECONDS": "60"}
-    changes = tuple(options | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", second))
-    printed = outputs_of_processes(ON_GPUS, changes=changes)
-    found = [json.loads(text.splitlines()[-1]) for text in printed]
-    assert found[0] == found[1] and (reason in found[0] if reason else not found[0])

@@ -26,14 +26,10 @@ CUT_OFF = 128 * 2.0**-13
 
 
 def numbers(kind: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """Draws matrices [..., R, C] of normal float32 numbers, some of them changed as `kind` says.
+    """Draws matrices [..., R, C] of normal float32 numbers, changed as `kind` of `KINDS` says.
 
-    Args:
-        kind: one of `KINDS`. "random" changes nothing, "skewed" gives each row its own magnitude,
-            and "subnormal" makes all numbers subnormal. The other kinds change row 5 of the last
-            matrix: "zero" and "huge" all of it, "nan" and "infinity" one number.
-        shape: the shape [..., R, C].
-        seed: the seed of the random numbers.
+    "skewed" gives each row its own magnitude. "zero", "huge", "nan" and "infinity" change row 5 of
+    the last matrix.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape).astype(np.float32)
@@ -80,14 +76,7 @@ def block_sources(sizes: Sequence[int]) -> np.ndarray:
 
 
 def transposed_rows(x: np.ndarray, sizes: Sequence[int]) -> TransposedRows:
-    """Transposes rows [R, K] and quantizes them, with a scale for each block of 128 x 128.
-
-    Does in NumPy what `float8.transpose_rows` does on the device.
-
-    Args:
-        x: the rows, group after group.
-        sizes: the rows of each group; each group is padded to whole blocks of 128 rows.
-    """
+    """Does in NumPy what `float8.transpose_rows` does with rows [R, K] on the device."""
     padded = np.zeros((padded_rows(len(x), len(sizes)), x.shape[1]), np.float32)
     sources = block_sources(sizes)
     padded[: len(sources)][sources >= 0] = x[: sum(sizes)]
@@ -155,13 +144,7 @@ def gate_gradient(
 
 
 def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[int]) -> None:
-    """Asserts that a `float8.GateGradient` is that of `gate_gradient`, within rounding.
-
-    Args:
-        got: the result, with rows past the last group.
-        want: what `gate_gradient` returned, for the rows of all groups.
-        sizes: the rows of each group.
-    """
+    """Asserts that a `float8.GateGradient` is what `gate_gradient` returned, within rounding."""
     live = sum(sizes)
     *arrays, products = want
     sources = block_sources(sizes)
@@ -181,21 +164,6 @@ def assert_gate_gradient(got: Any, want: Sequence[np.ndarray], sizes: Sequence[i
     finite = np.isfinite(wanted)
     bound = 2.0**-7 * np.abs(products[finite]).sum(axis=1) + 1e-30
     assert not (np.abs(dweights[finite] - wanted[finite]) > bound).any()
-
-
-def times_huge(gate: Any, up: Any) -> Any:
-    """A gating whose results are finite, infinite and NaN within a row."""
-    return gate * 3e38 - up * 3e38
-
-
-def times_huge_of(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Computes `times_huge` in NumPy's float32, and asserts that rows mix all kinds of numbers."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        numbers = times_huge(gate, up).astype(np.float32)
-    is_nan, is_infinite = np.isnan(numbers), np.isinf(numbers)
-    is_finite = ~is_nan & ~is_infinite
-    assert (is_nan.any(1) & is_infinite.any(1) & is_finite.any(1)).mean() > 0.5
-    return numbers
 
 
 def assert_encodes(got: Any, numbers: Any) -> None:
@@ -290,14 +258,7 @@ def assert_within_bound(
 def assert_gated_within_bound(
     got: Sequence[QuantizedArray], lhs: np.ndarray, rhs: Sequence[np.ndarray], sizes: Sequence[int]
 ) -> None:
-    """Asserts that a gated matmul's float8 results are right, within rounding.
-
-    Args:
-        got: silu(lhs @ rhs[0]) * (lhs @ rhs[1]); then both products too, if they are kept.
-        lhs: rows [R, K].
-        rhs: the gate and up matrices, [L, K, N] each.
-        sizes: [L], the rows of each group.
-    """
+    """Asserts that the float8 results of a gated matmul are right: hidden, and products if kept."""
     gate, up = (reference.float8_matmul(lhs, each, np.array(sizes)) for each in rhs)
     off_gate, off_up = (
         SUM_ERROR * reference.float8_matmul(np.abs(lhs), np.abs(each), np.array(sizes))

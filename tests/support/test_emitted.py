@@ -21,15 +21,6 @@ def word(block, memory, index):
     return block.mosaic.element_pointer(block.mosaic.pointer(memory), index, WORD)
 
 
-def test_threads_meet_at_a_barrier():
-    block = emulator()
-    (shared,), thread = block.shared, block.mosaic.thread()
-    block.llvm.store(thread * np.uint32(2), word(block, shared, thread))
-    block.mosaic.block_barrier()
-    other = block.llvm.load(WORD, word(block, shared, np.uint32(63) - thread))
-    np.testing.assert_array_equal(other[:, 0], 2 * (63 - np.arange(64)))
-
-
 @pytest.mark.parametrize("reads_first", [False, True])
 def test_warps_must_meet_between_accesses(reads_first):
     block = emulator()
@@ -72,11 +63,3 @@ def test_bad_addresses_are_refused(index, message):
     at = word(block, block.shared[0], block.mosaic.thread() * np.uint32(0) + index)
     with pytest.raises(AssertionError, match=message):
         block.llvm.load(pair, at, alignment=8)
-
-
-def test_only_active_threads_store():
-    block = emulator()
-    memory, thread = Memory(np.zeros(64, np.uint32)), block.mosaic.thread()
-    with block.mosaic.when(block.mosaic.below(thread, block.mosaic.i32(5))):
-        block.llvm.store(block.mosaic.i32(7), word(block, memory, thread))
-    np.testing.assert_array_equal(memory.bytes.view(WORD), [7] * 5 + [0] * 59)

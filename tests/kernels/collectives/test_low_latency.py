@@ -277,19 +277,13 @@ AXES_OF_A_PROGRAM = [("a", ((2, 2),)), ("b", ((1, 2),)), (("b", "a"), ((1, 2), (
 
 @needs_kernels
 @pytest.mark.needs_devices(5)
-@pytest.mark.parametrize("order", [None, (2, 0, 4, 1)], ids=["another machine", "here"])
-def test_channels_of_a_program(order, monkeypatch):
+def test_channels_of_a_program(monkeypatch):
     """A program's channels must know each place's GPU, and the strides of the ranks' axes."""
-    if order is None:
-        # On another machine, GPU i is assumed to be at place i of the mesh.
-        mesh, gpus = cuda_mesh((2, 2), ("a", "b")), (0, 1, 2, 3)
-        memory = TileMemory(memory_map.BASE, 4)
-    else:
-        devices = pass_for_gpus(monkeypatch, 5)
-        monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
-        mesh = Mesh(np.asarray([devices[4 - i] for i in order]).reshape(2, 2), ("a", "b"))
-        # The memory is that of all GPUs, since programs on some of them use the same tile buffers.
-        gpus, memory = order, TileMemory(memory_map.BASE, 5)
+    gpus, devices = (2, 0, 4, 1), pass_for_gpus(monkeypatch, 5)
+    monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
+    mesh = Mesh(np.asarray([devices[4 - i] for i in gpus]).reshape(2, 2), ("a", "b"))
+    # The memory is that of all GPUs, since programs on some of them use the same tile buffers.
+    memory = TileMemory(memory_map.BASE, 5)
     noted, call = [], ll.call
 
     def note(*args, channels, **options):

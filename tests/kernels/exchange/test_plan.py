@@ -14,20 +14,12 @@ from pallas_kernels.formats import FLOAT8_ROWS, PLAIN
 WIRE = FLOAT8_ROWS
 ROWS = [
     Row(7168, jnp.bfloat16),
-    Row(7168, jnp.bfloat16, WIRE),
     Row(2048, jnp.float32),
     Row(512, jnp.float16, WIRE),
-    Row(64, jnp.bfloat16),
     Row(14336, jnp.bfloat16),
 ]
 # Each case is (num_tokens, num_ranks, top_k, num_experts).
-SIZES = [
-    (1, 1, 1, 1),
-    (17, 2, 3, 4),
-    (128, 8, 8, 256),
-    (4096, 8, 8, 256),
-    (300, 4, 6, 64),
-]
+SIZES = [(1, 1, 1, 1), (17, 2, 3, 4), (128, 8, 8, 256), (4096, 8, 8, 256)]
 
 
 def sizes_of(num_tokens: int, num_ranks: int, top_k: int, num_experts: int = 256) -> Sizes:
@@ -54,20 +46,19 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
         assert 1 <= plan.num_blocks <= num_tokens
 
 
-@pytest.mark.parametrize("num_tokens", [128, 4096])
 @pytest.mark.parametrize(("num_ranks", "top_k"), [(2, 8), (8, 4), (16, 10), (16, 32)])
-def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
+def test_sizes_that_fit_can_be_planned(num_ranks, top_k):
     """`for_dispatch` must find a plan for all sizes that `fits_shared_memory` accepts."""
-    sizes = dict(num_ranks=num_ranks, top_k=top_k)
     for num_experts in (64, 1536, 2048, 3072, 3840):
+        sizes = dict(num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
         for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
-            if plans.fits_shared_memory(row, num_experts=num_experts, **sizes):
-                plans.for_dispatch(row, sizes_of(num_tokens, num_ranks, top_k, num_experts))
+            if plans.fits_shared_memory(row, **sizes):
+                plans.for_dispatch(row, Sizes(num_tokens=4096, **sizes))
 
 
 @pytest.mark.parametrize("wire", [PLAIN, WIRE])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
+@pytest.mark.parametrize("hidden", [64, 2880, 7168, 8224, 16448])
 def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
     """A combine's tiles must divide a row and be whole 16-byte vectors."""
     row = Row(plans.padded_hidden(hidden, dtype, wire), dtype, wire)

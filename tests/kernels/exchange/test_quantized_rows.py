@@ -10,19 +10,14 @@ import pytest
 from support.contract import assert_bitwise_equal, random_bits
 from support.emitted import Memory, run_warpgroup, scalar
 
-from jax_ep.exchange.interface import WIRE_FORMATS
 from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.fabric.fabric import NOWHERE
 from pallas_kernels.formats import FLOAT8_ROWS
 
 WIRE = FLOAT8_ROWS
 BLOCK = WIRE.block[1]
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-widths = pytest.mark.parametrize("hidden", [512, 3584, 7168])
-
-
-def test_kernels_have_every_format_of_the_wire():
-    assert set(WIRE_FORMATS) == set(quantized_rows._PTX_TYPES)
-    assert {wire.block for wire in WIRE_FORMATS} == {(1, BLOCK)}
+widths = pytest.mark.parametrize("hidden", [512, 3584])
 
 
 def assert_equal_bits_but_of_nan(got: np.ndarray, want: np.ndarray) -> None:
@@ -65,3 +60,52 @@ def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
         with np.errstate(over="ignore"):
             want = total.astype(jnp.dtype(dtype))
         assert_equal_bits_but_of_nan(got, want)
+
+
+# ------------------------------------------------------------------------------- rows of scales
+
+# (the number of scales of a row, the number of choices of a token). With 56 scales and 8 choices,
+# a token takes nearly all 128 threads; with 128 scales and 22 choices, several turns.
+SCALES = [(4, 1), (56, 8), (128, 22)]
+
+
+def scales_of(num_rows: int, width: int) -> np.ndarray:
+    rng = np.random.default_rng(width)
+    return rng.integers(1, 2**31, (num_rows, width)).astype(np.uint32).view(np.float32)
+
+
+def words_of(memory: Memory) -> np.ndarray:
+    return memory.bytes.view(np.uint32).reshape(memory.shape)
+
+
+@pytest.mark.parametrize(("width", "top_k"), SCALES)
+def test_a_row_is_stored_to_each_of_the_rows(width, top_k):
+    rng = np.random.default_rng(top_k)
+    out, row = scales_of(4 * top_k, width), scales_of(1, width)[0]
+    places = rng.permutation(len(out))[:top_k]
+    places[rng.random(top_k) < 0.4] = NOWHERE
+    places[-1] = len(out) - 1
+    memory, source = Memory(out), Memory(row, is_shared=True)
+    run_warpgroup(quantized_rows.store_each, source, memory, [scalar(p) for p in places])
+    wanted = out.view(np.uint32).copy()
+    wanted[places[places >= 0]] = row.view(np.uint32)
+    np.testing.assert_array_equal(words_of(memory), wanted)
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+@pytest.mark.parametrize(("width", "top_k"), SCALES)
+def test_the_first_row_of_each_list_is_copied_to_its_others(width, top_k, count):
+    rng = np.random.default_rng(100 * top_k + count)
+    most = 9
+    out = scales_of(most * top_k, width)
+    lists = rng.permutation(len(out)).reshape(most, top_k).astype(np.int32)
+    lists[rng.random(lists.shape) < 0.4] = NOWHERE
+    memory = Memory(out)
+    listed = Memory(lists, is_shared=True)
+    run_warpgroup(quantized_rows.copy_listed, memory, listed, scalar(count))
+    wanted = out.view(np.uint32).copy()
+    for rows in lists[:count]:
+        rows = rows[rows >= 0]
+        if len(rows):
+            wanted[rows[1:]] = wanted[rows[0]]
+    np.testing.assert_array_equal(words_of(memory), wanted)

@@ -9,7 +9,6 @@ from support import matmuls
 from support.selection import quick
 from support.simulator import interpret, simulated
 
-from jax_ep.matmul import pallas as backend
 from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 
 
@@ -58,25 +57,6 @@ def test_drhs(sizes, cut, num_rows, depth, tiles):
 
 
 @simulated
-@pytest.mark.parametrize("num_stages", [3, 4, 6])
-@pytest.mark.slow
-def test_edges(num_stages):
-    """The rows of other groups, here NaN, must not enter a group's sum."""
-    # Some groups have one row or none, some lie within a step of 64 rows, and some end at a
-    # multiple of 64 or of 8.
-    sizes = [1, 63, 64, 1, 0, 70, 1, 65, 0, 47]
-    lhs, grad, group_sizes = operands(320, sizes, 64, 64)
-    ends = np.cumsum(sizes)
-    for poisoned in (5, 7):
-        rows = slice(ends[poisoned] - sizes[poisoned], ends[poisoned])
-        lhs, grad = (array.at[rows].set(np.nan) for array in (lhs, grad))
-    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_stages))).astype(np.float64)
-    want = reference(lhs, grad, sizes)
-    np.testing.assert_array_equal(np.isnan(got).all((1, 2)), np.isin(range(len(sizes)), (5, 7)))
-    assert_close(got, want)
-
-
-@simulated
 @pytest.mark.slow
 def test_several_gradients_and_sums():
     """Several gradients, also added to sums, must equal those computed one by one, bit for bit."""
@@ -93,8 +73,3 @@ def test_several_gradients_and_sums():
     for mine, total, each in zip(added, sums, alone, strict=True):
         want = np.asarray(total).astype(np.float32) + each.astype(np.float32)
         np.testing.assert_array_equal(np.asarray(mine), want.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("width", [64, 128, 192, 320, 2048])
-def test_chosen_tiles_divide_the_output(width):
-    assert width % backend.drhs_tiles(width).block_n == 0

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.kernels import needs_kernels
 from support.matmuls import assert_close, expected, operands
 from support.simulator import KernelError, interpret, simulated
 
-from jax_ep.matmul import pallas as backend
-from pallas_kernels.matmul import kernel
-from pallas_kernels.matmul.grouped_matmul import Matrices, Product, Tiles, grouped_matmul
-from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
 
 
 def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
@@ -73,44 +69,3 @@ def test_a_race_is_found(monkeypatch):
     lhs, rhs, group_sizes, _ = operands(80, [0, 37, 30], "bfloat16")
     with pytest.raises(KernelError, match="a race"):
         run([(lhs, rhs)], group_sizes, Tiles((32,), 128, 3, 1))
-
-
-@needs_kernels
-@pytest.mark.parametrize("registers_move", [False, True])
-def test_as_many_tiles_as_there_are_multiprocessors(monkeypatch, registers_move):
-    """Few rows get lower tiles, so that all multiprocessors have one; many rows get high tiles.
-
-    Unless registers move, tiles are not so high that the kernel would have no loader.
-    """
-    monkeypatch.setattr(backend, "REGISTERS_MOVE", registers_move)
-    assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
-    highest = [backend.product_tiles(num_rows, 64, 2048).block_m for num_rows in (16384, 36864)]
-    assert highest == ([256, 256] if registers_move else [144, 176])
-    assert backend.product_tiles(1152, 64, 2048).block_n == 256
-    assert backend.gated_tiles(1024, 1, 768).block_m == 64
-    of_rows = [backend.gated_tiles(num_rows, 64, 768) for num_rows in (16384, 36864)]
-    many = (144, 128) if registers_move else (176, 64)
-    assert [(tiles.block_m, tiles.block_n) for tiles in of_rows] == [(144, 128), many]
-
-
-@needs_kernels
-def test_a_loader_where_registers_are_enough(monkeypatch):
-    """Unless registers move, only kernels with few sums in a thread have a loader warpgroup."""
-    sizes = dict(num_blocks=1, width=256, depths=(64,), transpose_rhs=False, shared_rows=False)
-
-    def has_loader(registers_move, matrices, *tiles):
-        monkeypatch.setattr(kernel, "REGISTERS_MOVE", registers_move)
-        product = Product(tiles=Tiles(*tiles), matrices=matrices, zero_unused=False, **sizes)
-        return product.has_loader
-
-    for height, columns, in_bfloat16, in_mxfp4 in (
-        (176, 128, True, False),
-        (208, 128, False, False),
-        (128, 128, True, True),
-        (64, 256, True, True),
-        (128, 256, False, False),
-    ):
-        tiles = (height,), columns, 3, 2
-        assert has_loader(False, Matrices, *tiles) == in_bfloat16
-        assert has_loader(False, Mxfp4Matrices, *tiles) == in_mxfp4
-        assert has_loader(True, Matrices, *tiles)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
+from support.float8 import scaled
 from support.simulator import interpret, simulated
 
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul import float8, float8_drhs, kernel
 from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 from pallas_kernels.matmul.float8 import Float8Tiles
@@ -45,10 +45,6 @@ def gated(**options):
 def drhs(**options):
     lhs, grads = random((ROWS, 128)), [random((ROWS, 128), 1), random((ROWS, 128), 2)]
     return drhs_of_each(lhs, grads, SIZES, tiles=DrhsTiles(64, 4), **options)[1]
-
-
-def scaled(array):
-    return Scaled(array.values, array.scales)
 
 
 def float8_product(**options):
