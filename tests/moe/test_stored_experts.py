@@ -24,6 +24,7 @@ from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe import shared_experts
 from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS
+from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
 
 FLOAT8 = jnp.float8_e4m3fn
 MATRICES = ("wi_0", "wi_1", "wo")
@@ -169,6 +170,18 @@ def test_ranks_hold_their_own_experts_and_columns(format, shape):
         assert sum(held) == size / on.size
     run = output(config)
     assert_equal(run(spread, X), run(numbers, X))
+
+
+def test_experts_move_between_slots(format):
+    """Experts must keep every bit when they move into slots, to another placement, and back."""
+    on = expert_mesh(4)
+    placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
+    other = balance(np.arange(1.0, E + 1)[None] ** 2, num_slots=12, num_ranks=4)[0]
+    params = stored(format)
+    slots = sharded(to_slots(params, placement), on)
+    assert slots.wo.shape == (12, F, H)
+    moved = redistribute(slots, placement, other, mesh=on)
+    assert_equal(to_experts(jax.tree.map(np.asarray, moved), other), params)
 
 
 @pytest.mark.parametrize("framework", LAYERS)
