@@ -396,10 +396,12 @@ class Block:
 
     def _new_float8_scales(self, tensor: Tensor, name: str) -> np.dtype | None:
         """Returns the dtype of the scales of a new tensor; None if it will not be float8."""
-        like = None
+        # The stored tensor of this name in the block `self.like`, whose encoding is taken.
+        counterpart = None
         if self.like is not None and is_stored(self.directory, self.like + name):
-            like = open_tensor(self.directory, self.like + name, self.quantization)
-        if isinstance(like, Scaled) or (
+            counterpart = open_tensor(self.directory, self.like + name, self.quantization)
+        # Encodings that are read, but not written.
+        if isinstance(counterpart, Scaled) or (
             tensor.params[0] in MATRICES and self.quantization.method not in (None, *WRITTEN)
         ):
             raise ValueError(
@@ -407,8 +409,9 @@ class Block:
                 f"numbers, or as float8 or MXFP4 that are written, but {self.directory.path} has "
                 f"quant_method {self.quantization.method!r} and another quantization."
             )
-        if like is not None:
-            return like.format.scale_dtype if isinstance(like, Float8) else None
+        if counterpart is not None:
+            is_float8 = isinstance(counterpart, Float8)
+            return counterpart.format.scale_dtype if is_float8 else None
         if tensor.params[0] in MATRICES and self.quantization.is_float8(self.prefix + name):
             return np.dtype(np.float32)
         return None

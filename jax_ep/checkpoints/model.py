@@ -389,6 +389,7 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
 
 
 def _gathered(sharding: Sharding, kept: int) -> Sharding:
+    """Splits only the first `kept` dimensions as `sharding` does, and none of the others."""
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             "arrays of several processes must have a jax.sharding.NamedSharding to be saved, but "

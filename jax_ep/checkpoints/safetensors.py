@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype; ValueError if it is not supported, which a file's other tensors may be."""
+        """The dtype; ValueError if it is not supported. Tensors that nobody reads may have any."""
         if self.kind not in _DTYPES:
             raise ValueError(
                 f"{self.name} in {self.file} must have a dtype among {', '.join(_DTYPES)} to be "

@@ -208,11 +208,12 @@ class PallasCollectives:
         return channels_of(of_axis(self.axis_name, like))
 
     def _run(
-        self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
+        self, signal_kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs a kernel on padded x; that with signals spreads `num_elements` over blocks."""
+        """Runs the algorithm's kernel on padded x; `signal_kernel` spreads `num_elements`."""
         if not _is_low_latency(self.algorithm):
-            return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
+            plan = _plan(num_elements, x.dtype)
+            return signal_kernel(x, fabric=of_axis(self.axis_name, x), plan=plan)
         here, x = match_varying((mesh_index(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)

@@ -115,6 +115,8 @@ def check_output(output: str, wire: RowFormat) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
+    """The rows of an exchange and the sizes of their routes, for which kernels need room."""
+
     hidden: int
     dtype: jax.typing.DTypeLike
     num_ranks: int
@@ -123,6 +125,7 @@ class Rows:
     wire: RowFormat = PLAIN
 
     def unavailable_reason(self) -> str | None:
+        """Returns why the kernels cannot exchange such rows, or None if they can."""
         if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
             return reason
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:

@@ -105,10 +105,10 @@ def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Arr
 
 
 def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
-    """Returns the largest q [] at which blocks of min(counts, q) rows fit, or max(counts)."""
+    """Returns the quota [] to which "fair" cuts counts [L] of rows; max(counts) if all rows fit."""
     # `blocks` has the sizes of the experts' blocks, and `room` is the size of the buffer, in units
-    # of expert_alignment rows. In these units, q is the largest number with sum(min(blocks, q)) <=
-    # room.
+    # of expert_alignment rows. In these units, the quota is the largest q with
+    # sum(min(blocks, q)) <= room.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
     used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
     # used[i] is the size of all blocks if each is cut to at most the size of block i. Where that
@@ -116,7 +116,7 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     is_uncut = used <= room
     largest_uncut = jnp.max(jnp.where(is_uncut, blocks, 0))
     room_left = room - jnp.max(jnp.where(is_uncut, used, 0))
-    # Each other block is cut to `largest_uncut` and an equal share of the room that is left.
+    # Each other block is cut to `largest_uncut` plus an equal share of the room that is left.
     num_cut = jnp.sum(~is_uncut, dtype=jnp.int32)
     quota = (largest_uncut + room_left // jnp.maximum(num_cut, 1)) * expert_alignment
     return jnp.where(num_cut == 0, jnp.max(counts), quota)

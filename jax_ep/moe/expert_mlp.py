@@ -159,6 +159,7 @@ def run_mlp(
 ) -> jax.Array:
     """Computes `expert_mlp` of operands that have been checked."""
     tokens_have_gradient = not isinstance(tokens, QuantizedArray)
+    # Arrays stay as they are; a `QuantizedArray` gets a dtype of JAX, and no gradient.
     tokens = without_gradient("tokens", with_jax_dtype(tokens))
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     leaves = match_varying(leaves, ())

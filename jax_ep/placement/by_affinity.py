@@ -103,6 +103,7 @@ def _split(
         for layer in range(1, len(experts)):
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
+        # `_sweep` updates `part`, and counts the pairs of successive choices that share one.
         kept = _sweep(part, near, load, limit, parts)
         if kept > most_kept:
             best, most_kept = part, kept

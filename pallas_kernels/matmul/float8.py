@@ -447,14 +447,15 @@ class _RowLoader:
         columns = self.kernel.columns_of(left_edge)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
-            values, scales, *matrices = operands
+            # The rows of a pair and their scales, then each matrix and the scales of its blocks.
+            values, scales, *matrices_and_scales = operands
             inner = pl.ds(i * BLOCK, BLOCK)
             self.kernel.fill_stage(
                 self.scratch,
                 number,
                 left=values.at[rows, inner],
                 left_scales=scales.at[i, rows],
-                rights=[matrix.at[group, columns, inner] for matrix in matrices[::2]],
+                rights=[m.at[group, columns, inner] for m in matrices_and_scales[::2]],
                 block_scales=ahead,
             )
 

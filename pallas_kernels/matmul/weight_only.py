@@ -628,12 +628,13 @@ def _address(memref: Value, row: Value, width: int, column: Value, size: int) ->
 def _load(
     instruction: str,
     count: int,
-    constraint: str,
+    constraint: str,  # of inline assembly: "f" for float numbers, "r" for words
     address: Value,
     offset: int,
     inside: Value | None = None,
 ) -> Any:
-    """Loads `count` numbers from `address` + `offset`, or from `address` where not `inside`."""
+    """Loads `count` numbers, a list if several, from `address` + `offset` by an `instruction`."""
+    # Where not `inside`, loads from `address` itself, which exists; the caller ignores the numbers.
     if inside is not None:
         address = arith.addi(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
         offset = 0

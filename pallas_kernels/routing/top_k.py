@@ -233,6 +233,7 @@ class _TopK:
 
     def weigh(self, lanes: _Lanes, chosen: Value) -> Value:
         """Returns the bits of the weight of the i-th best column in lane i; see `Weighing`."""
+        # Lane i of `chosen` has the number of the i-th best column, as `Weighing` describes it.
         weighing = self.weighing
         scale = _number(weighing.scale)
         if not weighing.normalize:
@@ -250,6 +251,7 @@ class _TopK:
         total = _sum_of_lanes(total, pl.next_power_of_2(self.k))
         if weighing.epsilon:
             total = _apply(_ADD, total, _apply(_EXP, log_epsilon, largest))
+        # Terms are divided by their sum, which must not be 0.
         total = _apply(_MAX, total, _number(LEAST_SUM))
         return _apply(_SCALE, _apply(_DIVIDE, terms, total), scale)
 
