@@ -410,8 +410,7 @@ class Block:
                 f"quant_method {self.quantization.method!r} and another quantization."
             )
         if counterpart is not None:
-            is_float8 = isinstance(counterpart, Float8)
-            return counterpart.format.scale_dtype if is_float8 else None
+            return counterpart.format.scale_dtype if isinstance(counterpart, Float8) else None
         if tensor.params[0] in MATRICES and self.quantization.is_float8(self.prefix + name):
             return np.dtype(np.float32)
         return None
