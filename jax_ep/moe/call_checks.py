@@ -48,7 +48,7 @@ def check_on_mesh(
     axis_rules: AxisRules,
     in_init: bool | None,
 ) -> None:
-    """Raises TypeError or ValueError for what does not fit the mesh, naming the argument."""
+    """Raises for what does not fit the mesh; `axis_rules` and `in_init` are as in `run_layer`."""
     check_placement(placement, config.num_experts, config.num_slots, where.num_ranks())
     check_same_kind(params, QuantizedExperts._fields)
     check_mesh_of_experts(params.wi_0, config, where, axis_rules, in_init)
@@ -224,6 +224,7 @@ def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> Non
 
 
 def _check_columns(params: MoEParams, where: LayerMesh) -> None:
+    """Raises ValueError unless the tensor ranks divide F and S, and split no quantized block."""
     num_ranks = where.num_tensor_ranks()
     widths = {"wi_0": params.wi_0.shape[2]}
     if params.shared_wo is not None:

@@ -26,7 +26,10 @@ Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 def check_compute_dtype(
     dtype: Any, hint: str = "", *, name: str = "dtype", in_float32: str = ""
 ) -> None:
-    """`in_float32` names what is computed in float32; `dtype` must then not be wider."""
+    """Raises TypeError unless `dtype` is floating, of 16 bits or more; `hint` ends the message.
+
+    If given, `in_float32` names what is computed in float32, and `dtype` must not be wider.
+    """
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2:
         raise TypeError(
@@ -201,6 +204,7 @@ class MoEConfig:
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
+            # The items are sorted so that equal mappings give equal configurations.
             items = sorted(self.fsdp_axes.items(), key=str)
             named = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in items)
             object.__setattr__(self, "fsdp_axes", named)

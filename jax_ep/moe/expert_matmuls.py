@@ -96,7 +96,10 @@ class Experts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """Computes the experts' grouped matmuls on arrays; C is H or F."""
+    """Computes the experts' grouped matmuls on arrays; C is H or F.
+
+    Without `zero_unused`, rows of a result past the last group are undefined.
+    """
 
     implementation: Implementation
     # Whether the matrices are stored quantized, and get no gradient.
@@ -114,7 +117,7 @@ class Matmuls:
         return tree
 
     def as_operand(self, x: jax.Array) -> Any:
-        """Converts rows [R, C] to the form in which the other methods take them."""
+        """Converts rows [R, C] to the form in which other methods take `rows` and `grad_rows`."""
         return x
 
     def residual_experts(self, experts: Experts) -> Experts:
@@ -132,7 +135,7 @@ class Matmuls:
     def gated_hidden(
         self, rows: Any, experts: Experts, groups: Groups, unit: Gating, keep: bool
     ) -> tuple[Any, ...]:
-        """Returns unit(x @ wi_0, x @ wi_1) as an operand and, with `keep`, both as residuals."""
+        """Returns unit(x @ wi_0, x @ wi_1), an operand; with `keep`, both products as residuals."""
         wi_0, wi_1 = experts.wi
         return unquantized.gated_product_of_arrays(
             rows,
@@ -156,7 +159,7 @@ class Matmuls:
     def dhidden(
         self, grad_rows: Any, experts: Experts, group_sizes: jax.Array, dtype: Any
     ) -> jax.Array:
-        """Returns the gradient of the hidden values, [R, F]."""
+        """Returns the gradient of the hidden values, [R, F], from that of the outputs."""
         return unquantized.product_of_arrays(
             grad_rows,
             experts.wo,
@@ -175,13 +178,17 @@ class Matmuls:
         group_sizes: jax.Array,
         mean_rows: int | None,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights."""
+        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights.
+
+        `pre` are results of `as_residual`. None means that the caller computes this by XLA.
+        """
         # None for a single product, or if XLA is as fast because most rows are used.
         num_rows = dhidden.shape[0]
         if len(pre) != 2 or weights is None or mean_rows is None:
             return None
         if checks.is_symbolic(num_rows) or checks.is_symbolic(mean_rows):
             return None
+        # JAX would report NaNs in rows past the last group, which the kernel leaves undefined.
         if num_rows < _MOSTLY_UNUSED * mean_rows or jax_compat.looks_for_nans():
             return None
         hidden, *dpre, dweights = unquantized.gate_gradient(
@@ -225,7 +232,11 @@ class Matmuls:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Matmuls(Matmuls):
-    """Quantizes the operands of each matmul to float8; gradients are straight-through."""
+    """Quantizes the operands of each matmul to float8; gradients are straight-through.
+
+    Float8 matmuls contract the last axis of both operands. So x @ w reads the transpose of w,
+    and the gradients of matrices, which are sums over rows, read transposed (`turned_…`) rows.
+    """
 
     gates_with_biases = False
     rounds_residuals = True
@@ -382,6 +393,7 @@ def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implemen
 def matmuls_of(
     matmul_dtype: Any, experts: Experts, implementation: Implementation
 ) -> tuple[Matmuls, Experts]:
+    """Returns the matmuls of arrays, float8 or stored matrices, and `experts` as they take them."""
     is_stored = isinstance(experts.wi_0, QuantizedArray)
     of_arrays = WeightOnlyMatmuls if is_stored else Matmuls
     kind = of_arrays if matmul_dtype is None else Float8Matmuls
@@ -391,6 +403,8 @@ def matmuls_of(
 def specs_of_quantized(
     quantized: QuantizedExperts, specs: Mapping[str, PartitionSpec]
 ) -> QuantizedExperts:
+    """Returns how both copies of each matrix are split, given the specs of the matrices."""
+
     def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
         if matrices is None:
             return None
@@ -405,6 +419,7 @@ def specs_of_quantized(
 
 
 def check_are_arrays(must: str, experts: Any) -> None:
+    """Raises ValueError if a matrix is a `QuantizedArray`; `must` begins the message."""
     for name in QuantizedExperts._fields:
         if isinstance(matrices := getattr(experts, name), QuantizedArray):
             raise ValueError(

@@ -200,11 +200,13 @@ def forward(
 ) -> tuple[jax.Array, tuple]:
     """Returns the output, [R, H] or for S chosen groups [S * height, H], and with `keep` residuals.
 
-    Without `zero_unused`, rows past the last group are undefined.
+    `groups` are the group sizes of tokens [R, H]; or `ChosenGroups`, each of which computes all
+    tokens [height, H]. Without `zero_unused`, rows past the last group are undefined.
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
+    # "pallas" may compute the first branch in one kernel; the second computes the same.
     if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
         hidden, *products = matmuls.gated_hidden(rows, experts, groups, unit, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
@@ -237,9 +239,9 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of the tokens, of the experts, and of the row weights or None.
 
-    `grad` is the cotangent of the output, or of weights[:, None] * output; weights multiply the
-    hidden values here. `mean_rows` is the mean number of rows in groups on a rank, if known.
-    Without `zero_unused`, rows past the last group are undefined.
+    `saved` are the residuals of `forward`. `grad` is the cotangent of the output, or with weights
+    [R] of weights[:, None] * output; weights multiply the hidden values here. `mean_rows` is the
+    mean number of rows in groups on a rank, if known; `zero_unused` is as in `forward`.
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype

@@ -33,6 +33,7 @@ def _by_kernel(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
 
 
 def _kernel_reason(program: Program) -> str | None:
+    """Returns why the kernel cannot run in `program`, or None."""
     if reason := availability.one_device_unavailable_reason(program):
         return reason
     from pallas_kernels.routing import logits

@@ -42,6 +42,7 @@ Run = Callable[..., tuple[jax.Array, Any]]
 
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
+    """Returns whether experts may run on tokens [T, H] without a dispatch."""
     # These options ask for a dispatch, or for a change of the rows that it sends.
     of_dispatch = config.implementation, config.capacity_factor, config.wire_dtype
     asked = any(option is not None for option in of_dispatch) or config.weights_on != "output"
@@ -69,7 +70,10 @@ def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -
 def run(
     experts: Experts, routed: RoutedTokens, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `by_dispatch` does, computed without a dispatch where `supports` allows it."""
+    """Returns the output [T, H] and the rows dropped by local expert, [L], as `by_dispatch` does.
+
+    On a GPU, unless it is differentiated, it needs no dispatch where `supports` allows that.
+    """
     elsewhere = functools.partial(by_dispatch, config=config, where=where)
     if not supports(routed.tokens, experts, config, where.num_ranks()):
         return elsewhere(experts, routed)
@@ -97,6 +101,7 @@ def run_one(
 
     def of_few(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, None]:
         count = len(tokens)
+        # Every token chooses group 0, the only expert. Rows of the output past `count` are padding.
         groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
         return _outputs(experts, tokens, groups, config, implementation="pallas")[:count], None
 
@@ -114,7 +119,7 @@ def _by_platform(
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Any]:
     """Returns `on_gpu` of the operands on a GPU, else `elsewhere`, which gives the gradient."""
-    # Both return the output, and a pytree without gradient.
+    # Both return the output, and a pytree without gradient. Operands are cast to vary over `axes`.
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {
@@ -144,7 +149,7 @@ def _by_platform(
 def _matrices_of_weight_only(
     experts: Experts, matmul_dtype: Any, tokens: jax.Array
 ) -> list[QuantizedArray] | None:
-    """Returns the quantized matrices, wo last, for unquantized tokens; None if there are none."""
+    """Returns the matrices, wo last, if quantized ones multiply unquantized tokens; else None."""
     if matmul_dtype is None:
         stored = [*experts.wi, experts.wo]
         return stored if isinstance(experts.wo, QuantizedArray) else None

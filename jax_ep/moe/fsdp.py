@@ -94,6 +94,7 @@ def _given(
     further = config.further_axes_of(logical)
     by_rules = assign_axes(logical, axis_rules)
     ruled = {name for name, _ in axis_rules}
+    # `base` are the expert or tensor axes of a dimension, `more` its FSDP axes.
     dims = zip(logical, array.shape, where.axes_of(name), further, by_rules, strict=True)
     for axis, size, base, more, axes_by_rules in dims:
         wanted = large_axes(base + more, where.mesh)
@@ -135,6 +136,7 @@ def _found(
             _check_rule_of_base_axes(name, str(logical[i]), axes, base, axis_rules)
         # The layer gathers along E only if expert axes split it, too.
         may_be_split = logical[i] is not None and (base or logical[i] != "exp")
+        # Tokens must be spread over FSDP axes, which must divide the dimension and split no other.
         fits = set(more) <= set(where.batch_axes) - used and not (
             array.shape[i] % where.size(base + more) if more and may_be_split else 0
         )
@@ -254,6 +256,7 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
+    """Gathers the shard `part` along `dims`, in `dtype`; or, with `zeros`, makes zeros instead."""
     if not zeros:
         return _all_gather(part.astype(dtype), dims)
     shape = list(part.shape)

@@ -103,6 +103,7 @@ def _own_experts(
 
 
 def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
+    """Selects this rank's `num` experts of the weights, unless these are of this rank alone."""
     if weights.shape[0] == num:
         return weights
     return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)

@@ -125,8 +125,10 @@ def run_layer(
 def _without_tokens(
     x: jax.Array, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
+    """Returns the output and zero metrics of a call whose x has no elements."""
     out = x.astype(config.dtype)
     if where.mesh is None:
+        # In the caller's `jax.shard_map`, outputs vary (vma) over the expert axes.
         (out,) = match_varying((out,), where.expert_axes)
     zero = jnp.zeros((), jnp.float32)
     zero_of_each = jnp.zeros(config.num_choosable, jnp.float32)
@@ -148,6 +150,7 @@ def _without_tokens(
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
+    """Replaces None in `config`: dtypes, and the implementation where there is no expert axis."""
     dtype = config.dtype
     if dtype is None:
         for name, array in (("x", x), ("wi_0", params.wi_0)):

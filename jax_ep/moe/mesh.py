@@ -76,6 +76,7 @@ class LayerMesh(NamedTuple):
         return others, *[()] * (ndim - 3), self.sequence_axes
 
     def types_show_more_axes(self, params: MoEParams) -> bool:
+        """Returns whether types show that parameters are split over more axes than `axes_of`."""
         if self.mesh is None:
             return False
         for name, array in params._asdict().items():
@@ -97,9 +98,10 @@ class LayerMesh(NamedTuple):
 
 
 def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
-    """Finds the mesh that a call on x [..., H] runs on, or a call without tokens, and its axes."""
+    """Finds the mesh and the axes of a call on x [..., H]; x is None for a call without tokens."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
+        # The call is in the caller's `jax.shard_map`.
         expert_axes, tensor_axes = axes_on_mesh(config, ambient)
         batch_axes: Axes = ()
         if x is not None:
@@ -141,7 +143,7 @@ def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
                 f"{mesh.manual_axes}; open it over all axes of the mesh {dict(mesh.shape)}."
             )
         if len(present) < len(axes):
-            # A mesh may lack the default. Other axes may be misspelled.
+            # A mesh other than `config.mesh` may lack the default. Other axes may be misspelled.
             is_default = axes == as_axes(getattr(MoEConfig, name) or ())
             if present or not is_default or (config.mesh is not None and not bound):
                 raise ValueError(
@@ -160,7 +162,10 @@ def check_mesh_of_experts(
     axis_rules: AxisRules,
     in_init: bool | None = None,
 ) -> None:
-    """Warns or raises if every rank would gather or hold all experts [E, H, F], unlike `config`."""
+    """Warns or raises if every rank gathers or holds all of wi_0, though `config` splits it.
+
+    `experts` are wi_0, [E, H, F]. `axis_rules` and `in_init` are as in `run_layer`.
+    """
     # The type of a traced array on Auto axes does not show its sharding, which is then guessed from
     # the axis rules, or the axes' names.
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -330,6 +335,7 @@ def _callers_batch_axes(
     ambient: AbstractMesh,
     x: jax.Array,
 ) -> tuple[str, ...]:
+    """Returns the axes over which the tokens x are spread in the caller's `jax.shard_map`."""
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
     # Under check_vma=False, types show no varying axes, not even for an axis index, which varies.
@@ -364,6 +370,7 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
+    """Returns `config.batch_axes`, checked; by default all of `axes` that are no tensor axes."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")
@@ -381,6 +388,7 @@ def _batch_axes(
 
 
 def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
+    """Returns the mesh axes that split the sequence dimension of x [..., sequence, H]."""
     if config.sequence_axes is not None:
         axes = as_axes(config.sequence_axes, "sequence_axes")
         if not set(axes) <= set(batch_axes):

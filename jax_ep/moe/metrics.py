@@ -171,7 +171,7 @@ def metrics_of(
 def _sum_of_counts(counts: jax.Array) -> jax.Array:
     """Returns the sum of `counts`, [] int32, or the largest int32 if the sum is larger."""
     most = jnp.iinfo(jnp.int32).max
-    # The float32 sum cannot overflow, but is rounded. Near `most`, the sign of the exact one tells.
+    # The float32 sum cannot overflow, but is rounded. Just above `most`, the int32 sum is negative.
     is_larger = jnp.sum(counts, dtype=jnp.float32) > most
     exact = jnp.sum(counts, dtype=jnp.int32)
     return jnp.where(is_larger | (exact < 0), most, exact)

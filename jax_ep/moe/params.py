@@ -76,6 +76,7 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
+    """`router_dim` is H', the last dimension of the calls' `router_x`; None without it."""
     shared_dim, number = options.shared_dim, options.num_shared_experts
     checks.check_integer("num_shared_experts", number, least=0)
     checks.check_integer("lora_rank", options.lora_rank, least=0)
@@ -271,6 +272,7 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
+    """Returns the initializer of any parameter but `gate`; in slots, it repeats the experts."""
     kind = PARAMETERS[name].init
     if kind == "kernel":
         init = per_expert(options.kernel_init)

@@ -115,6 +115,7 @@ def run_over_mesh(
 
 
 def _with_sequence_ids(call: Call, num_sequences: int) -> Call:
+    """Gives each token the index of its sequence among the `num_sequences` sequences of x."""
     shape = call.x.shape[:-1]
     # One id for all tokens along the sequence dimension, which an x [H] lacks.
     sequence = (1,) if shape else ()
@@ -174,7 +175,10 @@ def _specs_of(operands: Operands, tokens_spec: PartitionSpec, where: LayerMesh) 
 def _run_on_rank(
     operands: Operands, config: MoEConfig, where: LayerMesh, num_sequences: int | None = None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """`num_sequences` are those of `call.sequence_ids`; None: each rank has whole sequences."""
+    """Runs the layer on the tokens of this rank; returns the output like x, and the metrics.
+
+    `num_sequences` are those of `call.sequence_ids`; None: each rank has whole sequences.
+    """
     params, call, placement, quantized = operands
     shape = call.x.shape
     with jax.named_scope("router"):

@@ -192,6 +192,7 @@ def receive_capacity(
         return None
     num_local_experts = config.num_held // num_ranks
     k = config.num_experts_per_token
+    # The most rows that a rank receives of one token.
     rows_of_token = min(k, num_local_experts) if distinct else k
     rows = num_ranks * num_tokens * rows_of_token
     if config.capacity_factor is not None:
@@ -331,6 +332,7 @@ def _backward(config, residuals, grad):
             config.unit,
             config.matmuls,
             handle.zero_unused,
+            # A rank receives T * K rows on average.
             mean_rows=None if weights is None else weights.size,
         )
     if weights is None:

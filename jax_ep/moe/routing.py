@@ -322,11 +322,13 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 def _raised(logits: jax.Array) -> jax.Array:
     """Shifts the logits of each token whose largest is below `_LOWEST_LOGIT`, to this maximum."""
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    # With the lowest finite number, a token whose logits are all -inf gets no NaN.
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
     return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    # Below -15, softplus(x) equals exp(x) in float32.
     # Where softplus underflows to 0, the derivative of its square root is zero times infinity,
     # which is NaN. A `where` around the results would not remove this NaN from the gradient, so
     # each branch gets arguments for which its derivative is finite.

@@ -90,6 +90,7 @@ def _output_of_quantized(
                 matmul_dtype=config.matmul_dtype,
                 implementation=config.matmul_implementation,
             )
+        # XLA multiplies stored matrices as arrays, without their axis of one expert.
         *wi, wo = (
             dequantized(jax.tree.map(lambda part: part[0], w), config.dtype)
             for w in (*experts.wi, experts.wo)

@@ -46,7 +46,7 @@ def _equal_copies_bwd(axes, placement, grad):
         return grad, None
     is_copied = jnp.asarray(placement.num_copies) > 1
     # The row of `sums` of each expert, and then of each slot. Those without copies get the row
-    # `most_copied`, which is cut off.
+    # `most_copied`, which is cut off, so that ranks exchange gradients of copied experts alone.
     among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
     row_of_expert = jnp.where(is_copied, among_copied, most_copied)
     experts = _held_here(grad.shape[0], placement, axes)

@@ -38,13 +38,17 @@ def run(
     where: LayerMesh,
     param_dtypes: Collection[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `by_dispatch` does; `param_dtypes` are those of the parameters' matrices."""
+    """Returns the output [T, H] and the rows dropped by local expert, [L], as `by_dispatch` does.
+
+    `param_dtypes` are those of the matrices before they were cast to `config.dtype`.
+    """
     num_chunks, num_tokens = config.token_chunks, routed.tokens.shape[0]
     if checks.is_symbolic(num_tokens):
         raise ValueError(
             "token_chunks must be 1 where the number of tokens is symbolic, as it may be for "
             f"jax.export, but is {num_chunks}."
         )
+    # Few tokens may fill fewer chunks of `size` tokens than asked for.
     size = -(-num_tokens // num_chunks)
     num_chunks = -(-num_tokens // size)
     if num_chunks == 1:

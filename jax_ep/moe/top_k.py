@@ -53,11 +53,12 @@ def choose(
     gathered: jax.Array | None = None,
     softmax: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the ids of each token's k best experts, their weights [T, k], and any softmax.
+    """Returns the ids of each token's k best experts, their weights, [T, k] each, and any softmax.
 
-    The choice is that of `lax.top_k` of `compared` [T, E], or of its sigmoid, plus `bias` [E]. The
-    weights are computed from `gathered` [T, E]. Both default to the logits; `gathered` to the
-    softmax if that is returned and `weighing` does not normalize. All are float32.
+    The choice is that of `lax.top_k` of `compared` [T, E], or with `sigmoid` of its sigmoid, plus
+    `bias` [E], within the best `groups`. The weights are computed from `gathered` [T, E]. Both
+    default to the logits; `gathered` to their softmax if `softmax` asks for it and `weighing` does
+    not normalize. All are float32.
     """
     operands = _Operands(logits, compared, None if bias is None else bias[None], gathered)
     arrays, structure = jax.tree.flatten(operands)
@@ -78,7 +79,7 @@ def _choose(operands: _Operands, options: _Options) -> list[jax.Array]:
 def _choose_jvp(options: _Options, primals: Any, tangents: Any) -> Any:
     (operands,), (doperands,) = primals, tangents
     results = topk_idx, chosen, _, *probs = _choose(operands, options)
-    # The tangent of each result; `probs` is [softmax] or [].
+    # The tangents of the results; the choice has none. `probs` is [softmax] or [].
     dprobs = []
     for softmax in probs:
         product = softmax * doperands.logits
@@ -188,6 +189,7 @@ def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: _Options) ->
 
 
 def _kernel_reason(program: Program, k: int) -> str | None:
+    """Returns why the kernel cannot run in `program`, or None."""
     num_tokens, num_experts = program.operand_types[0].shape
     if not isinstance(num_tokens, int):
         return f"the number of tokens is symbolic, {num_tokens}"
