@@ -121,11 +121,11 @@ class PlannedArray:
     read: Callable[..., Any]  # (slice, dtype, counter, format) -> the slice of the array
     shape: tuple[int, ...]
     sharding: Sharding
-    dtype: np.dtype
+    dtype: np.dtype  # of the array; with a format, the one that it dequantizes to
     format: Format | None = None  # None: it does not become a `QuantizedArray`
 
     def struct(self, shape: tuple[int, ...]) -> Any:
-        """Returns the types of the array, or of a part of it that has this shape."""
+        """Returns the array, or a part of shape `shape`, as `jax.ShapeDtypeStruct` leaves."""
         format, dtype = self.format, self.dtype
         if format is None:
             return jax.ShapeDtypeStruct(shape, dtype)
@@ -148,6 +148,7 @@ class PlannedArray:
         return len(self._shards()) * sum(part.size * part.dtype.itemsize for part in parts)
 
     def load(self, counter: Counter) -> Any:
+        """Reads this process's shards onto their devices, and makes the array of them."""
         shape, sharding, format = self.shape, self.sharding, self.format
         shards: list[Any] = []
         # A shard that several devices of this process hold is read once.
@@ -159,6 +160,7 @@ class PlannedArray:
         make = jax.make_array_from_single_device_arrays
         if format is None:
             return make(shape, sharding, shards)
+        # The spec is of the array's axes; `Transposed` stores these in another order.
         if isinstance(sharding, NamedSharding):
             spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
             sharding = NamedSharding(sharding.mesh, spec)
@@ -185,6 +187,7 @@ class PlannedLoad:
         hidden = self.block.shape("wi_0")[1]
         x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or params["wi_0"].dtype)
         inputs: dict[str, Any] = {}
+        # Without a gate, the caller chooses the experts.
         if "gate" not in params:
             choices = (1, 1, config.num_experts_per_token)
             inputs["topk_idx"] = jax.ShapeDtypeStruct(choices, np.int32)
@@ -358,6 +361,7 @@ def save_moe(
         num_slots = layer_or_params.config.num_slots
     removed: list[str] = []
     try:
+        # The block to be added; None if the directory has one for this layer.
         added = plan_block(directory, layer)
         block = added or open_block(directory, layer)
         if isinstance(layer_or_params, MoE) and not added and not overwrite:
@@ -533,6 +537,7 @@ def _check_options(block: Block, config: MoEConfig) -> None:
 
 
 def _check_is_here(given: dict[str, Any]) -> None:
+    """Raises ValueError unless this process has all numbers of each parameter."""
     for name, value in given.items():
         if not all(
             getattr(part, "is_fully_addressable", True) or part.is_fully_replicated

@@ -111,7 +111,7 @@ def _others(*names: str) -> Tensors:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of models in which each expert has its own three tensors."""
+    """Lists the tensors of models whose experts, in module `block`, have three tensors each."""
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -127,13 +127,13 @@ def _stacked(
     gate_up: str = "gate_up_proj",
     down: str = "down_proj",
 ):
-    """Lists the tensors of models in which two tensors hold the matrices of all experts."""
+    """Lists the two tensors, in module `block`, that hold the matrices of all experts."""
     wo = Tensor(("wo",), f"{block}.{down}", down_axes)
     return Tensor(("wi_0", "wi_1"), f"{block}.{gate_up}", axes), wo
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the three tensors of the shared experts, which are stored as a single MLP."""
+    """Lists the three tensors of the shared experts, which module `block` stores as one MLP."""
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),

@@ -184,6 +184,7 @@ class Block:
                         f"{wanted}, [{tensor.axes.replace(' ', ', ')}] as {CONFIG} says, but has "
                         f"{shape}."
                     )
+        # Experts that the router can choose, such as LongCat-Flash's identity experts.
         without_weights = range(self.sizes["E"], self.sizes["R"])
         unused = {
             prefix + name.format(e=expert)
@@ -204,7 +205,7 @@ class Block:
         return [name for name in self.directory.files if name.startswith(begins)]
 
     def check_belongs(self) -> None:
-        """Raises OtherModelError if the block is to be added to a directory of another model."""
+        """Raises OtherModelError if the directory, which lacks the block, holds another model."""
         directory, models = self.directory, self.architecture.models
         if found := self.in_its_modules():
             raise OtherModelError(
@@ -280,6 +281,7 @@ class Block:
                     same_order=letters[-2:] == axes[-2:],
                 )
             else:
+                # A view in the order of the stored axes, which `_copy` fills.
                 into = _in_order(into, axes if expert is None else axes[1:], letters)
                 _copy(encoding, where, into)
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
@@ -323,7 +325,7 @@ class Block:
     def write_tensor(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], experts: range | None
     ) -> None:
-        """Writes the `experts`, the first axis of `arrays`, of a stored tensor; None: all of it."""
+        """Writes `experts`, one for each entry of axis 0, to a stored tensor; None: all of it."""
 
         def write(expert: int | None) -> None:
             part = dict(arrays)
@@ -346,6 +348,7 @@ class Block:
             else slice(expert * n // self.sizes["E"], (expert + 1) * n // self.sizes["E"])
             for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
         )
+        # Arrays in the tensor's own format are written as they are.
         if format_of(encoding) is not None and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
             for param, array in arrays.items()
@@ -358,6 +361,7 @@ class Block:
                 assert not isinstance(encoding, Plain | Scaled)
                 encoding.write_parts(where, array.values[lead], array.scales[lead])
             return
+        # Others become `values`, the numbers of the region in the tensor's axis order.
         arrays = {
             param: array.dequantize(np.float32) if isinstance(array, QuantizedArray) else array
             for param, array in arrays.items()
@@ -367,6 +371,7 @@ class Block:
         for param, array in arrays.items():
             taken, letters = whole, self.axes(param)
             if expert is not None:
+                # `values` has this expert only, and the array lacks the axis E.
                 taken, letters = {**whole, "E": slice(0, 1)}, letters[1:]
             where, order = _place(tensor, param, taken, self.sizes)
             array = _in_order(array, letters, order)
@@ -464,6 +469,7 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     elif layers:
         prefix = min(layers, key=lambda found: abs(int(found[2]) - layer))[0]
     else:
+        # Of "model.layers.", the root is "model" and the word "layers".
         root, _, word = keys.root[:-1].rpartition(".")
         root = outside[0][1] if outside else root and root + "."
         prefix = f"{root}{word}.{layer}."
@@ -498,6 +504,7 @@ def _routers(directory: Directory, keys: Keys) -> tuple[dict[int, list[str]], li
     blocks: dict[int, list[str]] = {}
     others = []
     gate = _gate(keys.row)
+    # Roots of other decoders, whose layers have the same numbers and are skipped.
     decoders = _DECODERS - {keys.root.partition(".")[0]}
     for name in directory.files:
         if name.partition(".")[0] in decoders:
@@ -524,6 +531,7 @@ def _find_prefix(directory: Directory, keys: Keys, layer: int) -> str | None:
 
 
 def _not_found(directory: Directory, keys: Keys) -> str:
+    """Returns the error message for a layer without an MoE block, with names of stored tensors."""
     gate, layer = _gate(keys.row), keys.layer
     blocks, others = _routers(directory, keys)
     message = (
@@ -546,9 +554,11 @@ def _not_found(directory: Directory, keys: Keys) -> str:
 
 
 def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = None) -> Block:
+    """Makes the `Block` of a prefix such as "model.layers.3.", of the tensors it must have."""
     row = keys.row
     quantization = quantization_of(keys.config, keys.file.parent)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
+    # An axis without a key in `row.sizes` has size 0.
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
     sizes |= {letter: keys.integer(key) for letter, key in row.sizes.items()}
     sizes["R"] = sizes["E"] + fields.get("identity_experts", 0)
@@ -584,7 +594,7 @@ def _stored(
         return is_stored(directory, prefix + tensors[0].name.format(e=0))
 
     def has_shapes(tensors: Tensors) -> bool:
-        # A partial download may lack the file.
+        # A partial download may lack the file; a missing tensor raises KeyError.
         with contextlib.suppress(FileNotFoundError, KeyError):
             return all(
                 open_tensor(directory, prefix + tensor.name.format(e=0), quantization).shape
@@ -611,6 +621,7 @@ def _stored(
             tensors += (in_shape or there or suitable or item.layouts)[0]
         else:
             tensors.append(item)
+    # Tensors with an axis of size 0 do not exist.
     return tuple(
         tensor
         for tensor in tensors
@@ -636,6 +647,8 @@ def _place(
 
     Returns a slice for each axis of the tensor, and the letters of its axes without G.
     """
+    # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
+    # and alternate in "FG".
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
@@ -667,10 +680,12 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return
+    # `index` takes rows and columns, and one entry of any axis before them.
     row_axis = len(index) - 2
     start, step = index[row_axis].start, index[row_axis].step or 1
     for first in range(0, into.shape[0], _ROWS):
         last = min(first + _ROWS, into.shape[0])
+        # The stored rows of this piece; a step of 2 skips the other parameter of "FG".
         part = slice(start + first * step, start + (last - 1) * step + 1, step)
         values = source.read((*index[:row_axis], part, *index[row_axis + 1 :]))
         values = values.reshape(last - first, -1).astype(into.dtype, copy=False)

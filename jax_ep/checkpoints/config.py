@@ -62,7 +62,7 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization:
 
 
 def look_up(path: Path, layer: int, config: Mapping[str, Any] | None = None) -> Keys:
-    """Returns the keys of a model's config.json, whose contents are `config`; None: it is read."""
+    """Returns the `Keys` of the model in `path`; `config` is its config.json, None: it is read."""
     checks.check_integer("layer", layer, least=0)
     config, is_part = _of_text(read_config(path) if config is None else config)
     row = _find_architecture(config, path)
@@ -118,6 +118,7 @@ class Keys:
 
 def _of_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Returns the language model's part of a config.json, and whether it is a `text_config`."""
+    # Qwen3-Omni nests its decoder's `text_config` in a `thinker_config`.
     nested = config.get("thinker_config", config).get("text_config")
     if nested is None:
         return dict(config), False
@@ -125,6 +126,7 @@ def _of_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
+    """Returns the first row of TABLE for a model; ValueError if none supports its config.json."""
     model_type = config.get("model_type")
     rows = [row for row in TABLE if model_type in row.model_types]
     if not rows:

@@ -72,7 +72,6 @@ class _InBlocks:
     directory: Directory
     name: str
 
-    # A block that reaches past the end of the tensor is padded with zeros before it is encoded.
     @property
     def format(self) -> formats.Format:
         raise NotImplementedError
@@ -99,6 +98,7 @@ class _InBlocks:
             return
         new = self._encode(self._padded(values))
         changed_scales = self._any_of_block(self._padded(changed))
+        # Repeats the flag of a block for each of its values.
         changed_values = changed_scales
         for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
             changed_values = np.repeat(changed_values, size, axis=axis)
@@ -153,6 +153,7 @@ class _InBlocks:
         return *self._block[:-1], self._block[-1] // self.format.numbers_per_value
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
+        """Pads the blocks that reach past the end of the tensor with zeros."""
         block = self._block
         widths = [(0, -n % size) for n, size in zip(array.shape[-len(block) :], block, strict=True)]
         if not any(after for _, after in widths):
@@ -224,7 +225,7 @@ class Float8(_InBlocks):
         return self.format.encode(values, divide=True)
 
     def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Raises ValueError for scales that only a damaged file has."""
+        """Does as `_load`; ValueError for scales that only a damaged file has."""
         values, scales = self._load(blocks)
         numbers = scales.astype(np.float32)
         wrong = ~(np.isfinite(numbers) & (numbers > 0))
@@ -283,6 +284,7 @@ class MXFP4(_InBlocks):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in numbers; ValueError unless each block has a scale."""
         *shape, blocks, size = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
         if scales != (*shape, blocks) or (size,) != self._values_block:
@@ -330,6 +332,7 @@ class Scaled:
     @property
     def stored(self) -> tuple[str, ...]:
         module = self.name.removesuffix("weight")
+        # Scales of the module's inputs are not read, but belong to the tensor.
         inputs = module + "input_scale", module + "input_global_scale"
         others = *self._factors, self.name + "_shape", *inputs
         there = (name for name in others if name in self.directory.files)
@@ -356,6 +359,7 @@ class Scaled:
         start, stop, step = columns.indices(self.shape[-1])
         first, last = start // self._per_value, -(-stop // self._per_value)
         values = self._decoded(self.directory.read(self._values, (*rows, slice(first, last))))
+        # The decoded values begin with number `first` of a row.
         first *= self._per_value
         numbers = values[..., start - first : stop - first : step] * self._scales_of(index)
         divisor, factor = (
@@ -367,6 +371,7 @@ class Scaled:
         return numbers * factor.astype(np.float32).ravel() / divisor.astype(np.float32).ravel()
 
     def _decoded(self, values: np.ndarray) -> np.ndarray:
+        """Decodes stored values [.., columns] to float32 numbers, which are not scaled yet."""
         if self._per_value == 1:
             return values.astype(np.float32)
         if self._per_value == 2:
@@ -377,6 +382,7 @@ class Scaled:
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
     def _scales_of(self, index: Index) -> np.ndarray:
+        """Returns the scale of each number in a slice, in float32."""
         stored = self.directory.entry(self.scales).shape
         # The number of blocks along each axis: all 1 if the whole tensor has one scale.
         counts = () if np.prod(stored) == 1 else stored

@@ -75,6 +75,7 @@ def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
 
 
 def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
+    # A router gets tokens x [T, H] and their logits [T, E] (`jax_ep.MoEConfig`).
     del x
     chosen, weights, left = [], [], logits
     for _ in range(2):

@@ -148,6 +148,8 @@ def load_model(
 
 
 def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
+    """Makes the `PlannedArray.read` of a weight that is in no MoE block."""
+
     def read(index: Index, dtype: np.dtype, counter: Counter, _format: None) -> np.ndarray:
         values = stored.read(index).astype(dtype, copy=False)
         counter(values.nbytes)
@@ -255,7 +257,7 @@ class _Stored:
     """Arrays that are stored together: a weight, or the parameters of one tensor of a block."""
 
     arrays: dict[str, Any]  # by name, each perhaps a `QuantizedArray`
-    dtype: np.dtype
+    dtype: np.dtype  # of the stored tensors
     block: Block | None = None  # with `tensor`, unless it is a weight outside of blocks
     tensor: Tensor | None = None
 
@@ -273,7 +275,7 @@ class _Stored:
         ]
 
     def write(self, into: Directory, counter: Counter) -> None:
-        """Writes what this process owns; gathers what no process has, so all must call it."""
+        """Writes what this process owns; gathers what no process has whole, so all must call it."""
         owners, gathered = self._owners()
         arrays = jax.tree.map(_gather, self.arrays, gathered)
         this_process = jax.process_index()
@@ -290,6 +292,7 @@ class _Stored:
                 self._write(block, arrays, experts=None, counter=counter)
             return
         num_experts = block.sizes["E"]
+        # A tensor that has all experts has one owner, which writes them all.
         owners = owners if self._is_split else owners * num_experts
         expert_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays)) // num_experts
         most = max(1, _WRITTEN_AT_ONCE // max(1, expert_bytes))
@@ -299,6 +302,7 @@ class _Stored:
     def _write(
         self, block: Block, arrays: dict[str, Any], experts: range | None, counter: Counter
     ) -> None:
+        """Writes `experts` of the arrays, or with None all, to the tensor in `block`."""
         assert self.tensor is not None
         parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
         block.write_tensor(self.tensor, parts, experts)
@@ -315,7 +319,7 @@ class _Stored:
         return self.tensor is not None and "{e}" in self.tensor.name
 
     def _owners(self) -> tuple[list[int], dict[str, Any]]:
-        """Returns who writes the tensor, or each expert's, and the shardings to gather it to."""
+        """Returns the process that writes each tensor, and the shardings to gather arrays to."""
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
         for kept in (None, 1, 0):
@@ -335,6 +339,7 @@ def _arrays(
     weights: Mapping[str, jax.Array],
     dtype: np.dtype | None,
 ) -> Iterator[_Stored]:
+    """Yields the weights and the blocks' parameters, grouped by the tensors that store them."""
 
     def dtype_of(array: Any, name: str = "") -> np.dtype:
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
@@ -356,7 +361,7 @@ def _in_files(entries: list[_Entry], max_bytes: int) -> dict[str, list[_Entry]]:
     """Divides the tensors among files of one owner each; returns the files' tensors by name."""
     groups: list[list[_Entry]] = []
     for owner in sorted({entry.owner for entry in entries}):
-        size = math.inf
+        size = math.inf  # so an owner's first tensor begins a file
         for entry in (entry for entry in entries if entry.owner == owner):
             if size + entry.num_bytes > max_bytes:
                 groups.append([])
@@ -405,8 +410,8 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns the first process with the whole array, or with `by_row`, each entry of axis 0."""
-    held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    """Returns the first process that has the whole array, or with `by_row` each row; None: none."""
+    held: dict[int, set[tuple[tuple[int, int], ...]]] = {}  # by process: (start, stop) on each axis
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():
         box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
@@ -417,7 +422,7 @@ def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[in
     owners: list[int | None] = [None] * shape[0]
     # The last process to be entered is the first that holds a row.
     for process in sorted(held, reverse=True):
-        covered = np.zeros(shape[0], np.int64)
+        covered = np.zeros(shape[0], np.int64)  # how many numbers of each row it has
         for (first, last), *others in held[process]:
             covered[first:last] += math.prod(b - a for a, b in others)
         for row in np.flatnonzero(covered == math.prod(shape[1:])):
@@ -451,7 +456,7 @@ def _on_host(array: Any, rows: range | None) -> Any:
             first, last = max(start, rows.start), min(stop, rows.stop)
             if first >= last:
                 continue
-            # The slice is an array of its own, since JAX keeps a copy of what it has copied. It is
+            # The slice is an array of its own: JAX keeps an array's host copy with the array. It is
             # computed on a mesh of its device, because the ambient mesh may have more.
             with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):
                 data = lax.dynamic_slice_in_dim(data, first - start, last - first)
@@ -461,5 +466,6 @@ def _on_host(array: Any, rows: range | None) -> Any:
 
 
 def _together(step: str) -> None:
+    """Waits for all processes to reach this step, whose name is `step`."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(step)

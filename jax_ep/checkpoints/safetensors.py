@@ -136,6 +136,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
+        """Yields a view of a slice of a tensor in its memory-mapped file."""
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
@@ -145,12 +146,13 @@ class Directory:
         yield view
         # The slice's pages go back to the operating system, so that large files do not fill memory.
         if view.size and hasattr(mmap, "MADV_DONTNEED"):
-            file_start = whole.ctypes.data - entry.start
+            file_start = whole.ctypes.data - entry.start  # an address in memory
             first, last = (b - file_start for b in np.lib.array_utils.byte_bounds(view))
             first -= first % mmap.PAGESIZE
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapped(self, file: str) -> mmap.mmap:
+        """Maps a file into memory when it is first used."""
         with self._lock:
             if file not in self._maps:
                 mode = "r+b" if self._access == mmap.ACCESS_WRITE else "rb"
@@ -160,6 +162,7 @@ class Directory:
 
 
 def _read_index(file: Path) -> dict[str, Any]:
+    """Reads an index; ValueError unless its weight_map names files in the index's folder."""
     try:
         index = json.loads(file.read_text(), object_pairs_hook=_without_duplicates)
         files = index["weight_map"]
@@ -258,6 +261,7 @@ def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) 
             "data_offsets": [start, end],
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces after the JSON let the tensors' bytes begin at a multiple of 8.
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as opened:
         opened.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -348,6 +352,7 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
+    """Makes a temporary folder in `path`, and removes it in the end."""
     scratch = Path(tempfile.mkdtemp(prefix=".rewriting-", dir=path))
     try:
         yield scratch

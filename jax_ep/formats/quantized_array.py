@@ -149,7 +149,7 @@ def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
 
 
 def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
-    # JAX may make the leaves of None or PartitionSpecs.
+    # Checks nothing, since JAX may make the leaves of None or PartitionSpecs.
     array = object.__new__(QuantizedArray)
     names = ("values", "scales", "format", "dtype")
     for name, value in zip(names, (*leaves, *static), strict=True):

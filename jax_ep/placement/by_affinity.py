@@ -59,9 +59,10 @@ def place_by_affinity(
     num_slots = -(-num_experts // num_ranks) * num_ranks
     # Empty slots are treated as experts with ids from num_experts on, which no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
+    # [P, P] for each layer but the last: how often tokens chose one expert there, then another.
     together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
-    limit = max_imbalance * load.sum(axis=1)
+    limit = max_imbalance * load.sum(axis=1)  # of all hosts or ranks together, [layers]
     experts = np.tile(np.arange(num_slots), (len(trace), 1))
     of_ranks = []
     ranks_per_host = num_ranks // num_hosts
@@ -73,7 +74,7 @@ def place_by_affinity(
 
 
 def _visits(choices: Array, num_experts: int) -> Any:
-    """Counts how often each token [tokens, K] chose each expert: a SciPy sparse matrix."""
+    """Counts each token's choices [tokens, K] of each expert: SciPy sparse [tokens, experts]."""
     from scipy import sparse
 
     token, k = np.nonzero(choices >= 0)
@@ -101,6 +102,7 @@ def _split(
         similarity = _clusters(profile, parts, np.random.default_rng(seed))
         part[0] = _assign(similarity, load[0], limit[0])
         for layer in range(1, len(experts)):
+            # [n, parts]: how often each expert's tokens chose each part in the layer before.
             gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
         # `_sweep` updates `part`, and counts the pairs of successive choices that share one.
@@ -114,7 +116,7 @@ def _split(
 def _profile(visits: list[Any], experts: Array) -> Array:
     """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
     # The vector of an expert has, for each layer, n entries of norm 1; its own entry is 0.
-    visitors = visits[0][:, experts[0]].T
+    visitors = visits[0][:, experts[0]].T  # [n, tokens]
     chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
     chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
     scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in chosen]
@@ -132,6 +134,7 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
     for _ in range(10):
         alike = profile @ centers.T
         part = _assign(alike, load=np.zeros(len(profile)), limit=0.0)  # loads do not matter here
+        # The sum of each part's rows, scaled to norm 1.
         centers = np.eye(parts)[part].T @ profile
         centers /= np.maximum(np.linalg.norm(centers, axis=1, keepdims=True), 1e-30)
     return profile @ centers.T
@@ -193,6 +196,7 @@ def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
             break
         mine, others = np.flatnonzero(part == heaviest), np.flatnonzero(part != heaviest)
         moved = load[mine][:, None] - load[others][None]
+        # [mine, others]: the larger load of both parts after a swap, and the gain that is lost.
         after = np.maximum(totals[heaviest] - moved, totals[part[others]][None] + moved)
         lost = gain[mine, heaviest][:, None] - gain[mine][:, part[others]]
         lost = lost + gain[others, part[others]][None] - gain[others, heaviest][None]

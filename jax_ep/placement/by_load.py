@@ -108,13 +108,14 @@ def _balance_layer(
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
     """Returns for each slot of a host its index into `load` [n], and the busiest rank's load."""
-    # EPLB gives each further slot to the expert that then has the most load per copy.
+    # Slot i < n has expert i. EPLB gives each further slot to the expert that then has the most
+    # load per copy.
     copies = np.ones(len(load), int)
     expert = np.arange(num_slots)
     for slot in range(len(load), num_slots):
         expert[slot] = np.argmax(load / copies)
         copies[expert[slot]] += 1
-    rank = _pack((load / copies)[expert], num_ranks)
+    rank = _pack((load / copies)[expert], num_ranks)  # of each slot
     # Both functions change slots only as long as that lowers the load of the busiest rank.
     for _ in range(4 * num_slots):
         rank = _exchange((load / copies)[expert], rank, num_ranks)
@@ -146,6 +147,7 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
         if not len(others):
             break
         moved = load[mine][:, None] - load[others][None]
+        # [mine, others]: the larger load of the two packs after a swap of two items.
         after = np.maximum(totals[heaviest] - moved, totals[pack[others]][None] + moved)
         i, j = np.unravel_index(np.argmin(after), after.shape)
         if not after[i, j] < totals[heaviest] * LESS:
@@ -171,9 +173,10 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     # The new load per copy, of experts a that lose a copy and of experts b that gain one.
     less = load[a] / (copies[a] - 1)
     more = load[b] / (copies[b] + 1)
+    # [victims, N] and [wanted, N]: what the new loads per copy add to the ranks' loads.
     of_a = held[a] * (less - load[a] / copies[a])[:, None]
     of_b = held[b] * (more - load[b] / copies[b])[:, None]
-    there = np.eye(num_ranks)[rank[victims]]
+    there = np.eye(num_ranks)[rank[victims]]  # [victims, N]: 1 at the slot's rank
     # [victims, wanted, ranks]: the ranks' loads after each change. The first line changes the load
     # of all present copies, and the second line replaces the copy in the slot.
     after = totals + of_a[:, None] + of_b[None]

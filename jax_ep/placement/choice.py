@@ -78,7 +78,7 @@ def slots_on_rank(
     if slots_of_expert.shape[1] == 1:
         only_slot = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only_slot, -1)
-    _, position = count_choices(choices, num_experts)
+    _, position = count_choices(choices, num_experts)  # of a choice, among its expert's
     choices = jnp.where(is_choice, choices, 0)
 
     here = (slots_of_expert >= 0) & (slots_of_expert // slots_per_rank == rank)

@@ -46,6 +46,7 @@ class LoadTracker:
         if decay >= 1:
             raise ValueError(f"decay must be above 0 and below 1, but is {decay}.")
         ambient = jax.sharding.get_abstract_mesh()
+        # Inside `jax.shard_map`, where axes are manual, the arrays get no sharding.
         everywhere = None if ambient.empty or ambient.manual_axes else PartitionSpec()
 
         def zeros() -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,8 @@ class Traffic(NamedTuple):
 def means(steps: Array, placement: Placement) -> dict[str, float]:
     """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
 
-    "balance" is the rows of the busiest rank over the mean, "wire_rows" are those of a token.
+    "balance" is the rows of the busiest rank over the mean of ranks, "wire_rows" are those per
+    token, "rank_changes" is as in `Traffic`.
     """
     tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
     counted = [traffic(step, placement) for step in steps]
@@ -72,6 +73,7 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 def _slots(
     topk_idx: jax.Array, slots_of_expert: jax.Array, num_copies: jax.Array, slots_per_rank: int
 ) -> jax.Array:
+    """Chooses slots on all ranks at once: [layers, N, t, K] from experts of this shape."""
     choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
     of_ranks = jax.vmap(choose, (0, 0, None, None))
     ranks = jnp.arange(topk_idx.shape[1])

@@ -75,7 +75,7 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 
 
 def _take(leaf: Any, index: Array) -> Any:
-    """Gathers entries of `leaf` along its axis of experts or slots; an index of -1 gives zeros."""
+    """Gathers entries `index`, [n] or [layers, n], of a leaf's experts or slots; -1 gives zeros."""
     gather = functools.partial(_gather, index=index)
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits >= 8
     if isinstance(leaf, np.ndarray) or not is_float:
@@ -285,6 +285,7 @@ def _mover(
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: axis + 1]
         columns = _row_length(leaf.shape[axis + 1 :], leaf.dtype.itemsize)
+        # The bits of each slot's weights as M rows: [layers, P / N, M, columns].
         rows = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], plan.shape[-1])
@@ -297,6 +298,7 @@ def _mover(
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
     """Returns the values of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
+    # `shape` is that of the weights in one slot.
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
@@ -338,6 +340,7 @@ def _move_rows(
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: str) -> Any:
     """Applies a function to the leaves of experts' weights, whose shapes must begin with `lead`."""
+    # `lead` ends with E or P, which `size_name` names in the error.
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     if paths and not any(map(_of_experts, paths)):
         raise ValueError(
