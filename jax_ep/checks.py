@@ -97,7 +97,7 @@ def check_array(
 
 
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if an array is sharded over Explicit axes, along `axes` or any axis."""
+    """Raises ValueError if an array is sharded over Explicit axes, along `axes` (< 0) or any."""
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     checked = [spec[axis] for axis in axes] if axes and spec else spec
     if any(checked):

@@ -61,7 +61,7 @@ class Gate(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: int) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the kernel [hidden, E], and the selection bias [E] or None."""
+        """Returns the kernel [hidden, R], and the selection bias [R] or None."""
         if self.has_variable("params", "bias"):
             raise ValueError(
                 'gate.bias is no parameter: the selection bias is in the collection "router_state" '
@@ -238,6 +238,7 @@ class MoE(nn.Module):
     def _weight(
         self, name: str, shape: tuple[int, ...], init: Initializer
     ) -> jax.Array | QuantizedArray:
+        """Returns parameter `name` of `shape`, which Linen's `init` makes by the initializer."""
         logical_axes = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
             given = nn.unbox(self.get_variable("params", name))

@@ -259,7 +259,7 @@ def _bias(config: MoEConfig) -> RouterState:
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as a variable with the logical axes of parameter `name`, sharded."""
-    # Flax's eager sharding does it if all axes of an ambient mesh are Auto. On Explicit axes, an
+    # Flax's eager sharding shards it if all axes of an ambient mesh are Auto. On Explicit axes, an
     # optimizer's state must take its sharding from the parameter's type; eager sharding would take
     # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
@@ -312,8 +312,8 @@ def _default_rules(
 def _without_repeats(
     axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
-    """Returns logical axes, None where their mesh axes are in use, and these by the rules."""
-    # The rules of `prior` apply first.
+    """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
+    # The rules of the logical axes `prior` apply first.
     in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     parts = assign_axes(axes, in_order)
     kept = tuple(

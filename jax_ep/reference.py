@@ -643,6 +643,7 @@ def float8_expert_mlp_grad(
     dhidden = float8_matmul(grad, wo.swapaxes(1, 2), group_sizes)
     with np.errstate(over="ignore"):
         sigmoid = 1 / (1 + np.exp(-gate))
+    # The derivative of silu(gate) is sigmoid * (1 + gate * (1 - sigmoid)).
     dgate = dhidden * up * sigmoid * (1 + gate * (1 - sigmoid))
     dup = dhidden * _silu(gate)
     dtokens = float8_matmul(dgate, wi_0.swapaxes(1, 2), group_sizes)

@@ -171,7 +171,7 @@ def _hidden() -> int:
 
 
 def problem_of(row: Row) -> Problem:
-    """Returns the operands of a rank; of all_gather, the result has row["rows"] rows."""
+    """Returns the problem of `row`; of all_gather, the result has row["rows"] rows."""
     op, num_rows, hidden, num_ranks = (row[key] for key in ("op", "rows", "hidden", "ranks"))
     rows_of_rank = num_rows // num_ranks if op == "all_gather" else num_rows
     shapes: list[tuple[int, ...]] = [(rows_of_rank, hidden)]
@@ -195,6 +195,7 @@ class _InPlaceLoop(Loop):
         # `all_reduce_rms_norm` also has a residual and a scale.
         operand, *residual_and_scale = state
 
+        # `total` is the operand of the next psum, and `link` is as in `Loop`.
         def body(_, carry):
             total, link = carry
             total, link = jax.lax.optimization_barrier((total, link))
@@ -234,6 +235,7 @@ def write_table(path: str, rows: Sequence[Row], devices: Sequence[jax.Device]) -
     for op, ranks in dict.fromkeys((row["op"], row["ranks"]) for row in rows):
         timed = [row for row in rows if (row["op"], row["ranks"]) == (op, ranks) and "wall" in row]
         clock = "device" if all(row["device"] for row in timed) else "wall"
+        # By size in bytes and by algorithm: microseconds.
         times: dict[int, dict[str, float]] = {}
         for row in timed:
             if row["implementation"] in MEASURED[op]:

@@ -155,6 +155,7 @@ class DecodeBench(runner.Bench):
         shape = self.shapes[row["shape"]]
         hits = experts_hit(loop.state, loop.mesh, self.config(row), row["batch"])
         matrix = shape.hidden * shape.mlp_dim
+        # An expert has three matrices: wi_0, wi_1 and wo.
         read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
         # The router of each layer reads its matrix, the gate, [H, E] float32.
         read += row["layers"] * shape.hidden * shape.num_experts * 4
@@ -236,5 +237,6 @@ def experts_hit(
 ) -> np.ndarray:
     """Counts the experts of each layer and rank that the batch chose: [layers, N]."""
     count = on_ranks(lambda state: step_of_layers(state, config, batch)[1], mesh)
+    # The counts are of all ranks' tokens, and equal on all ranks.
     counts = np.asarray(count(state))[0]
     return (counts.reshape(len(counts), mesh.size, -1) > 0).sum(axis=2)

@@ -118,6 +118,7 @@ class ExchangeBench(runner.Bench):
         work, found = make_work(row), dict[str, Any]()
         if (sent := sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
+        # Without the name of an implementation: what any must send.
         must_cross = sent_bytes(row["op"], work) or 0.0
         if least := floor(must_cross, local_bytes(row["op"], work), self.bandwidths):
             found |= {"floor_us": least[0], "floor_set_by": least[1]}

@@ -155,6 +155,7 @@ class LayerBench(runner.Bench):
         """Makes the operands, the configuration and, with --quantize=once, the float8 experts."""
         shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
         state = make_state(shape, row["tokens"], mesh)
+        # `compiled` adds `self.load`, the rows of receive buffers, to the results.
         config, self.load = make_config(shape, state, mesh, self.args.capacity_factor)
         quantized = None
         if self.args.quantize == "once":
@@ -255,6 +256,7 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
+    """Divides the fields of a layer's `DeviceTime` among its matmuls and its exchange."""
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
         sum(us for name, us in by_kernel.items() if kind.search(name))
@@ -268,6 +270,8 @@ def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh) -> Any:
+    """Makes parameters, and tokens x and cotangents [T, H], with a leading axis of ranks."""
+
     def on_rank(own_seed, gate_seed):
         # `random_params` draws the streams 1 to 3.
         def rows(stream):
@@ -290,6 +294,7 @@ def random_params(
     def rows(stream, *sizes):
         return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
+    # Tokens x have variance 1 / 3. With these factors, logits and x @ wi_0 have one of about 1.
     # The gate's values are exact in bfloat16. So layers choose the same experts even if one
     # computes the router's matmul in float32 and another in bfloat16.
     gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)

@@ -46,6 +46,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
     except RuntimeError as error:
         raise Error(f"JAX finds no device: {error}") from error
     try:
+        # Raises ValueError if JAX_EP_DEVICES_PER_HOST is malformed.
         environment.hosts_of(devices)
     except ValueError as error:
         raise Error(str(error)) from error

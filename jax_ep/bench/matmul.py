@@ -150,6 +150,7 @@ class MatmulBench(runner.Bench):
         flops = case.flops(op, rows)
         if row["implementation"] == "dense":  # which multiplies rows of no group, too
             rows = case.num_rows
+            # `TransposedRows`, the operands of a float8 drhs, have padding in each group.
             if op == "drhs" and row["matmul_dtype"] != "none":
                 rows = padded_rows(rows, case.num_groups)
             flops = case.flops(op, rows) / (2 if op in OF_TWO_PAIRS else 1)

@@ -82,7 +82,7 @@ class Float8Operands(NamedTuple):
     """The operands of all operations, quantized to float8.
 
     `rows` are lhs, grad and grad_1; `matrices` rhs and rhs_1, as they are and transposed;
-    `transposed` lhs and grad, transposed for "drhs", in whose rows `groups` are the blocks.
+    `transposed` lhs and grad for "drhs". `groups` has each group's blocks there (`row_blocks`).
     """
 
     rows: tuple[QuantizedArray, QuantizedArray, QuantizedArray]
@@ -131,6 +131,7 @@ def quantized(operands: Operands) -> Float8Operands:
 
 
 def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
+    """Returns the function that computes `op` by `backend` from one rank's operands."""
     functions: dict[str, Callable[[Operands], jax.Array]] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
         "gated": lambda o: backend.gated_product(
@@ -146,6 +147,8 @@ def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
 
 
 def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands], Any]:
+    """Returns the function that computes `op` from one rank's operands in float8."""
+    # The float8 products take the transposes of their matrices.
     product = functools.partial(
         float8.product_of_float8, dtype=jnp.bfloat16, implementation=implementation
     )

@@ -233,6 +233,7 @@ OPERATIONS: dict[str, Callable[[Work, Any], Operation]] = {
 
 
 def make_operation(op: str, work: Work, implementation: str) -> Operation:
+    """Makes an operation of this library, or the baseline that sends rows in its direction."""
     if implementation not in BASELINES:
         return OPERATIONS[op](work, implementation)
     if DIRECTIONS[op] == "out":

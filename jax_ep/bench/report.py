@@ -74,6 +74,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    """Returns lines on the rows that failed, by error, and on missing device times."""
     failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
@@ -88,6 +89,7 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    """Returns lines on each row's device time by kernel."""
     lines = []
     for row in rows:
         if device := row.get("device"):

@@ -125,6 +125,7 @@ class Bench:
         return rows
 
     def _ready(self, row: Row, future: Future[Loop], shared: Any) -> Loop | None:
+        """Waits for a program, checks it and runs it once; None after an error, kept in `row`."""
         report.progress(self.name(row))
         with _errors_go_into(row):
             loop = future.result()
@@ -135,6 +136,7 @@ class Bench:
         return None
 
     def _time(self, programs: Sequence[Program]) -> None:
+        """Times programs in turns; adds the times and what follows from them to their rows."""
         with _errors_go_into(*(row for row, _ in programs)):
             turns = [[loop.run() for _, loop in programs] for _ in range(self.args.repeats)]
             for i, (row, loop) in enumerate(programs):
@@ -196,6 +198,7 @@ def run(bench: Bench) -> int:
 
 
 def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
+    """Adds the flags of all benchmarks: --check compares `check`, --iterations is >= `least`."""
     flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
     calls = "Dependent calls in one timed loop. Default: more for few tokens."
     flags.add("iterations", None, calls, lambda text: integer(text, least))

@@ -62,7 +62,7 @@ def is_collective(kernel: str) -> bool:
 
 
 def labels(operations: Mapping[str, str]) -> Callable[[Any], str]:
-    """Returns a function that labels a profiler event with "part: kernel name"."""
+    """Returns what labels an event "part: kernel name"; `operations` is from `operations_of`."""
 
     def label(event: Any) -> str:
         stats = {name: value for name, value in event.stats if name == "hlo_op"}

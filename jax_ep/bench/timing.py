@@ -103,7 +103,10 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Runs the loop on one rank; `after` makes the link of the next call of a call's result."""
+        """Runs the loop on one rank; each call of `step` waits for a link, a scalar.
+
+        `after` makes the next link of the link and a call's results, so that calls run in order.
+        """
         # All outputs must be computed whole. XLA for GPUs computes them because they pass through
         # an optimization barrier. XLA for CPUs drops barriers, so there the loop carries outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
@@ -191,6 +194,7 @@ def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
+    """Returns `link` after a wait, by the spacer, which starts once the results are computed."""
     # Imported here, because it loads Mosaic, which machines without GPUs may lack.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

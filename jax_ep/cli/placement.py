@@ -80,6 +80,7 @@ def _read(args: Args) -> tuple[np.ndarray, int]:
 
 
 def _placements(trace: np.ndarray, num_experts: int, args: Args) -> dict[str, Placement]:
+    """Returns a placement by each method, for a trace [steps, layers, tokens, K] of expert ids."""
     _, layers, _, top_k = trace.shape
     if args.ranks % args.hosts:
         raise Error(f"--hosts: {args.hosts} does not divide --ranks={args.ranks}")
@@ -91,6 +92,7 @@ def _placements(trace: np.ndarray, num_experts: int, args: Args) -> dict[str, Pl
             f"--slots: must be a multiple of {args.ranks} ranks, at least {num_experts} experts "
             f"and at most {most}, but is {slots}"
         )
+    # The choices of each layer's tokens in all steps, and how many choose each expert, [layers, E].
     flat = trace.transpose(1, 0, 2, 3).reshape(layers, -1, top_k)
     load = np.stack([np.bincount(ids[ids >= 0], minlength=num_experts) for ids in flat])
     # Slot s holds expert s; the slots past the experts are empty.

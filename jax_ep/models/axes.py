@@ -34,8 +34,8 @@ def mesh_of(
 ) -> Mesh:
     """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
 
-    `data` has the ranks that remain. Raises ValueError if a number of ranks does not divide what it
-    splits.
+    `data` has the ranks that remain. Without `expert_parallel`, the largest number that divides
+    ranks and experts is taken. ValueError if a number of ranks does not divide what it splits.
     """
     left = len(devices) // tensor_parallel
     experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
@@ -60,7 +60,8 @@ def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
     """Returns the option `fsdp_axes` of the MoE layers for a mesh; {} without an axis "fsdp"."""
     if FSDP_AXIS not in mesh.axis_names:
         return {}
-    # Shards of whole experts are gathered without transposing them.
+    # If the ranks divide the experts, each holds whole ones, gathered without transposing them.
+    # "embed" then splits other parameters: an axis splits only one dimension of a parameter.
     ranks = mesh.shape.get(EXPERT_AXIS, 1) * mesh.shape[FSDP_AXIS]
     return ({} if num_experts % ranks else {"exp": FSDP_AXIS}) | {"embed": FSDP_AXIS}
 
@@ -72,10 +73,10 @@ def on_mesh(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> DecoderConfig:
 
 
 def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns how a parameter of the MoE blocks is split; `config` is from `on_mesh`."""
+    """Returns how the field `name` of `MoEParams` is split; `config` is from `on_mesh`."""
     logical = LOGICAL_AXES[name]
     further = config.moe.further_axes_of(logical)
-    # The mesh axes of each dimension; `of` is the logical axis of the dimension, or None.
+    # The mesh axes of each dimension, those of `fsdp_axes` last; `of` is its logical axis, or None.
     axes = ((*_SPLIT.get(of or "", ()), *more) for of, more in zip(logical, further, strict=True))
     return PartitionSpec(*(tuple(a for a in of_dim if a in mesh.axis_names) for of_dim in axes))
 
@@ -92,7 +93,7 @@ def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -
         if module in ("q_proj", "k_proj", "v_proj", "sinks", "embed_tokens", "lm_head"):
             axes[0].append(TENSOR_AXIS)
         elif module == "o_proj" and len(shape) > 1:
-            axes[1].append(TENSOR_AXIS)
+            axes[1].append(TENSOR_AXIS)  # of [hidden, heads * head size]
     if FSDP_AXIS in mesh.axis_names and len(shape) > 1:
         for dim, size in enumerate(shape):
             if size % math.prod(mesh.shape[name] for name in (*axes[dim], FSDP_AXIS)) == 0:

@@ -77,7 +77,7 @@ class DecoderConfig:
         return self.moe.num_experts_per_token
 
     def replace(self, **changes: Any) -> DecoderConfig:
-        """Returns the configuration with changed fields: its own, or those of its two parts."""
+        """Returns the configuration with changed fields: its own, or of `moe` and `parameters`."""
         parts: dict[str, Any] = {}
         for name in ("moe", "parameters"):
             part = getattr(self, name)
@@ -87,9 +87,10 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
-        """Makes the configuration of a published Qwen3-MoE or GPT-OSS from config.json in `path`.
+        """Makes the configuration of a Qwen3-MoE or GPT-OSS from the contents of its config.json.
 
-        Raises ValueError for another model or a value that is not supported.
+        `path` is the directory that errors name. Raises ValueError for another model or a value
+        that is not supported.
         """
         model_type = published.get("model_type")
         # Maps a key to its value and the supported values.
@@ -107,6 +108,7 @@ class DecoderConfig:
                 )
         is_gpt_oss = model_type == "gpt_oss"
         block = new_block(published, layer=0, path=path)
+        # `ParameterOptions` depend on which parameters there are, and not on their dtypes.
         shapes: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(block.shape(name), np.float32) for name in block.params()
         }
@@ -160,6 +162,7 @@ class DecoderConfig:
         if yarn.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)
+        # For each pair, 0 where its frequency is kept, 1 where it is divided by `factor`.
         slowed = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
         scale = yarn.scale or 0.1 * math.log(max(yarn.factor, 1)) + 1
         return (frequencies * (1 - slowed + slowed / yarn.factor)).astype(np.float32), scale
@@ -171,6 +174,7 @@ class DecoderConfig:
         """Returns the number of parameters that are used to compute one token, without biases."""
         # The embedding is only looked up, but the output matrix [V, H] counts.
         queries, keys = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        # q_proj and o_proj, k_proj and v_proj, and the norms of queries and keys.
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim * self.qk_norm
         experts = self.num_experts_per_token + self.parameters.num_shared_experts
         moe = self.hidden * self.num_experts + experts * 3 * self.hidden * self.mlp_dim
@@ -179,12 +183,13 @@ class DecoderConfig:
 
     def training_flops_per_token(self, seq_len: int) -> float:
         """Returns the FLOPs of a token, forward and backward, in sequences of `seq_len` tokens."""
-        # Each active parameter takes 6 FLOPs; a token attends to S / 2 keys on average.
+        # An active parameter takes 6 FLOPs; tokens attend to S / 2 keys on average, by 2 products.
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
 
 
 def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> Yarn | None:
+    """Reads YaRN from `rope`, the rotary embedding's options in config.json; None without it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

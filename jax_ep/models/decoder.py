@@ -91,7 +91,8 @@ def shared_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Weights:
-    """Draws weights: norms are 1, biases and sinks 0, matrices [out, in] LeCun-normal."""
+    """Draws weights: norms 1, biases and sinks 0, embedding N(0, 0.02^2), others LeCun-normal."""
+    # Matrices are [out, in].
     draw = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
     arrays = {}
     keys = jax.random.split(key, len(shapes))
@@ -141,6 +142,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 def rotary(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Applies the rotary embedding of `cos_and_sin` to x [..., S, heads, D] ("RoFormer", 2021)."""
+    # Rotates each value i of a head with value i + D / 2.
     (cos, sin), (a, b) = angles, jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -148,7 +150,7 @@ def rotary(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 def cos_and_sin(
     config: DecoderConfig, positions: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `rotary` takes, for the positions [..., S] of tokens in their sequences."""
+    """Returns cosine and sine, [..., S, 1, D / 2], for the positions [..., S] of tokens."""
     frequencies, scale = config.rotary()
     angle = positions[..., None, None] * frequencies
     return (jnp.cos(angle) * scale).astype(dtype), (jnp.sin(angle) * scale).astype(dtype)
@@ -180,6 +182,7 @@ def decoder_layer(
         y = rms_norm(x, weights["input_layernorm.weight"], epsilon)
     with jax.named_scope("self_attn"):
         if f"{QKV}.weight" in weights:
+            # The heads of queries, then of keys, then of values.
             joined = _linear(y, weights, QKV).reshape(*x.shape[:-1], -1, config.head_dim)
             ends = [config.num_heads, config.num_heads + groups]
             q, k, v = jnp.split(joined, ends, axis=-2)
@@ -215,6 +218,7 @@ def masked_attention(
     batch, length, heads, width = q.shape
     groups = k.shape[2]
     grouped = q.reshape(batch, length, groups, heads // groups, width)
+    # g are the groups, r the heads of a group, s the queries, and m the keys.
     scores = jnp.einsum("bsgrd,bmgd->bgrsm", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * width**-0.5, -1e30)
     # Subtracting the largest score avoids overflow, and changes neither result nor gradient.
@@ -232,7 +236,10 @@ def masked_attention(
 
 
 def _causal(window: int, documents: jax.Array | None = None) -> Attend:
-    """Returns attention of a token to the last `window` ones, with itself, of its document."""
+    """Returns an `Attend`: a token sees the last `window` tokens, itself included.
+
+    `documents` [B, S], if given, numbers each token's document, the only one that it sees.
+    """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
         length, same = q.shape[1], None
@@ -245,7 +252,7 @@ def _causal(window: int, documents: jax.Array | None = None) -> Attend:
             seen = jnp.broadcast_to(seen, (q.shape[0], length, length))
             seen = seen if same is None else seen & same
             return masked_attention(q, k, v, seen, sinks), None
-        # cuDNN takes masks of even lengths only.
+        # cuDNN takes only 16-bit numbers, and only masks of even lengths.
         on_gpu = jax.default_backend() == "gpu" and (same is None or length % 2 == 0)
         out = jax.nn.dot_product_attention(
             q,

@@ -55,6 +55,7 @@ class Model(NamedTuple):
 
 
 def _one_qkv(weights: Weights) -> Weights:
+    """Joins queries', keys' and values' weights, which decoding then multiplies at once."""
     weights = dict(weights)
     for kind in ("weight", "bias"):
         names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
@@ -107,12 +108,14 @@ def hidden_states(
 ) -> tuple[jax.Array, Cache, jax.Array]:
     """Runs all layers on tokens [B, S], writing keys and values into the cache's next S slots.
 
-    Returns the last layer's output [B, S, H], the new cache, and counts of experts, [layers, E].
+    `mask` [B, S] is False at padding. Returns the last layer's output [B, S, H], the new cache, and
+    how many tokens chose each expert, [layers, E].
     """
     # Columns of padding have the position of the last token before them.
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
     stored = jnp.where(mask, positions, PADDING)
     in_slots = lax.dynamic_update_slice_in_dim(cache.positions, stored, cache.filled, 1)
+    # [B, S, M]: whether a slot has a token that is not later than the column's.
     past = (in_slots[:, None] >= 0) & (in_slots[:, None] <= positions[..., None])
     x = model.shared[EMBED][tokens]
     angles = cos_and_sin(config, positions, x.dtype)

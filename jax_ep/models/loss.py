@@ -36,7 +36,7 @@ def cross_entropy(
 
 def _cross_entropy_fwd(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> Any:
     found = _on_ranks(x, head, targets, chunk, gradients=True)
-    # The array of zeros has the dtype of the gradient of `head`.
+    # A dtype cannot be saved, so an array of zeros keeps that of the gradient of `head`.
     return found.loss / found.number, (found, jnp.zeros((), head.dtype))
 
 
@@ -97,6 +97,7 @@ def _chunks(
     tensor: tuple[str, ...],
     fsdp: tuple[str, ...],
 ) -> _Sums:
+    """Computes the losses of a rank's tokens, `chunk` at a time, and the sums over all ranks."""
     # Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`.
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
@@ -106,7 +107,7 @@ def _chunks(
     padding = -num_tokens % chunk
     tokens = jnp.pad(x.reshape(num_tokens, hidden), ((0, padding), (0, 0)))
     wanted = jnp.pad(targets.reshape(num_tokens), (0, padding), constant_values=-1)
-    # The first token of the vocabulary whose logit this rank computes.
+    # This rank computes the logits of `columns` tokens of the vocabulary, from `first` on.
     first = lax.axis_index(tensor) * columns if tensor else 0
 
     def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:

@@ -42,7 +42,6 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
         # Another model, which `DecoderConfig.of` refuses, may have other keys.
         most = published.get("num_hidden_layers", math.inf)
         for name, key in SIZES.items():
-            # Of a stored model, only the number of layers may change, to fewer.
             if key in sizes and (name != "num_layers" or sizes[key] > most):
                 wanted = f"at most {most}" if name == "num_layers" else "left out"
                 raise ValueError(f"{name} must be {wanted} for {model}, but is {sizes[key]}.")
@@ -63,7 +62,7 @@ def load_params(
     shardings: Any = None,
     progress: Progress | None = None,
 ) -> Params:
-    """Loads the parameters of `config.num_layers` layers to be trained, as plain numbers.
+    """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
     They are split as `jax_ep.models.decoder.specs` says, and then, if given, as `shardings` do.
     """
@@ -122,8 +121,8 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    The mesh has the axis "expert". Weights that are not quantized get `dtype`. Other arguments are
-    as in `jax_ep.checkpoints.load_model`.
+    The mesh has the axis "expert". Weights that are not quantized get `dtype`. `fields` replace
+    those of the `MoEConfig`. Other arguments are as in `jax_ep.checkpoints.load_model`.
     """
     published = read_config(directory)
     generation = directory / "generation_config.json"
@@ -168,6 +167,7 @@ def random_decoder(
                 arrays[name] = quantize(w, Transposed.of(quantized))
             # Only the axis of experts is split, as in `load_decoder`.
             split = NamedSharding(mesh, PartitionSpec(*spec_of_moe(name, config, mesh)[:1]))
+            # A `QuantizedArray` has several arrays, which are split alike.
             arrays[name] = jax.lax.with_sharding_constraint(
                 arrays[name], jax.tree.map(lambda _, split=split: split, arrays[name])
             )

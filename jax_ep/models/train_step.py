@@ -68,6 +68,7 @@ def make_layout(model: Decoder, optimizer: optax.GradientTransformation, mesh: M
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(shapes, model.config, mesh))
     parts = jax.tree.map(_split_further, shapes, params)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    # The optimizer's arrays that are shaped like parameters are split like them.
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, part: part,
@@ -243,7 +244,7 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
 def _inputs_and_targets(
     tokens: jax.Array, objective: Objective
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns inputs, targets and any numbers of documents, [B, S] each, of tokens [B, S + 1]."""
+    """Returns inputs, targets and the documents' numbers or None, [B, S], of tokens [B, S + 1]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if objective.document_end is None:
         return inputs, targets, None

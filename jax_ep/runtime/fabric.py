@@ -30,6 +30,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
     parts = environment.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
     # `runtime.availability` has refused kernels if the ranks of a host form no block of the mesh.
     assert parts is not None, (axis_name, ranks_per_host)
+    # Each axis's stride, and the number of ranks along it; with `ranks_per_host`, of one host.
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     index, _ = jax_compat.match_varying((jax_compat.mesh_index(), like), axis_name)
     base, gpus = _where(mesh.size)
@@ -37,6 +38,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
 
 
 def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the address of GPU 0's heap, and for each mesh index its GPU's number on its host."""
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain

@@ -362,7 +362,10 @@ _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
 def _without_unused_results(
     unused: Callable[..., Any], used: Sequence[bool], *live_and_equation: Any
 ) -> tuple[list[bool], Any]:
-    """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`."""
+    """Removes unused results from a jaxpr equation, by the rule `unused` of `define_primitive`.
+
+    Returns for each operand whether it is used, and the smaller equation; None: drop it.
+    """
     # From jax 0.12 on, the live operands come before the equation.
     equation = live_and_equation[-1]
     if not any(used):

@@ -180,6 +180,7 @@ class Meeting:
         return messages
 
     def _listen(self) -> str:
+        """Opens this process's socket in a new folder; returns its path."""
         folder = tempfile.mkdtemp(prefix=_FOLDER)
         if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
             os.rmdir(folder)
@@ -209,6 +210,7 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
+        """Connects to the other processes; stores in `_gone` why some cannot be met."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -219,7 +221,7 @@ class Meeting:
                 connection.connect(path)
                 if (uid := peer_uid(connection)) != os.getuid():
                     raise Refused(f"the socket of process {process} belongs to user {uid}")
-                connection.sendall(_LENGTH.pack(self._process))
+                connection.sendall(_LENGTH.pack(self._process))  # says who connects
             except ConnectionError:
                 self._gone[process] = self._ended(process)
             except FileNotFoundError:

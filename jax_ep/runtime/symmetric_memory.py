@@ -242,6 +242,7 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
+    """Returns the cards of this host's processes; raises `Refused` if these cannot share memory."""
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
@@ -302,6 +303,7 @@ class _Sharing:
     def offer(self) -> tuple[Message, list[int]]:
         """Allocates heaps, finds XLA's memory pools; returns a message and file descriptors."""
         descriptors: list[int] = []
+        # Of each GPU: its number, its heap's bytes, and its pool's address and bytes.
         offers = []
         try:
             self._reserve()
@@ -384,6 +386,7 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
+        """Allocates, maps and fills the heap of GPU g; returns its size in bytes."""
         # Other processes map the heap by the file descriptor that is appended.
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
@@ -439,6 +442,7 @@ class _Sharing:
     def _map_peer(
         self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
     ) -> None:
+        """Maps the heap and the pool of another process's GPU g, from its `offer`."""
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
         for fd, address, length in (
