@@ -67,6 +67,7 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
         rows_of_tile, num_tiles = exists[0].astype(jnp.int32), jnp.int32(num_choices)
     else:
         # Tile i belongs to the i-th of the chosen groups, in the order of their indices.
+        # `most` is S. ends[g] is the number of chosen groups among groups 0 to g.
         most = min(choices.size, num_groups)
         every_group = jnp.arange(num_groups, dtype=jnp.int32)
         is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
@@ -78,6 +79,7 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
         tile_of_choice = count - 1
         rows_of_tile, num_tiles = jnp.int32(num_rows), ends[-1]
     first = jnp.arange(groups.shape[0], dtype=jnp.int32) * height
+    # The columns GROUP, FIRST, BEGIN and END; then the last entry: numbers of tiles and of rows.
     columns = jnp.broadcast_arrays(groups, first, first, first + rows_of_tile)
     totals = jnp.full(4, num_tiles * height).at[0].set(num_tiles)
     table = jnp.concatenate([jnp.stack(columns, axis=1), totals[None]])

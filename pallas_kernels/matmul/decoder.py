@@ -121,6 +121,7 @@ class Decoder:
 
     def load_scales(self, group: jax.Array, left_edge: jax.Array, step: jax.Array) -> jax.Array:
         """Starts to load a step's scales of a group's columns; returns words for `stage_scales`."""
+        # N, the number of columns of a matrix, and K / 32, the number of scales of a column.
         _, width, of_column = self.matrices[0].scales.shape
         count, num_bytes = self._of_loader * self._of_column, self._loaded_bytes
         shape = (count * WARPGROUP,)
@@ -128,6 +129,7 @@ class Decoder:
         def emit(*values: Any) -> Any:
             *memrefs, group, left_edge, step = values
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
+            # The step's first code in those of a column.
             of_step = arith.muli(step, mosaic.i32(SCALES * self.pieces))
             # If a tile has 64 columns, half of the threads load scales of the second matrix.
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
@@ -159,6 +161,7 @@ class Decoder:
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
         """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
         count, of_stage = self._of_loader * self._of_column, self.scales.shape[1]
+        # Of how many pieces a word has the codes, two of each.
         pairs_of_word = self.pieces // self._of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
@@ -184,6 +187,7 @@ class Decoder:
 
     def fill_table(self, computer: jax.Array) -> None:
         """Fills half of the table, and waits until the other warpgroup has filled the rest."""
+        # Each warp fills the entries of `of_warp` bytes, and each lane its own copy of them.
         num_warps = WARPGROUP // WARP
         of_warp = _BYTES // (COMPUTERS * num_warps)
 
@@ -223,10 +227,11 @@ class Decoder:
             staged = arith.addi(arith.muli(stage, mosaic.i32(pieces)), mosaic.i32(piece))
             line = arith.addi(thread_line, arith.muli(staged, mosaic.i32(lines)))
             of_scales = start_of(scales, line, 1)
-            # Of a word, byte q, and zeros in place of the other bytes.
+            # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(q, mosaic.i32(0x4440))
             table, words = own_table(table), []
+            # The thread's line modulo 8, which gives the swizzle of the line's quads.
             down = arith.shrui(
                 arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1)), mosaic.i32(2)
             )
@@ -277,10 +282,11 @@ def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
 
 
 def place_of_quad(index: int, line: Value, pieces: int) -> Value:
-    """Emits the swizzled place of a quad, four words of numbers, in line `line` modulo 8."""
+    """Emits the swizzled place of quad `index`, four words of numbers, in line `line` modulo 8."""
     quad = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
         return quad
+    # Lines of two pieces have 64 bytes, and each two of them the same swizzle.
     return arith.xori(quad, line if pieces == 4 else arith.shrui(line, mosaic.i32(1)))
 
 
@@ -320,6 +326,7 @@ def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
 
 
 def _scales_of(codes: Value) -> Value:
+    """Converts the two codes in the low half of a word to bfloat16 scales, two in a word."""
     low, high = (
         bits_of_e8m0(
             arith.andi(arith.shrui(codes, mosaic.i32(first)), mosaic.i32(0xFF)), fraction_bits=7
@@ -359,6 +366,8 @@ _HIGH = 0x3F3F3F00, 0x40404040
 
 
 def _bfloat16_of_byte(byte: Value) -> Value:
+    """Converts the two float4 numbers in a byte to bfloat16, two in a word."""
+    # The three bits of a number without its sign select a byte of `_LOW` and one of `_HIGH`.
     low, high = (
         mosaic.chosen_bytes(mosaic.i32(first), mosaic.i32(last), arith.andi(byte, mosaic.i32(0x77)))
         for first, last in (_LOW, _HIGH)

@@ -75,6 +75,7 @@ class DrhsTiles:
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
         """Returns tile sizes with as many pipeline stages as fit into shared memory, at most 6."""
+        # In bytes: the kernel's `chunks`, and a stage of the ring.
         chunks = 2 * BLOCK_M * CHUNK
         stage = 2 * STEP * (BLOCK_M + block_n)
         stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
@@ -101,6 +102,7 @@ def drhs_of_each(
       group_sizes: [L] int32, the number of rows of each group, in order.
       sums: None, or for each grad an array [L, K, N] of lhs's dtype, to which the gradient is added
         in place, rounded to this dtype before and after the addition.
+      num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
 
     Returns:
       For each grad, [L, K, N] of lhs's dtype, summed in float32, or the updated sums. An empty
@@ -192,6 +194,7 @@ class _Tile(NamedTuple):
 
     which: jax.Array  # the index of the array `grad`, and of the output
     group: jax.Array
+    # The tile's first row and column in the group's matrix [K, N].
     top: jax.Array
     left_edge: jax.Array
     # Steps of 64 rows, and the first row of the first step, a multiple of 8.
@@ -257,8 +260,9 @@ class _Loader(Loader):
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears step number `step`, unless negative; returns the ranges of the uncleared steps."""
-        # `uncleared` begins with that step's range. `newest` is the range of the step filled last.
+        """Clears step number `step`, the oldest uncleared one; does nothing if it is negative."""
+        # `uncleared` has the ranges of uncleared steps, oldest first, but not yet that of the step
+        # filled last, `newest`. Returns the ranges of the steps that stay uncleared.
         oldest, *others = (*uncleared, newest)
 
         @pl.when(step >= 0)
@@ -266,6 +270,7 @@ class _Loader(Loader):
             stage = self.ring.stage_of(step)
             plgpu.barrier_wait(self.ring.full.at[stage])
 
+            # A computer waits for `cleared` only if the step holds rows outside of its group.
             @pl.when(oldest.leaves_rows_out)
             def _() -> None:
                 clear(self.ring, stage, oldest)
@@ -319,7 +324,7 @@ class _Computer:
     outs: Sequence[Any]
     # [64, 64] in shared memory, through which this warpgroup stores 64 columns at a time.
     chunk: Any
-    number: jax.Array
+    number: jax.Array  # of the warpgroup, 0 or 1
     feeder: Feeder
 
     def run(self) -> None:
@@ -345,9 +350,10 @@ class _Computer:
     def _compute_tile(
         self, tile: _Tile, _: Any, carry: tuple[jax.Array, Feed | None, _Held]
     ) -> Any:
+        """Computes a half tile and stores that of the tile before; returns the new carry."""
         used, feed, before = carry
         multiply = functools.partial(self._multiply, tile)
-        # A chunk is stored in each step, and the rest after the last step.
+        # A chunk of it is stored in each step, and the rest after the last step.
         store_before = functools.partial(self._store, before)
         total, feed = self.ring.accumulate(
             matmuls=1,
@@ -398,6 +404,7 @@ class _Computer:
         @pl.when((held.top < kernel.height) & (chunk < len(self._columns)))
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # Only constant indices can select registers, so each chunk has code of its own.
             run_one([functools.partial(write, first) for first in self._columns], chunk)
             rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
             columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)

@@ -149,6 +149,7 @@ def float8_gated_matmul(
       groups: as for `float8_matmul`, but R is the height of chosen groups.
       gating: an elementwise function of the two float32 products.
       keep: whether to return the two products, too.
+      num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
 
     Returns:
       The gated product, rows [R, N], or [S * height, N] for chosen groups, float8 of lhs's dtype
@@ -245,6 +246,7 @@ class Float8Kernel(Kernel):
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         num_operands = 2 * (1 + self.num_matrices) * len(self.depths)
         operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
+        # The table's last entry, with the numbers of row tiles and of rows in groups.
         totals = table.shape[0] - 1
         num_tiles = table[totals, 0]
 
@@ -266,7 +268,9 @@ class Float8Kernel(Kernel):
         used_rows: jax.Array | int = 0,
         may_be_empty: bool = False,
     ) -> None:
-        """Computes and stores this block's output tiles, of `total`; `look_up` finds their data."""
+        """Computes and stores this block's output tiles, of `total`."""
+        # `look_up(index)` returns what `compute_tile` takes as `tile`. `used_rows` is for `finish`;
+        # `may_be_empty` is whether a tile may have no steps.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
 
@@ -318,7 +322,7 @@ class Float8Kernel(Kernel):
         rights: Sequence[Any],
         block_scales: Sequence[jax.Array],
     ) -> None:
-        """Starts the copies of one step's operand tiles and scales to an empty stage."""
+        """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
         stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
@@ -396,13 +400,17 @@ class Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _RowLoader:
+    """Copies tiles of the rows and of their groups' matrices into the ring, pair by pair."""
+
     kernel: Float8Kernel
     scratch: Any
+    # Of each pair: the rows and their scales, then each matrix and the scales of its blocks.
     operands: Sequence[Any]
     table: Any
     num_tiles: jax.Array
 
     def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns an output tile's group, first row in each left operand, and first column."""
         row_tile, left_edge = self.kernel.tile_position(index, self.num_tiles)
         group, first_row = (self.table[row_tile, column] for column in (GROUP, FIRST))
         if self.kernel.shared_rows:
@@ -447,7 +455,6 @@ class _RowLoader:
         columns = self.kernel.columns_of(left_edge)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
-            # The rows of a pair and their scales, then each matrix and the scales of its blocks.
             values, scales, *matrices_and_scales = operands
             inner = pl.ds(i * BLOCK, BLOCK)
             self.kernel.fill_stage(
@@ -464,6 +471,8 @@ class _RowLoader:
 
 @dataclasses.dataclass(frozen=True)
 class _Product(Float8Kernel):
+    """The kernel of `float8_matmul`: the halves are adjacent columns of one matrix."""
+
     zero_unused: bool
 
     num_matrices = 1

@@ -59,6 +59,7 @@ def drhs_of_each(
       group_blocks: [L, 2] int32, the second result of `row_blocks.row_blocks`.
       sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
         place, rounded to this dtype before and after the addition.
+      num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
 
     Returns:
       For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), or the updated sums. An
@@ -159,7 +160,8 @@ class _Drhs(Float8Kernel):
     def copy_half(
         self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any
     ) -> None:
-        # `num_before` chunks of this tile have been copied before.
+        """Starts to copy `total`, a half's 64 rows, to (top, left) of `out`, chunk by chunk."""
+        # `num_before` chunks of the tile came before. A buffer is free when a copy has read it.
         rows = pl.ds(pl.multiple_of(top, ROWS), ROWS)
         for i in range(BLOCK // self.chunk):
             if num_before + i >= _COPY_BUFFERS:
@@ -179,6 +181,8 @@ class _Drhs(Float8Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
+    """Copies the operand tiles of a block of 128 rows into the ring in each step."""
+
     kernel: _Drhs
     scratch: Any
     operands: Sequence[Any]

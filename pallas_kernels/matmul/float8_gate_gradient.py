@@ -241,6 +241,7 @@ class _Tile(Tile):
         across, column = (op(first, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
         owner = arith.addi(arith.muli(down, i32(_ACROSS)), across)
         slot, word = (op(column, i32(_WORDS)) for op in (arith.divui, arith.remui))
+        # The block's threads store this many columns at a time.
         at_once = _THREADS // _PIECES
         for result in range(_RESULTS):
             start = pointer_to(outs[4 + 2 * result], left, self.height, top, size=1)
@@ -286,6 +287,7 @@ class _Tile(Tile):
         weight: Value,
     ) -> tuple[list[list[Value]], Value]:
         """Computes bfloat16 words of (dgate, dup, w * h) of a row, and its sum of dhidden * h."""
+        # `exists` (i1): whether the block has the row. `values` and `scales`: those of gate and up.
         grads = BFLOAT16.numbers(dhidden)
         pre = [
             [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]

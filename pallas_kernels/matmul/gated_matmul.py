@@ -67,6 +67,7 @@ def gated_matmul(
       gating: an elementwise function of the two products.
       keep: whether to return the two products, too.
       biases: None, or two arrays [L, N] floating.
+      num_blocks, num_waves, zero_unused: as for `grouped_matmul.grouped_matmul`.
 
     Returns:
       The gated product, [R, N] of lhs's dtype, or [S * height, N] for S chosen groups; with `keep`
@@ -244,6 +245,7 @@ class _OneProduct(Computer):
 
         @pl.when(self.number == 1)
         def _pass():
+            # Warpgroup 0 must have read the rows of the tile before, which these overwrite.
             if not self._both_store:
                 pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.answered))
             register_tiles.write_registers(self.passed.product, first_rows)

@@ -111,6 +111,7 @@ class Tiles:
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
             room -= 2 * block_n * passed_at_once(heights[-1])
+        # Each compute warpgroup has at least 1 + num_matrices buffers: enough for all outputs.
         room_for_stages = room - COMPUTERS * (1 + num_matrices) * chunk_bytes
         least_bytes = _LEAST_STAGES * stage_bytes
         steps_that_fit = (s for s in steps if room_for_stages >= least_bytes * (s // STEP))
@@ -271,6 +272,7 @@ class Product(Kernel):
         outs = refs[-self.outputs :]
         num_operands = len(others) - self.num_biases
         operands, biases = others[:num_operands], others[num_operands:]
+        # The table's last entry, with the numbers of row tiles and of rows in groups.
         totals = table.shape[0] - 1
         row_tiles = RowTiles(
             table, self.tiles.heights, count=table[totals, 0], num_rows=table[totals, 1]
@@ -477,8 +479,9 @@ class Computer:
         return feed
 
     def _zero_unused(self) -> None:
-        """Zeroes this warpgroup's share of the rows past the last group, if the kernel is to."""
+        """Zeroes this warpgroup's share of the rows past the last group, if `zero_unused`."""
         if self.kernel.zero_unused:
+            # The compute warpgroups of all blocks take turns at chunks of these rows.
             worker = lax.axis_index("block") * COMPUTERS + self.number
             self.store.zeros_from(
                 self.row_tiles.num_rows, worker, self.kernel.all_blocks * COMPUTERS

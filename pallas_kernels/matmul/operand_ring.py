@@ -99,6 +99,7 @@ class Feeder:
 
         def one_tile(tile: Any, _: Any, used: jax.Array) -> jax.Array:
             def one_step(step: jax.Array, carry: Any) -> Any:
+                # `now` and `following`: what is read ahead for this step and for the next one.
                 used, (now, following) = carry
                 after_following = read_ahead(tile, step + 2)
                 self.load_released(tile, step, used, now)
@@ -254,6 +255,7 @@ class OperandRing:
           used: the number of steps that this block has multiplied before.
           multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
             which may still run when those of the next stage begin.
+          feeder, feed: load a later step in each step; see `Feeder.follow`.
           meanwhile: `meanwhile(step)` runs while the matmuls of a step are under way.
           least_steps: how many times `meanwhile` runs at least, without matmuls past `steps`.
         """

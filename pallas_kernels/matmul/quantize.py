@@ -85,6 +85,7 @@ def quantize_rows(
     ]
 
     def emit(memrefs: Any, *of_tile: Value) -> None:
+        # `kept` are the quantized rows and their scales with `return_rows`, else nothing.
         source, *kept, transposed, scales, shared = memrefs
         patch = _Patch.of_thread(packed, width, *of_tile)
         rows = patch.load(source)

@@ -42,6 +42,7 @@ def store_rows(
             inside = mosaic.within(row, begin, end)
             first = arith.muli(wide(arith.addi(top, row)), width)
             offset = arith.addi(first, wide(arith.addi(left, column)))
+            # One store of a register's words, without a branch, if the row is in the range.
             count = mosaic.vector_length_of(register) // 2
             words = vector.bitcast(mosaic.vector_type(count, word), register)
             places = ", ".join(f"${i + 2}" for i in range(count))
@@ -88,6 +89,7 @@ def store_rows_through(
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = map(mosaic.scalar, scalars)
         byte, half, word, wide = map(mosaic.integer_type, (8, 16, 32, 64))
+        # A line is the 16 bytes that a thread copies from `room` to `out` at a time.
         line, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
         shift, seven, fifteen, row_bytes = map(mosaic.i32, (4, 7, 15, 128))
 
@@ -100,6 +102,7 @@ def store_rows_through(
         registers = list(mosaic.placed_registers(values))
         of_number = mosaic.i32(size)
         offsets = [in_room(row, arith.muli(column, of_number)) for _, (row, column) in registers]
+        # A register has a pair of neighbouring numbers of a row, float32 if `out` is float8.
         for (pair, _), offset in zip(registers, offsets, strict=True):
             if size == 1:
                 numbers = [vector.extract(pair, [], [i]) for i in range(2)]
@@ -135,6 +138,7 @@ def store_rows_through(
                 arith.extui(word, mosaic.within(row, begin, end)),
                 *[vector.extract(loaded, [], [j]) for j in range(4)],
             )
+        # The warp's next call overwrites its rows in `room`.
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
     numbers = [top, left, begin, end]
@@ -159,10 +163,11 @@ def store_column(
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, column, begin, end = map(mosaic.scalar, scalars)
-        # Each element is held by four neighbouring threads. The first of them stores it.
+        # Each element has a register in four neighbouring threads. The first of them stores it.
         is_first = mosaic.equal(arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3)), mosaic.i32(0))
         for register, (row,) in mosaic.placed_registers(values):
             inside = arith.andi(is_first, mosaic.within(row, begin, end))
+            # The element's indices in `out`.
             first, second = arith.addi(top, row), column
             if to_row:
                 first, second = second, first
@@ -222,6 +227,7 @@ def zero_rows_outside(
 
     def emit(ref: Value, first: Array, *scalars: Array) -> None:
         begin, end, count = map(mosaic.scalar, scalars)
+        # Each thread zeroes a piece: number `index` of those in the rows to zero.
         index = arith.addi(mosaic.scalar(first), mosaic.warpgroup_thread())
         row = arith.divui(index, mosaic.i32(pieces))
         piece = arith.remui(index, mosaic.i32(pieces))

@@ -114,6 +114,7 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
             size = cut_off(sizes[group], start)
             first = start - lax.rem(start, ROW_ALIGNMENT)
             tiles = tiles_of(start, size)
+            # The lowest height at which so many tiles cover the group.
             divisor = jnp.maximum(tiles, 1)
             height = _lowest(heights, lax.div(start + size - first + (divisor - 1), divisor))
 
@@ -147,6 +148,7 @@ def _rows_and_tiles_before(
     sizes: Any, end_group: jax.Array, height: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of rows and of tiles of all groups before group `end_group`."""
+    # `sizes` is [L] int32, in memory; `height` is the largest of the tile heights.
     # Each thread of a warp sums the rows of a few neighbouring groups. By a prefix sum over the
     # warp, it gets the rows before its groups, from which it computes their tiles.
     num_groups = sizes.shape[0]
@@ -165,6 +167,7 @@ def _rows_and_tiles_before(
         group_rows = []
         for i in range(groups_of_thread):
             group = arith.addi(first, mosaic.i32(i))
+            # Groups from `end_group` on have no rows here; indices past the last group are clamped.
             within = arith.minui(group, mosaic.i32(num_groups - 1))
             place = mosaic.element_pointer(mosaic.pointer(sizes), within, word)
             size = arith.minsi(arith.maxsi(llvm.load(word, place), zero), most)
@@ -175,6 +178,7 @@ def _rows_and_tiles_before(
             other = mosaic.shuffle_up(inclusive, distance)
             exists = mosaic.below(mosaic.i32(distance - 1), lane)
             inclusive = added(inclusive, arith.select(exists, other, zero))
+        # The rows of all threads before, without this one.
         start = mosaic.shuffle_up(inclusive, 1)
         start = arith.select(mosaic.equal(lane, zero), zero, start)
         tiles = zero

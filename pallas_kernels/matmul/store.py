@@ -128,6 +128,7 @@ class Store:
         begin: jax.Array,
         end: jax.Array,
     ) -> None:
+        """Copies rows [begin, end) of each output's chunk from its buffer to (top, left_edge)."""
         # The last chunks of a tile may have fewer rows. TMA copies a chunk at once if all of its
         # rows are to be copied.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
@@ -169,7 +170,7 @@ class Store:
         lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
-        """Zeroes the outputs' rows from `start` on: the share of warpgroup `worker`."""
+        """Zeroes the outputs' rows from `start` on: warpgroup `worker`'s share of `num_workers`."""
         # A buffer is zeroed once the copies from it are done; each chunk is copied from there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_rows, width = self.outs[0].shape
@@ -194,6 +195,7 @@ class Store:
     def _zero_chunk(
         self, buffer: Any, top: jax.Array, left_edge: jax.Array, begin: jax.Array, end: jax.Array
     ) -> None:
+        """Copies rows [begin, end) of a buffer of zeros to (top, left_edge) of each output."""
         buffers = [buffer] * len(self.outs)
 
         @pl.when(end - begin == STORED_ROWS)

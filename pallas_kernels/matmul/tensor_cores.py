@@ -158,7 +158,7 @@ def _descriptor(ref: Value, offset: Array) -> Value:
     place = arith.trunci(mosaic.integer_type(32), mosaic.address(ref))
     place = arith.addi(place, mosaic.scalar(offset))
     start = arith.shrui(arith.andi(place, mosaic.i32(0x3FFFF)), mosaic.i32(4))
-    # Addresses count 16 bytes. The operand is tiles of 8 rows, 1024 bytes apart, swizzled.
+    # Addresses count 16 bytes: tiles of 8 rows, 1024 bytes apart (64 << 32), swizzled (1 << 62).
     return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
 
 

@@ -107,6 +107,7 @@ def add_products(
         ]
         return mosaic.tensor_core_array(pairs, totals_shape, mosaic.float_type())
 
+    # The number of each part's first column among a stage's lines; see `Decoder.lines`.
     lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
     operands = [
         *(decoder.values, decoder.scales, decoder.staged.table, left, stage),
@@ -142,6 +143,7 @@ class _Thread:
         place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
         # The number of tiles side by side in a stage.
         self.tiles_of_rows = self.pieces * _BLOCKS
+        # The address of the thread's 16 bytes in the stage's first tile.
         self.rows = _sum(
             mosaic.address(rows, 32),
             arith.muli(stage, mosaic.i32(block_m // _ROWS * self.tiles_of_rows * _TILE_BYTES)),
@@ -186,6 +188,7 @@ def _sum(*values: Value) -> Value:
 
 
 def _load(address: Value, offset: int, count: int) -> list[Value]:
+    """Loads `count` words of shared memory from byte `offset` past `address` on."""
     word = mosaic.integer_type(32)
     pointer = mosaic.shared_pointer(_sum(address, mosaic.i32(offset)) if offset else address)
     if count == 1:
@@ -203,6 +206,7 @@ def _added(
     """Returns `totals` plus a block's products of two columns and rows, times the scales."""
     sums = [mosaic.f32(0.0)] * 4
     for i in range(0, _COLUMN_BYTES, 2):
+        # In the instruction's order: numbers of both columns, then further ones of both.
         four = [pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]]
         sums = tensor_cores.add_warp_product(four, rows[i : i + 2], sums, jnp.bfloat16)
     return [

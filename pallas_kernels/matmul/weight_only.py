@@ -130,7 +130,6 @@ def weight_only_matmul(
       rounded to bfloat16 before biases are added. Only T rows of each tile are written.
     """
     depth, width = rows.shape[1], matrices[0].values.shape[1]
-
     total = output_rows(groups, len(rows))
     job = _Job(
         num_rows=num_rows,
@@ -230,7 +229,8 @@ class _Job:
         )
 
     def run(self, refs: Any, group: Any, block: Any, first: Any) -> None:
-        # Rows are scaled in the first round, and stay in shared memory.
+        # Computes a block's columns of the output's rows from `first` on, round by round. Rows are
+        # scaled in the first round, and stay in shared memory.
         def compute(round_index: Any, is_first: bool) -> None:
             numbers = [group, round_index, first]
             layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
@@ -260,6 +260,7 @@ class _Job:
         # The first loads of rows come before those of matrices, which take longer.
         starts = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
         chunks = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in starts[:_ROW_LOADS]]
+        # Steps to load ahead; in each, a thread loads one or two vectors of each of its columns.
         ahead = max(1, _AHEAD // (2 * self.num_matrices * (2 if self.is_float8 else 1)))
         loaded = [[each.load(step) for each in operands] for step in range(min(ahead, self.steps))]
         if is_first:
@@ -478,6 +479,7 @@ class _Operand:
         split: Value,
         lane: Value,
     ) -> None:
+        # `column` is the first of the warp's 16; the thread has `down` and `down` + 8 of these.
         self.job, self.split = job, split
         down, self.across = _divided(lane, _QUAD)
         # All groups' columns are numbered one after the other.
@@ -495,7 +497,7 @@ class _Operand:
             block = arith.divui(arith.addi(of_group, column), mosaic.i32(_CHUNK))
             self.scales = _address(scales, block, job.chunks, split, size=4)
         else:
-            # The number of scales of a column.
+            # The scales of a column: up to four for each chunk, one for each thread of a quad.
             self.column_scales = job.depth // job.format.block[1]
             begin = arith.addi(_times(split, _QUAD), self.across)
             self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
@@ -545,6 +547,7 @@ class _Operand:
         scales_of_rows: Sequence[Value],
         first: int,
     ) -> None:
+        """Multiplies decoded columns by rows, two at most, from `first` on; adds to the totals."""
         (left, right), scales = decoded
         # sums[2 * i + row] is that of the thread's column i and one of the two rows.
         sums = [mosaic.f32(0.0)] * 4
