@@ -357,5 +357,5 @@ def times_power_of_two(x: Array, exponent: Array) -> Array:
     # 2^exponent itself may overflow or be subnormal in float32.
     half = exponent // 2
     for part in (half, exponent - half):
-        x = x * bitcast((part + 127) << 23, np.float32)
+        x = x * bitcast((part + 127) << 23, np.float32)  # 2^part
     return x

@@ -186,6 +186,7 @@ class _Body:
         return pl.cdiv(self.num_rows, self.plan.num_blocks)
 
     def __call__(self, *arrays: Any, scratch: fb.Scratch) -> None:
+        """Runs the body of both kernels with signals, one-shot and two-shot."""
         fabric = self.fabric
         refs, here = _Refs(*arrays), _Refs(*map(fabric.mine, arrays))
         first = lax.axis_index("block") * self.rows_per_block
@@ -303,7 +304,10 @@ class _Body:
         scratch: fb.Scratch,
         signal: Callable[[], None] | None = None,
     ) -> None:
-        """Adds the residual to a row of sums, normalizes the result, and stores both."""
+        """Adds the residual to a row of sums, normalizes the result, and stores both.
+
+        `half`, 0 or 1, is that of `scratch.squares`; `signal` tells peers that inputs were read.
+        """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
             (total.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)

@@ -139,9 +139,10 @@ def _call(
     sends_per_tile: int = 1,
 ) -> jax.Array:
     """Runs the kernel of a collective with inputs [..., S] and results `shape`, [..., S]."""
-    # `body` sends each peer `sends_per_tile` tiles for each of its slices. The last tile is moved
-    # back until it ends with the axis. All warpgroups get equally many tiles: if there are too few,
-    # several have the last one, and write the same values to it.
+    # `body` gets the slices of the last axis that its warpgroup handles, one for each tile, and
+    # sends each peer `sends_per_tile` tiles for each. The last tile is moved back until it ends
+    # with the axis. All warpgroups get equally many tiles: if there are too few, several have the
+    # last one, and write the same values to it.
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
 

@@ -247,7 +247,7 @@ class _Combine:
         _, _, num_steps = self._range()
 
         def begin(step: jax.Array) -> None:
-            # Peers have read the older sums that this step's sums will overwrite.
+            # Waits until peers have read the older sums that this step's sums will overwrite.
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -274,6 +274,7 @@ class _Combine:
         lax.fori_loop(0, num_steps, run_step, None)
 
     def _list(self, step: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
+        """Lists for each sum of a step the rows of y that it adds, and their weights."""
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens, _ = self._range()
         token = first_token + step * self.step_tokens
@@ -325,6 +326,7 @@ class _Combine:
         def receive_step(step: jax.Array) -> None:
             self._receive(step, worker, refs)
 
+            # The scout waits for this only if a later step overwrites the sums.
             @pl.when(step + self.receive_steps < num_steps)
             def read() -> None:
                 plgpu.barrier_arrive(scratch.read.at[lax.rem(step, 2)])
@@ -345,7 +347,7 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body(token, item)` for this worker's share of a step's items, `per_token` each."""
+        """Calls `body(token, item)` for this worker's share; a token has `per_token` items."""
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
         tokens = jnp.minimum(num_tokens - step * self.step_tokens, jnp.int32(self.step_tokens))
@@ -364,6 +366,7 @@ class _Combine:
     def _sum_and_put(
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: fb.Scratch
     ) -> None:
+        """Sums this worker's tiles of a step, and stores them in the owners' receive buffers."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
         slot = lax.rem(step, self.receive_steps)
@@ -378,6 +381,7 @@ class _Combine:
             count = scratch.list_counts[half, index]
 
             def add_rows(group: jax.Array, total: jax.Array) -> jax.Array:
+                """Adds the next `rows_at_once` rows of the list to `total`, a tile in registers."""
                 places = [group * at_once + i for i in range(self.rows_at_once)]
                 rows = [scratch.list_rows[half, index, place] for place in places]
                 loaded = vectors.load_each(
@@ -435,6 +439,7 @@ class _Combine:
         fabric.delay_point(2)
 
         def add_sums(step_token: jax.Array, tile: jax.Array) -> None:
+            """Adds up the tiles that ranks sent for one token of the step; stores the total."""
             token = first_token + step_token
             columns_of_out = pl.ds(tile * self.tile, self.tile)
             experts = [

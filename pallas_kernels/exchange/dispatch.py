@@ -283,6 +283,7 @@ class _Kernel:
         fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_rows, sources))
 
         def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
+            """Lists token i of the step, of each other rank, if it has several rows here."""
             for source in others:
                 places, num_places = [], jnp.int32(0)
                 for choice in range(top_k):
@@ -359,6 +360,8 @@ class _Kernel:
 
 
 class _DispatchLike(_Kernel):
+    """The kernel of `dispatch_like`, which is given the rows."""
+
     def __call__(self, *refs: Any, scratch: fb.Scratch) -> None:
         x, rows, counts, *tokens = refs
         fabric, warpgroup = self.fabric, lax.axis_index("warpgroup")
@@ -391,6 +394,8 @@ class _DispatchLike(_Kernel):
 
 
 class _Dispatch(_Kernel):
+    """The kernel of `expert_dispatch`, which finds the rows."""
+
     def scratch(self) -> fb.Scratch:
         return fb.Scratch(
             **vars(super().scratch()),
@@ -485,6 +490,7 @@ class _Dispatch(_Kernel):
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 
     def _add_counts(self, scratch: fb.Scratch) -> None:
+        """Adds up both warpgroups' counts of choices by expert; writes the sums to `next_rows`."""
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)

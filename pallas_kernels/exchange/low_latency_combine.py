@@ -106,7 +106,7 @@ class _Combine:
         plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
         weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)
         return fb.Scratch(
-            # The ring of rows of y: row number n of the block goes to stage n modulo S.
+            # The ring of rows of y: row number n of the block goes to stage n % num_stages.
             stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
             # The token's rows of y on this rank, and which of the token's K choices has each.
             places=plgpu.SMEM(lists, jnp.int32),
@@ -160,7 +160,7 @@ class _Combine:
             [fabric.mine(rows)[owner, token * top_k + choice] for choice in range(top_k)]
             for _, _, token, _, owner in self._pairs()
         ]
-        used = jnp.int32(0)
+        used = jnp.int32(0)  # the number of the block's next row
         for (pair, _, token, exists, owner), places in zip(
             self._pairs(), rows_of_pairs, strict=True
         ):
@@ -206,7 +206,7 @@ class _Combine:
 
             return used + 1
 
-        used = jnp.int32(0)
+        used = jnp.int32(0)  # the number of the block's next row
         for pair, *_ in self._pairs():
             fetch_row = functools.partial(fetch, pair=pair)
             used = lax.fori_loop(0, scratch.num_rows[pair], fetch_row, used)

@@ -159,6 +159,7 @@ class _Dispatch:
     def call(
         self, operands: Sequence[jax.Array], *, more_results: Sequence[Any], name: str
     ) -> list[jax.Array]:
+        """Runs the kernel; returns the receive buffer's values and then `more_results`."""
         plan = self.rows.plan
         tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
@@ -301,6 +302,7 @@ class _Dispatch:
         plan = self.rows.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
+            """Calls `function` with each source rank whose tokens this mover handles."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.rows.warpgroup
                 all_have_one = first + plan.warpgroups <= self.fabric.num_ranks

@@ -164,10 +164,10 @@ class Sender:
     ) -> None:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
-        First `fetch_first`, and `open_window` for the block's first token; `quantize` in the
-        quantizer. `tokens` are the receive buffer's values and, if quantized, scales. `lists`, [N,
-        T·num_words] int32, gets the words that arrive with each token of each rank; None: none are
-        sent.
+        Call `fetch_first`, and `open_window` for the block's first token, before, and `quantize` in
+        the quantizer. `tokens` are the receive buffer's values and, if quantized, scales. `lists`,
+        [N, T·num_words] int32, gets the words that arrive with each token of each rank; None: none
+        are sent.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -176,13 +176,16 @@ class Sender:
         first_token, num_tokens = self.range()
 
         def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
+            """Copies a stage to `row` of a rank's buffer, to which `locate` maps this rank's."""
             for part, ref in zip(scratch.stages, tokens, strict=True):
                 fb.put_if(row >= 0, part.at[stage], locate(ref).at[row])
 
         def send_token(i: jax.Array, _: None) -> None:
+            """Sends the block's i-th token from its stage; refills an earlier token's stage."""
             in_window = lax.rem(i, jnp.int32(window.tokens))
             # The kernel has opened the window of the first token.
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
+            # `entry` is the index of the token's first word in a flat array of routing data.
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
             # `peers` has this rank at a position that differs between blocks. Computing this rank's
@@ -238,6 +241,7 @@ class Sender:
     def _put_further(
         self, stage: jax.Array, rows: Sequence[jax.Array], tokens: Sequence[Any], scratch: Any
     ) -> None:
+        """Copies a token from a stage of the ring to its further `rows` in this rank's buffer."""
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])

@@ -33,7 +33,7 @@ def kernel(
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs `body` as a kernel, as `plgpu.kernel` does.
 
-    Simplified before Mosaic compiles it, a kernel takes less than half of the time, and a kernel
+    Simplified before Mosaic compiles it, a kernel compiles in less than half of the time, and one
     that is part of several programs is compiled once. `auto_barriers` is whether Pallas adds
     barriers around accesses of shared memory. Raises NotImplementedError if this JAX lacks a name
     that kernels need.

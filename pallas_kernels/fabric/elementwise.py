@@ -59,7 +59,7 @@ class Elementwise:
         return closed
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
-        """Applies the function to float32 arrays in registers, of one shape and layout WGMMA."""
+        """Applies the function, of one result, to register arrays of one shape and layout WGMMA."""
         jaxpr = self._jaxpr.jaxpr
         layout = plgpu.Layout.WGMMA
 
@@ -83,6 +83,7 @@ class Elementwise:
 
 
 def _instruction(name: str, operands: int) -> Callable[..., Value]:
+    """Returns a function that emits the PTX instruction `name` on `operands` float32 numbers."""
     text = ", ".join([f"${i}" for i in range(operands + 1)])
 
     def emit(*values: Value, **_: Any) -> Value:
@@ -265,6 +266,7 @@ def _check(jaxpr: Any) -> None:
 def _emit(
     jaxpr: Any, arguments: Sequence[Value], instructions: dict[str, Any] = _EMIT
 ) -> list[Value]:
+    """Emits the equations of a jaxpr of scalars; returns the values of its results."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Value:

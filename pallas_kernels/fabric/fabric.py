@@ -122,9 +122,10 @@ class Fabric(Ranks, Protocol):
         """
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        """Waits for the values from index `start` on that `rank` sends; copies them to `words`.
+        """Waits for n values that `rank` sends, from index `start` on; copies them to `words`.
 
-        `words` is in shared memory. The caller must put a barrier before other threads read it.
+        `words`, n 32-bit words, is in shared memory. The caller must put a barrier before other
+        threads read it.
         """
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
@@ -184,9 +185,10 @@ class RanksOfMesh:
         mosaic.inline(mosaic.barrier, [], [])
 
     def rank_and_corner(self, mesh_index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rank of a device, and the mesh index of the device with rank 0."""
+        """Returns a device's rank, and the mesh index of the rank-0 device that it runs with."""
         rank, corner = jnp.int32(0), mesh_index
         for stride, size in self.axes:
+            # The position of the device along this mesh axis.
             along = lax.rem(lax.div(mesh_index, jnp.int32(stride)), jnp.int32(size))
             rank, corner = rank * size + along, corner - along * stride
         return rank, corner
@@ -271,6 +273,7 @@ def kernel(
             run,
             out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
             scratch_types={**scratch_types, **of_fabric},
+            # What Pallas calls a thread is a warpgroup.
             num_threads=num_warpgroups,
             thread_name="warpgroup",
             auto_barriers=False,

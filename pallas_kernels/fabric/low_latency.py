@@ -93,6 +93,7 @@ class Endpoint:
     """
 
     def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
+        # `worker` is the number of this warpgroup; `what` names the call in a timeout's message.
         self.channels, self._worker, self._what = channels, worker, what
         self.rank, corner = channels.rank_and_corner(mesh_index)
         num_ranks = channels.num_ranks
@@ -206,6 +207,9 @@ class TileMemory:
     num_gpus: int  # GPUs that have a heap
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        """Writes a tile in registers to tile buffer number `buffer` of GPU `gpu`."""
+
+        # Each thread sends one vector of the tile: `_WORDS` words, none of which may be `EMPTY`.
         def emit(gpu: Array, buffer: Array, tile: Array) -> None:
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
@@ -298,6 +302,8 @@ class TileMemory:
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the values of this GPU's call counters that have the numbers `counters`."""
+
         def emit(gpu: Array, *counters: Array) -> list[Array]:
             values = []
             for counter in counters:
@@ -313,7 +319,7 @@ class TileMemory:
     def write(
         self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
     ) -> None:
-        """Sets some of this GPU's call counters, once all threads of the warpgroup are here."""
+        """Sets this GPU's call counters, by number, once all threads of the warpgroup are here."""
         count = len(counters)
 
         def emit(gpu: Array, *scalars: Array) -> None:
@@ -396,6 +402,7 @@ def _any(conditions: Sequence[Value]) -> Value:
 
 
 def _load(pointer: Value) -> list[Value]:
+    """Emits a load of the four words at a pointer that `TileMemory._buffer` returned."""
     i32 = mosaic.integer_type(32)
     words = mosaic.asm(
         "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",

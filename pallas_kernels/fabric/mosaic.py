@@ -580,6 +580,7 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     # NVSHMEM. JAX up to 0.12 has no public way to give it other addresses.
     def run(context: Any, table: Value) -> None:
         def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
+            """Returns `ref` at a peer; as `peer`, Mosaic passes the `entry` of `remote_ref`."""
             if on_host:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
             kind = ir.MemRefType(ref.type)

@@ -72,7 +72,7 @@ _VALUES_AT_ONCE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Gpus(RanksOfMesh):
-    """The fabric whose ranks lie along some axes of a mesh, each with a GPU of one host."""
+    """The `fabric.Fabric` of ranks along some axes of a mesh, each with a GPU of one host."""
 
     mesh_index: Any = None  # [1] int32, of this rank's device; an operand of every kernel
     base: int = memory_map.BASE  # the address of GPU 0's heap
@@ -126,6 +126,7 @@ class Gpus(RanksOfMesh):
         mesh_index = operands[0][0]
         rank, corner = self.rank_and_corner(mesh_index)
         table, offsets = scratch["fabric_table"], [0]
+        # For each rank, the mesh index of its device minus that of the device with rank 0.
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
         peers = [self.gpu(corner + offset) for offset in offsets]
@@ -196,6 +197,8 @@ class Gpus(RanksOfMesh):
 
     def _send_addresses(self, call, heap, here, peers, refs, numbers, thread) -> None:
         """Emits code by which thread i sends buffer i // N's address to rank i % N."""
+        # `heap` is the address of this GPU's heap, `here` the GPU's number, `peers` those of all
+        # ranks, `refs` the buffers, and `numbers` the shared-memory address of `_Call.numbers`.
         buffer = arith.divui(thread, i32(self.num_ranks))
         rank = arith.remui(thread, i32(self.num_ranks))
         tag = arith.andi(load_shared64(plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
@@ -283,6 +286,7 @@ class Gpus(RanksOfMesh):
                 f"{base.dtype}; name it in `shared`."
             )
         (buffer,) = found
+        # The index of an offset in `_Call.deltas`, which `enter` passes to `reach_peers`.
         entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
         return mosaic.remote_ref(ref, entry)
 
@@ -348,6 +352,7 @@ class Gpus(RanksOfMesh):
                         word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
                         halves.append(arith.andi(word, i32(0xFFFF)))
                     value = widen(arith.ori(halves[0], arith.shli(halves[1], i32(16))))
+                    # The high half of a sent word is the number of the call.
                     for number, peer in zip(numbers, peers, strict=True):
                         word = arith.ori(arith.shli(number, i64(32)), value)
                         store64(self._value(scalar(peer), scalar(here), number, pair), word)
@@ -379,6 +384,7 @@ class Gpus(RanksOfMesh):
                 with mosaic.when(below(index, count)):
                     value = widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
                     at = arith.addi(scalar(start), index)
+                    # The high half of a sent word is the number of the call.
                     for rank, peer in enumerate(peers):
                         number = load_shared64(plus(call.numbers(table), (i32(rank), 8)))
                         word = arith.ori(arith.shli(number, i64(32)), value)

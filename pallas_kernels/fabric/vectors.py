@@ -60,6 +60,7 @@ def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
         for of_ref in places:
             for i, (register, pointer) in enumerate(zip(registers, of_ref, strict=True)):
                 guard: Any = contextlib.nullcontext()
+                # Past the end of the array, threads store nothing.
                 if (i + 1) * WARPGROUP * elements > size:
                     limit = mosaic.i32(size // elements - i * WARPGROUP)
                     guard = mosaic.when(mosaic.below(mosaic.warpgroup_thread(), limit))
@@ -161,7 +162,7 @@ def constant(size: int, value: float, elements: int) -> jax.Array:
 
 def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[jax.Array]:
     """Rotates a list of N arrays: parts[i] becomes element (first + i) % N."""
-    # For each bit that is set in `first`, rotates by that power of two.
+    # `first` is known only on the GPU: for each bit set in it, rotates by that power of two.
     parts, bit = list(parts), 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
@@ -222,7 +223,8 @@ def partial_sums(value: jax.Array, ref: Any, elements: int) -> None:
 
 
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
-    """Emits pointers to this thread's vectors of an array: numbers t, t + WARPGROUP and so on."""
+    """Emits pointers to `count` vectors, of `num_bytes` each, of an array, for each thread."""
+    # Thread t has the vectors t, t + WARPGROUP and so on.
     thread = mosaic.warpgroup_thread()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)

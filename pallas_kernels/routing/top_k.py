@@ -147,6 +147,7 @@ class _TopK:
         mosaic.inline(self.emit, [lax.axis_index("block"), *refs], layouts)
 
     def emit(self, block: Any, *refs: Value) -> None:
+        # The number of the row that this warp handles.
         row = arith.addi(
             arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
             arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP)),
@@ -305,6 +306,7 @@ def _larger(a: Value, b: Value) -> Value:
 
 
 def _best(columns: Sequence[_Pair]) -> _Pair:
+    """Returns the best of a lane's columns, by a tree in which few comparisons wait for others."""
     columns = list(columns)
     while len(columns) > 1:
         odd = columns[len(columns) // 2 * 2 :]
@@ -395,6 +397,7 @@ class _Lanes:
         return columns
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
+        """Returns the words of this lane's columns, with zeros past the last column."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
