@@ -38,6 +38,8 @@ class Problem:
 
 
 def _kernel(name: str) -> Implementation:
+    """Returns the entry of an algorithm that kernels compute, the library's or JAX's."""
+
     def unavailable_reason(problem: Problem) -> str | None:
         reason = problem.kernels_unavailable_reason or availability.mosaic_unavailable_reason()
         if reason:

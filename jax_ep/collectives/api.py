@@ -197,6 +197,7 @@ def _fused(
     residual: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """Runs the primitive of `all_reduce_rms_norm`, which has no gradient of its own."""
     params = dict(axis_name=axes, num_ranks=num_ranks, eps=eps, algorithm=algorithm)
     normalized, new_residual = primitives.ep_all_reduce_rms_norm_p.bind(
         jax_compat.lowered_anew_for_other_devices(x), residual, scale, **params
@@ -260,7 +261,7 @@ def _check_floating(name: str, array: Any) -> None:
         array,
         ndim=None,
         kind=jnp.floating,
-        shape="(the collectives of jax.lax take any)",
+        shape="(the collectives of jax.lax take any)",  # a hint in errors; no shape is wrong
     )
 
 

@@ -139,6 +139,7 @@ class PallasCollectives:
             flat = _pad(x.reshape(-1))
             out = self._run(with_signals.one_shot, low_latency_kernels.one_shot, flat, flat.size)
         else:
+            # Rank r sums shard r of every rank's x.
             num_ranks = self._num_ranks
             shard = _padded_size(-(-x.size // num_ranks), x.dtype)
             padding = shard * num_ranks - x.size
@@ -210,7 +211,7 @@ class PallasCollectives:
     def _run(
         self, signal_kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs the algorithm's kernel on padded x; `signal_kernel` spreads `num_elements`."""
+        """Runs the algorithm's kernel on padded x; plans `signal_kernel` for `num_elements`."""
         if not _is_low_latency(self.algorithm):
             plan = _plan(num_elements, x.dtype)
             return signal_kernel(x, fabric=of_axis(self.axis_name, x), plan=plan)
@@ -219,6 +220,7 @@ class PallasCollectives:
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
+        """Returns x as unsigned integers for kernels with signals, which thus move any dtype."""
         if _is_low_latency(self.algorithm):
             return x
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -238,7 +240,7 @@ class _RowGrid:
         if not _is_low_latency(algorithm):
             rows = -(-num_rows // _MAX_ROW_BLOCKS)
         elif "two_shot" in algorithm:
-            rows = num_ranks
+            rows = num_ranks  # of which each rank sums one
         else:
             rows = -(-num_rows // (low_latency.MAX_WORKERS // num_warpgroups))
         num_blocks = -(-num_rows // rows)
@@ -248,8 +250,10 @@ class _RowGrid:
 def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
+    # A shard has whole 16-byte vectors of 16-bit numbers for each of 128 threads of JAX's kernels.
     multiple = num_ranks * 128 * 8
     flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
+    # Operands are widened, so that the switch sums in float32.
     shard = reduce_scatter(flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks)
     out = all_gather(shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks)
     return out[: x.size].reshape(x.shape)
@@ -270,6 +274,7 @@ def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Ti
     if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not for_low_latency:
         num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
+    # The fewest blocks with which no warpgroup has more than `rounds` tiles.
     rounds = -(-num_tiles // (max_blocks * num_warpgroups))
     return TilePlan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
 

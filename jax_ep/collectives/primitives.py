@@ -23,6 +23,8 @@ from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varyin
 
 
 def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Primitive:
+    """Defines the primitive of `op`, which `method` looks up in an `XlaCollectives` or the like."""
+
     def compute(
         algorithm: str, axis_name: tuple[str, ...], *operands: jax.Array, **params: Any
     ) -> list[jax.Array]:
@@ -46,6 +48,7 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
         problem = Problem(op, program.operand_types, num_ranks, axis_name, target)
         chosen = table.select(algorithm, problem)
         if chosen == "unfused":
+            # Only its all_reduce of x has an algorithm; XLA computes the rest.
             x = program.operand_types[:1]
             problem = dataclasses.replace(problem, op="all_reduce", operands=x)
             chosen = table.select(None, problem)
@@ -60,6 +63,7 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
         num_ranks: int,
         **params: Any,
     ) -> list[jax.Array]:
+        # Runs where JAX cannot define primitives, without which no kernel runs.
         return compute("xla", axis_name, x, *operands, **params)
 
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)

@@ -320,6 +320,7 @@ def _configure(
     implementation: Implementation,
     **arguments: Any,
 ) -> Config:
+    """Makes and checks the `Config` that moves `rows`; `arguments` are its other fields."""
     # Kernels hold `list_words` 4-byte words per token in shared memory for its choices: K, or 2 K
     # if weights are sent with the choices.
     config = Config(

@@ -51,7 +51,7 @@ def _dispatch_bwd(config, residuals, cotangents):
     routes, weights_were_sent = residuals
     if config.quantized:
         raise TypeError(_no_gradient(config.wire))
-    g, _, g_weights = cotangents
+    g, _, g_weights = cotangents  # of the received rows, of routes, and of rank-major weights
     dx = combine_with_vjp(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
@@ -141,7 +141,7 @@ def _combine_bwd(config, residuals, g):
     rows: Any = dispatch_like_with_vjp(config, g, routes)
     rows = rows.astype(jnp.float32)
     weights = choices_to_rows(topk_weights, handle, config.implementation)
-    products = jnp.sum(rows * y.astype(jnp.float32), axis=1)
+    products = jnp.sum(rows * y.astype(jnp.float32), axis=1)  # [R]: the weights' gradient, by row
     dy = (rows * weights[:, None]).astype(y.dtype)
     return dy, rows_to_choices(products, handle, config.implementation), None
 

@@ -37,6 +37,8 @@ def algorithm_next_to(implementation: Implementation) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
+    """The options of one exchange; the static parameter of its primitives."""
+
     axis_name: tuple[str, ...]
     # G, if only a host's G consecutive ranks exchange rows; None: all ranks do
     ranks_per_host: int | None = None
@@ -57,6 +59,7 @@ class Config:
 
     @property
     def ranks_of_hosts(self) -> list[list[int]] | None:
+        """The ranks of each host, as `axis_index_groups` of a collective; None: one group."""
         if self.ranks_per_host is None:
             return None
         starts = range(0, lax.axis_size(self.axis_name), self.ranks_per_host)
@@ -128,6 +131,7 @@ class Rows:
         """Returns why the kernels cannot exchange such rows, or None if they can."""
         if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
             return reason
+        # A rank sends its counts of experts to each peer at once, padded to whole warpgroups.
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
             return f"it supports at most {memory_map.MAX_VALUES} experts, not {self.num_experts}"
         hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)

@@ -24,7 +24,7 @@ def dispatch_by_choices(
 ) -> tuple[Received, Routes, RowGroups]:
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
-    sizes = (fabric.num_ranks, *topk_idx.shape)
+    sizes = (fabric.num_ranks, *topk_idx.shape)  # (N, T, K)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
         from pallas_kernels.exchange import low_latency_dispatch
@@ -62,7 +62,7 @@ def dispatch_like(
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     options = dict(_group_options(fabric, config), capacity=config.capacity)
-    sizes = routes.rows.shape
+    sizes = routes.rows.shape  # (N, T, K)
     # The low-latency kernels only write a whole receive buffer, and take no `into`.
     if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
         from pallas_kernels.exchange import low_latency_dispatch
@@ -161,6 +161,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
+    """Returns options of the kernels of dispatch and dispatch_like, in the expert-major layout."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,

@@ -63,6 +63,7 @@ def _two_level_reason(problem: Problem) -> str | None:
 
 
 def _load_two_level(problem: Problem) -> Any:
+    """Makes the two-level exchange, with kernels inside each host if they can run there."""
     from jax_ep.exchange.two_level import TwoLevel
 
     num_hosts = problem.target.num_hosts(problem.axis_name)
@@ -95,7 +96,8 @@ IMPLEMENTATIONS = Implementations(
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
     """Raises ValueError, with the reason, if `config.implementation` cannot move `rows`."""
-    # What depends on the program's devices is checked when the program is lowered.
+    # The gradient is an exchange of rows of the same shape. What depends on the program's devices
+    # is checked when the program is lowered.
     for each in (config, config.of_cotangents):
         moved = _rows(each, rows, list_words)
         problem = Problem(availability.TRACED, config.axis_name, moved)
@@ -114,7 +116,7 @@ def _rows(config: Config, rows: Any, list_words: int) -> Rows:
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any], most_tokens: int) -> Any:
-    """XLA may move up to `most_tokens` tokens of a single rank."""
+    """Returns the module or object that moves the rows of a call; `operands` are types."""
     # A dispatch computes its routes; the other operations have them as their last operand.
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
@@ -125,6 +127,7 @@ def _select(config: Config, program: Program, operands: Sequence[Any], most_toke
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
         num_tokens = rows.shape[0]
     moved = _rows(config, rows, list_words)
+    # implementation=None lets XLA move up to `most_tokens` tokens of a single rank.
     few_of_one_rank = (
         moved.num_ranks == 1
         and config.layout == "expert"
@@ -142,7 +145,7 @@ def _select(config: Config, program: Program, operands: Sequence[Any], most_toke
 def _define(
     name: str,
     results: Callable[..., Any],  # (*operands, config) -> a pytree of shapes and dtypes
-    function: Callable[[Any], Callable[..., Any]],
+    function: Callable[[Any], Callable[..., Any]],  # implementation -> its function
     most_tokens: int = _MOST_TOKENS,
 ) -> Callable[..., Any]:
     """Defines the primitive of a function; returns the function (*operands, config) that binds it.
@@ -201,6 +204,7 @@ def _define(
 
 
 def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: Config) -> Any:
+    """Applies a primitive to operands; `results` is that of `_define`."""
     # Fields of config that do not change this exchange are reset, so that calls that differ only in
     # them have equal parameters and share a lowering.
     # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.

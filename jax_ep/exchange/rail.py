@@ -80,6 +80,7 @@ class Rail:
 
     @property
     def inside(self) -> Config:
+        """The `Config` of an exchange among this host's ranks, which does not quantize rows."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
@@ -122,6 +123,7 @@ class Rail:
 
     @property
     def _groups(self) -> list[list[int]]:
+        """The ranks of each rail, as `axis_index_groups` of a collective."""
         return [
             list(range(number, self.num_ranks, self.ranks_per_host))
             for number in range(self.ranks_per_host)

@@ -71,6 +71,7 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     num_chunks = -(-flat.size // _CHUNK)
     padding = num_chunks * _CHUNK - flat.size
     chunks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_chunks, _CHUNK)
+    # A position is the number of earlier choices of the same expert, in this chunk and before it.
     same = chunks[:, :, None] == chunks[:, None, :]
     earlier = jnp.tril(jnp.ones((1, _CHUNK, _CHUNK), bool), k=-1)
     within_chunk = jnp.sum(same & earlier, axis=2, dtype=jnp.int32)
@@ -144,8 +145,8 @@ def receive_rows(
 ) -> jax.Array:
     """Returns `Routes.rows`, [N, T, K] int32; R, the `fair_capacity`, for a row that "fair" drops.
 
-    topk_idx and positions are those of all ranks, [N, T, K]; recv_counts are [N, L].
-    `fair_capacity` is None if overflow is "tail".
+    topk_idx and positions, as `count_choices` returns them, are those of all ranks, [N, T, K];
+    recv_counts are [N, L]. `fair_capacity` is None if overflow is "tail".
     """
     num_local_experts = recv_counts.shape[1]
     kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)

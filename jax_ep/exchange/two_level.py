@@ -48,6 +48,7 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
         rail = Rail.of(self.num_hosts, config)
+        # In `kept`, -1 replaces the choices that the host_capacity drops.
         kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
@@ -78,6 +79,7 @@ class TwoLevel:
                 # The barrier makes XLA move the tokens of one host after the other. Otherwise XLA
                 # may hold the gathered tokens of all hosts at once.
                 rows, received = lax.optimization_barrier((rows, received))
+            # Between the calls of `add`, rows are unsigned words; see `_words`.
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
             routes_here = self._routes(rail, routes, source, choices)
@@ -167,10 +169,10 @@ class TwoLevel:
         config: Config,
         rows: jax.Array,
         topk_idx: jax.Array,
-        dtype: jnp.dtype | None = None,
+        dtype: jnp.dtype | None = None,  # in which rows move inside a host; None: their own
         *,
-        list_words: int | None = None,
-        sums: bool = False,
+        list_words: int | None = None,  # as in `Rows`; None: K
+        sums: bool = False,  # whether the call is a combine
     ) -> tuple[Rail, Any]:
         """Makes the `Rail` of a call, and selects the exchange that moves `rows` inside a host."""
         rail = Rail.of(self.num_hosts, config)
@@ -192,7 +194,7 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the choices [T, K], and those of each host; 0 is this host's first expert."""
+        """Returns choices [T, K] of this rank, and its rail's; 0 is this host's first expert."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first_expert = rail.host * rail.inside.num_experts
         received = rail.send(narrow, fill=-1).astype(jnp.int32) - first_expert
@@ -273,5 +275,5 @@ def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers in [-1, most] to uint16 if they fit; -1 becomes 65535."""
+    """Converts integers in [-1, most] to uint16 if they fit; -1 becomes 65535, no expert's id."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers

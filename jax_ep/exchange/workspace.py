@@ -120,6 +120,7 @@ def _of_kernels(operation: str, sizes: CallSizes) -> dict[str, int]:
 
 
 def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
+    """Computes `of_one_level` for "xla"."""
     if operation in ("combine", "dispatch_grad"):
         return _sums_of_xla(sizes, weighted=operation == "combine")
     choices = sizes.num_tokens * sizes.top_k
@@ -164,7 +165,8 @@ def _sums_of_xla(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
 
 
 def gradients_of_rows(sizes: CallSizes) -> dict[str, int]:
-    numbers = WORD_BYTES * sizes.pairs * sizes.top_k
+    """Returns the buffers of a weighted combine's gradient besides those of its dispatch_like."""
+    numbers = WORD_BYTES * sizes.pairs * sizes.top_k  # one for each choice of all ranks
     return {
         "g in the rows": sizes.rows(sizes.capacity),
         "products with y": WORD_BYTES * sizes.capacity * sizes.hidden,
@@ -267,6 +269,7 @@ def _rows_workspace(
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
+    """Returns the buffers of sums between hosts; `rows_to_host` is that of `of_two_levels`."""
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need their
     # own buffers.
@@ -280,8 +283,10 @@ def _sums_workspace(
 
 
 def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
+    """Returns the buffers in which a dispatch gathers and counts the choices of all hosts."""
     choices = sizes.num_tokens * sizes.top_k
-    numbers = 2 * choices + sizes.num_experts
+    numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
+    # The bytes of a number between hosts, as `two_level` narrows them.
     narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
     return {
         "choices of the rail": narrow * num_hosts * numbers,

@@ -2,7 +2,8 @@
 
 Each group's rows are cut into blocks of `height` rows. Round r multiplies the r-th block of every
 group, with the matrices where they lie. Once few groups have a block left, the other blocks are
-multiplied several at a time, with copies of their matrices.
+multiplied several at a time, with copies of their matrices. The contract of `product` and `drhs` is
+in `jax_ep.matmul.backend`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def product_in_blocks(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
     num_rows, num_groups, wide = lhs.shape[0], rhs.shape[0], wide_dtype(lhs.dtype)
-    depth, width = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
+    depth, width = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]  # K, N
     row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize
+    # A round multiplies a block of each group, and a step of `some_blocks` multiplies `copies`.
     height = _height(num_rows, num_groups, max(8, _MOST_BYTES // (num_groups * row_bytes)))
     block_bytes = depth * width * rhs.dtype.itemsize + height * row_bytes
     copies = max(1, min(_MOST_COPIES, num_groups, _MOST_BYTES // block_bytes))
@@ -83,11 +85,12 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     depth, width = lhs.shape[1], grad.shape[1]
     sum_bytes = depth * width * jnp.dtype(wide).itemsize
     row_bytes = (depth + width) * lhs.dtype.itemsize
+    # The rows of a block take about as many bytes as a group's sum [K, N], at most.
     height = _height(num_rows, num_groups, max(8, sum_bytes // row_bytes))
     # XLA may keep the sums of earlier rounds and those of the current one apart.
     count = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
     steps = -(-num_groups // count)
-    count = -(-num_groups // steps)
+    count = -(-num_groups // steps)  # groups of a step
     dims = ((1,), (1,)), ((0,), (0,))
 
     zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)

@@ -258,7 +258,8 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         if isinstance(rows, Scaled):
             return in_32_bits(kernels.transpose_rows)(rows, blocks)
         return in_32_bits(kernels.quantize_rows)(rows, blocks, return_rows=return_rows)
-    # The rows of `blocks`, [P / 128, 128]. A block of fewer rows than 128 is filled with zeros.
+    # `blocks` has each block's first row and its number of rows, and `row` [P / 128, 128] all of
+    # its rows. A block of fewer rows than 128 is filled with zeros.
     row_in_block = jnp.arange(BLOCK, dtype=jnp.int32)[None]
     exists = (row_in_block < blocks[:, 1:])[..., None]
     row = jnp.where(exists[..., 0], blocks[:, :1] + row_in_block, 0)
@@ -267,6 +268,7 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         return jnp.where(exists, part.at[row].get(mode="clip"), 0)
 
     if isinstance(rows, Scaled):
+        # Values become [P / 128, K / 128, 128, 128], and scales of rows [P / 128, K / 128, 128].
         tiles = in_blocks(rows.values).reshape(-1, BLOCK, width // BLOCK, BLOCK)
         values, scales = with_shared_scales(
             jnp.moveaxis(tiles, 2, 1), in_blocks(rows.scales).swapaxes(1, 2)
@@ -420,6 +422,7 @@ def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, plat
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )
+    # Each group has whole blocks of rows here, padded with zeros.
     results = backend.drhs_of_each(rows, of_grads, group_blocks[:, 1] * BLOCK)
     return added(sums, [rounded(result, dtype).astype(dtype) for result in results])
 

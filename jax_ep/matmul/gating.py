@@ -43,7 +43,7 @@ def hidden_values(
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]
-    for i, bias in enumerate(biases[: len(wide)]):
+    for i, bias in enumerate(biases[: len(wide)]):  # `pre` may have one array, with two biases
         if bias is not None:
             wide[i] += bias.astype(dtype)
     hidden = unit(*wide)
@@ -84,7 +84,7 @@ bias_of_row.defvjp(_bias_of_row_fwd, _bias_of_row_bwd)
 
 
 def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the cotangents `rows` by group, as a bias's gradient, deterministically."""
+    """Sums cotangents `rows` [R, N] by group, as the gradient of `bias` [L, N]; deterministic."""
     # A matmul with one-hot vectors, since a scatter-add would add the rows in another order each
     # time. In it, zero times a NaN or an infinity would make other groups' sums NaN, so these are
     # replaced by zero, and are added to their own group's sum afterwards.

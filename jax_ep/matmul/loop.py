@@ -2,6 +2,7 @@
 
 The last tile of a group computes rows that are not used, so tiles have few rows, but enough to keep
 the CPU's matmul efficient. (`lax.ragged_dot` multiplies every row by every group's matrix.)
+The contract of `product` and `drhs` is in `jax_ep.matmul.backend`.
 """
 
 from __future__ import annotations

@@ -226,16 +226,16 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tile sizes for a product [num_rows, num_cols]; `mxfp4_depth` is K, or None."""
+    """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
     # Larger tiles read less memory, but there must be enough of them to occupy all
     # multiprocessors.
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
-    heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)
+    heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)  # that a tile may have
     if not REGISTERS_MOVE:
         heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
     block_n = 128
-    is_large = values >= HOPPER_CORES * 256 * 128
+    is_large = values >= HOPPER_CORES * 256 * 128  # a tile for each multiprocessor
     if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
     elif num_rows < _FEW_ROWS * num_groups:
@@ -252,6 +252,7 @@ def product_tiles(
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
+    """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
@@ -273,6 +274,7 @@ def gated_tiles(
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
+    """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
@@ -305,6 +307,7 @@ def band(num_cols: int, block_n: int, most: int) -> int:
 
 
 def as_elementwise(gating: Gating, arity: int = 2) -> Any:
+    """Returns `gating` as an `Elementwise` for kernels; None if they cannot emit an operation."""
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
@@ -315,6 +318,7 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
 
 @in_32_bits
 def gradient_as_elementwise(gating: Gating) -> Any:
+    """Returns the gradient of `gating` for kernels; None if they cannot emit an operation."""
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of
 

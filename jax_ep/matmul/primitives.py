@@ -60,6 +60,7 @@ def select(
     num_rows: Any,
     has_scales: bool = False,
 ) -> Backend:
+    """Selects the backend for a `Problem` with these properties."""
     problem = Problem(matrix_shape, dtype, platform, num_rows, has_scales)
     return IMPLEMENTATIONS.select(implementation, problem)
 

@@ -65,8 +65,9 @@ def unavailable_reason(problem: Problem) -> str | None:
 @functools.cache
 @in_32_bits
 def _refusal(matrix_shape: tuple[int, int], dtype: Any) -> str | None:
+    """Returns why tokamax refuses groups' matrices [K, N] of this shape and dtype, or None."""
     depth, width = matrix_shape
-    # A product, and the gradient of its rows.
+    # A product, and the gradient of its rows, of 128 rows in 2 groups.
     for transpose_rhs, lhs_width in ((False, depth), (True, width)):
         lhs = jax.ShapeDtypeStruct((128, lhs_width), dtype)
         rhs = jax.ShapeDtypeStruct((2, depth, width), dtype)

@@ -117,6 +117,7 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
         dlhs = product_of_arrays(
             grad, rhs, group_sizes, implementation, transpose_rhs=not transpose_rhs
         )
+        # The gradient of a group's matrix is lhs^T @ grad; of a transpose [N, K], grad^T @ lhs.
         rows, cotangent = (grad, lhs) if transpose_rhs else (lhs, grad)
         return dlhs, *drhs_of_each(rows, (cotangent,), group_sizes, implementation)
 
@@ -142,7 +143,7 @@ def _gated_product_fwd(
 
 def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     lhs, rhs, group_sizes, biases, products = saved
-    dhidden, *dkept = grads
+    dhidden, *dkept = grads  # `dkept`: with `keep`, of the two products
 
     def hidden(products, biases):
         return gated(gating, *products, biases=biases, groups=group_sizes)
@@ -162,6 +163,7 @@ def _drhs_fwd(lhs, grads, group_sizes, implementation, sums=None):
 
 def _drhs_bwd(implementation, saved, cts):
     lhs, grads, group_sizes, sums = saved
+    # A group's result is lhs^T @ grad, so lhs gets grad @ ct^T, and grad gets lhs @ ct.
     of_products = tuple(ct.astype(lhs.dtype) for ct in cts)
     pairs = tuple(zip(grads, of_products, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
@@ -256,6 +258,7 @@ def _without_unused_products(used, params):
 def _without_unused_gradients(used, params):
     """Drops unused gradients with their cotangents and sums; see `define_primitive`."""
     tree = params["tree"]
+    # Each operand is represented by its index, of which the kept ones are returned.
     lhs, grads, sums, group_sizes = jax.tree.unflatten(tree, range(tree.num_leaves))
     left = [i for i, is_used in enumerate(used) if is_used]
     grads = [grads[i] for i in left]

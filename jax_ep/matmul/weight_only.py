@@ -128,6 +128,7 @@ def _finished(
     groups: Groups,
     options: _Options,
 ) -> tuple[jax.Array, ...]:
+    """Adds biases to the products and applies the gating, if any; returns all results."""
     gating: Any = (lambda number: number) if options.gating is None else options.gating
     result = gated(gating, *products, biases=biases, groups=groups)
     return (result, *(products if options.keep else ()))
@@ -143,6 +144,7 @@ def _compute(
     options: _Options,
     platform: str,
 ) -> tuple[jax.Array, ...]:
+    """Computes `product_of_stored` or `gated_product_of_stored` for one platform."""
     shape = matrices[0].shape[1:]
     backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
     if backend.name == "pallas" and options.num_rows is not None:
@@ -202,6 +204,7 @@ def _gated(
 def _product(
     backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
+    """Multiplies each row by its group's matrix, of one quantized array."""
     if backend.name == "pallas" and _fits_mxfp4_kernel(rows, [matrices]):
         pairs = [(rows, Scaled(matrices.values, matrices.scales))]
         return pallas.sum_of_products(
@@ -222,6 +225,7 @@ def _few_rows_by_kernel(
     num_rows: int,
     gating: Any,
 ) -> jax.Array | None:
+    """Computes `product_of_stored` of `num_rows` rows; None if no kernel supports the operands."""
     from pallas_kernels.matmul.weight_only import unsupported_reason, weight_only_matmul
 
     format, *others = map(_kernel_format, matrices)
@@ -263,6 +267,7 @@ def _kernel_format(matrices: QuantizedArray) -> Format | None:
 def _gathered(
     matrices: QuantizedArray, groups: Groups, dtype: Any
 ) -> tuple[jax.Array, bool, Groups]:
+    """Returns dequantized matrices, whether they are transposes, and the groups of these."""
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
