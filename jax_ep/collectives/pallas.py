@@ -249,13 +249,20 @@ class _RowGrid:
 
 def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
-    num_ranks, num_blocks = lax.axis_size(axis_name), 32
+    num_ranks = lax.axis_size(axis_name)
     # A shard has whole 16-byte vectors of 16-bit numbers for each of 128 threads of JAX's kernels.
     multiple = num_ranks * 128 * 8
     flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
+
+    def options(dtype: Any) -> dict[str, Any]:
+        # JAX's own tile, of up to eight vectors for each thread, may not divide the shard.
+        vectors = 128 * 16 // jnp.dtype(dtype).itemsize
+        tile_size = vectors * math.gcd(flat.size // num_ranks // vectors, 8)
+        return dict(axis_name=axis_name, num_blocks=32, tile_size=tile_size)
+
     # Operands are widened, so that the switch sums in float32.
-    shard = reduce_scatter(flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks)
-    out = all_gather(shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks)
+    shard = reduce_scatter(flat.astype(jnp.float32), **options(jnp.float32))
+    out = all_gather(shard.astype(x.dtype), **options(x.dtype))
     return out[: x.size].reshape(x.shape)
 
 

@@ -180,6 +180,18 @@ def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_multimem_takes_arrays_that_jaxs_tiles_do_not_divide(dtype):
+    reduced = jax.shard_map(
+        lambda x: jax_ep.all_reduce(x, "expert", algorithm="multimem"),
+        mesh=cuda_mesh((2,), ("expert",)), in_specs=P(), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    for thousands in (5, 18, 35):
+        traced = jax.jit(reduced).trace(S((thousands, 1000), dtype))
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernels
 @pytest.mark.needs_devices(2)
 def test_multimem_is_refused_where_jax_lacks_its_kernels(monkeypatch):
     assert "mosaic_gpu" in lower(reduced("multimem"), "cuda")
