@@ -206,22 +206,22 @@ class Decoder:
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
         # The result has words of each of a thread's two columns: its numbers, and two scales.
-        line = jnp.int32(matrix * self.block_n + first)
+        first_line = jnp.int32(matrix * self.block_n + first)
         pieces, lines = self.pieces, self.lines
 
-        def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
-            thread_line = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(line))
+        def emit(values: Value, scales: Value, table: Value, stage: Any, first_line: Any) -> Any:
+            line_of_stage = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_line))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
                 at = mosaic.mul(line, words)
                 return mosaic.element_pointer(mosaic.pointer(ref), at, word)
 
-            line = mosaic.add(thread_line, mosaic.mul(stage, lines))
-            of_values = start_of(values, line, _WORDS * pieces)
+            line_of_values = mosaic.add(line_of_stage, mosaic.mul(stage, lines))
+            of_values = start_of(values, line_of_values, _WORDS * pieces)
             staged = mosaic.add(mosaic.mul(stage, pieces), piece)
-            line = mosaic.add(thread_line, mosaic.mul(staged, lines))
-            of_scales = start_of(scales, line, 1)
+            line_of_scales = mosaic.add(line_of_stage, mosaic.mul(staged, lines))
+            of_scales = start_of(scales, line_of_scales, 1)
             # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(q, mosaic.i32(0x4440))
@@ -244,7 +244,7 @@ class Decoder:
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
 
         values = self.values, plgpu.RefType(transforms_of_numbers(pieces))
-        operands = [values, self.scales, self.staged.table, stage, line]
+        operands = [values, self.scales, self.staged.table, stage, first_line]
         return mosaic.inline(emit, operands, mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD))
 
     def decode(self, loaded: jax.Array) -> Any:
