@@ -184,14 +184,14 @@ class RanksOfMesh:
     def barrier(self) -> None:
         mosaic.inline(mosaic.barrier, [], [])
 
-    def rank_and_corner(self, mesh_index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns a device's rank, and the mesh index of the rank-0 device that it runs with."""
-        rank, corner = jnp.int32(0), mesh_index
+    def rank_and_index_of_rank_0(self, mesh_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a device's rank, and the mesh index of rank 0 of its group of ranks."""
+        rank, index_of_rank_0 = jnp.int32(0), mesh_index
         for stride, size in self.axes:
             # The position of the device along this mesh axis.
             along = lax.rem(lax.div(mesh_index, jnp.int32(stride)), jnp.int32(size))
-            rank, corner = rank * size + along, corner - along * stride
-        return rank, corner
+            rank, index_of_rank_0 = rank * size + along, index_of_rank_0 - along * stride
+        return rank, index_of_rank_0
 
     def gpu(self, mesh_index: jax.Array) -> jax.Array:
         """Returns the number on its host of the GPU with the mesh index `mesh_index`."""

@@ -95,12 +95,12 @@ class Endpoint:
     def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
         # `worker` is the number of this warpgroup; `what` names the call in a timeout's message.
         self.channels, self._worker, self._what = channels, worker, what
-        self.rank, corner = channels.rank_and_corner(mesh_index)
+        self.rank, index_of_rank_0 = channels.rank_and_index_of_rank_0(mesh_index)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
         # The GPUs' numbers on the host, this rank's and those of `peers`.
         self._here = channels.gpu(mesh_index)
-        self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
+        self._there = [channels.gpu(index_of_rank_0 + self._offset(peer)) for peer in self.peers]
         # For each of `peers`, the index and the value of the counter of calls with it.
         self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)

@@ -124,12 +124,12 @@ class Gpus(RanksOfMesh):
         """
         self._check_limits(name, num_blocks, len(buffers))
         mesh_index = operands[0][0]
-        rank, corner = self.rank_and_corner(mesh_index)
+        rank, index_of_rank_0 = self.rank_and_index_of_rank_0(mesh_index)
         table, offsets = scratch["fabric_table"], [0]
         # For each rank, the mesh index of its device minus that of the device with rank 0.
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
-        peers = [self.gpu(corner + offset) for offset in offsets]
+        peers = [self.gpu(index_of_rank_0 + offset) for offset in offsets]
         call = _Call(
             mesh_index=mesh_index,
             rank=rank,

@@ -211,22 +211,22 @@ class Decoder:
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
         # The result has words of each of a thread's two columns: its numbers, and two scales.
-        line = jnp.int32(matrix * self.block_n + first)
+        first_line = jnp.int32(matrix * self.block_n + first)
         pieces, lines = self.pieces, self.lines
 
-        def emit(values: Value, scales: Value, table: Value, stage: Any, line: Any) -> Any:
-            thread_line = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(line))
+        def emit(values: Value, scales: Value, table: Value, stage: Any, first_line: Any) -> Any:
+            line_of_stage = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(first_line))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
                 at = arith.muli(line, mosaic.i32(words))
                 return mosaic.element_pointer(mosaic.pointer(ref), at, word)
 
-            line = arith.addi(thread_line, arith.muli(stage, mosaic.i32(lines)))
-            of_values = start_of(values, line, _WORDS * pieces)
+            line_of_values = arith.addi(line_of_stage, arith.muli(stage, mosaic.i32(lines)))
+            of_values = start_of(values, line_of_values, _WORDS * pieces)
             staged = arith.addi(arith.muli(stage, mosaic.i32(pieces)), mosaic.i32(piece))
-            line = arith.addi(thread_line, arith.muli(staged, mosaic.i32(lines)))
-            of_scales = start_of(scales, line, 1)
+            line_of_scales = arith.addi(line_of_stage, arith.muli(staged, mosaic.i32(lines)))
+            of_scales = start_of(scales, line_of_scales, 1)
             # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(q, mosaic.i32(0x4440))
@@ -248,7 +248,7 @@ class Decoder:
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
 
-        operands = [self.values, self.scales, self.staged.table, stage, line]
+        operands = [self.values, self.scales, self.staged.table, stage, first_line]
         of_values = plgpu.RefType(transforms_of_numbers(pieces))
         layouts = [of_values, *[mosaic.REFERENCE] * 2, *[mosaic.SCALAR] * 2]
         result = mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD)
