@@ -62,12 +62,15 @@ FAULTS = {
         "signals 1 of kind 0, after 1: counts must grow",
     ),
     "wordless": (dict(send_values=nothing), dispatch, "rank . waits for (values|signal 1) of"),
+    "barrierless": (dict(barrier=nothing), dispatch, "a barrier is missing before"),
     "overtaking": (dict(signal=signal_relaxed), dispatch, RELEASED),
     "overtaking in combine": (dict(signal=signal_relaxed), combine, RELEASED),
 }
 
 
-@pytest.mark.parametrize(("methods", "kernel", "message"), quick(FAULTS, "impatient in combine"))
+@pytest.mark.parametrize(
+    ("methods", "kernel", "message"), quick(FAULTS, "silent", "impatient in combine")
+)
 def test_a_faulty_fabric_is_found(methods, kernel, message):
     with pytest.raises(KernelError, match=message):
         simulate(kernel(PROBLEM, PLAN, faulty(**methods)))
