@@ -122,10 +122,6 @@ def sum_of_products(
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
     depth = sum(lhs.shape[1] for lhs, _ in pairs)
     options = dict(tiles=tiles, zero_unused=zero_unused, **launch_size(num_rows, depth, num_cols))
-    if mxfp4_depth is not None:
-        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
-
-        options["format"] = Mxfp4Matrices
     padded: list[Any] = [(pad_rows(lhs), rhs) for lhs, rhs in pairs]
     return grouped_matmul(padded, groups, transpose_rhs=transpose_rhs, **options)[:num_rows]
 

@@ -176,20 +176,16 @@ def call(
     name: str,
     scratch_types: dict[str, Any] | None = None,
 ) -> list[jax.Array]:
-    """Runs a kernel over the low-latency protocol; ValueError if that has no room for it.
+    """Runs a kernel over the low-latency protocol.
 
     Args:
       body: called in every warpgroup with its `Endpoint`, with references to the operands and
         results in this rank's memory, and with shared memory by keyword.
       num_sends: the number of tiles that each warpgroup sends to each peer, and receives from it.
     """
-    room = tiles_of_channel(channels.memory.num_gpus)
-    if plan.num_workers > MAX_WORKERS or num_sends > room:
-        raise ValueError(
-            f"the low-latency protocol has room for {MAX_WORKERS} worker warpgroups that send "
-            f"{room} tiles each, but {name} with {plan} has {plan.num_workers} that send "
-            f"{num_sends}."
-        )
+    # The protocol has no room for more, and callers refuse it with a message.
+    assert plan.num_workers <= MAX_WORKERS, (name, plan)
+    assert num_sends <= tiles_of_channel(channels.memory.num_gpus), (name, plan, num_sends)
 
     def run(mesh_index_ref: Any, *refs: Any, **scratch: Any) -> None:
         endpoint = Endpoint(channels, channels.mesh_index(mesh_index_ref), plan.worker(), name)

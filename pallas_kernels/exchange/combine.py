@@ -185,10 +185,6 @@ class _Combine:
         return min(ROWS_OF_SUM, 1 if self.by_rank else self.top_k)
 
     @property
-    def reused(self) -> bool:
-        return self.steps_per_block > self.receive_steps
-
-    @property
     def shared(self) -> tuple[int, ...]:
         # Peers read this rank's weights, operand 3, and write to its receive buffer, which follows
         # the operands and the result `out`.
@@ -248,7 +244,7 @@ class _Combine:
 
         def begin(step: jax.Array) -> None:
             # Waits until peers have read the older sums that this step's sums will overwrite.
-            if self.reused:
+            if self.steps_per_block > self.receive_steps:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
             plgpu.barrier_arrive(scratch.listed.at[lax.rem(step, 2)])

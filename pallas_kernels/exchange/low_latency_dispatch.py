@@ -243,9 +243,12 @@ class _Dispatch:
 
             def places_of(j: int, i: int = i, token: Any = token, exists: Any = exists):
                 """Returns the row here of each choice of the block's i-th token of sources[j]."""
-                places = [
-                    self._row_of(sources[j], i, token, k, refs, scratch) for k in range(self.top_k)
-                ]
+                source, choices = sources[j], range(self.top_k)
+                if self.routes_known:
+                    rows = fabric.mine(refs.rows)
+                    places = [rows[source, token * self.top_k + choice] for choice in choices]
+                else:
+                    places = [scratch.token_rows[source, i, choice] for choice in choices]
                 return [jnp.where(exists, place, fb.NOWHERE) for place in places]
 
             if self.routes_known:
@@ -277,20 +280,6 @@ class _Dispatch:
         for place in places:
             kept = (place >= 0) & (place < self.experts.buffer.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
-
-    def _row_of(
-        self,
-        source: jax.Array,
-        i: int,
-        token: jax.Array,
-        choice: int,
-        refs: _Refs,
-        scratch: fb.Scratch,
-    ) -> jax.Array:
-        """Returns the row here of a choice of token i of the block of `source`, or NOWHERE."""
-        if self.routes_known:
-            return self.fabric.mine(refs.rows)[source, token * self.top_k + choice]
-        return scratch.token_rows[source, i, choice]
 
     # The remaining methods compute the row of each choice, unless it is known. Each mover handles
     # the tokens of some of the source ranks.

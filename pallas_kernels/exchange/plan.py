@@ -313,18 +313,15 @@ def count_width(num_experts: int) -> int:
     return align_up(num_experts, WARPGROUP)
 
 
-def _group_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words of shared memory of `ExpertRows`, without its row of zeros."""
-    # Counts by source rank, workspace of a prefix sum, ends of groups without and with padding.
-    return (num_ranks + 2 + 2) * count_width(num_experts)
-
-
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     of_sender, of_step = (align_up(n * top_k, WARPGROUP) for n in (_WINDOW_TOKENS, step_tokens))
     choices = num_ranks * (of_sender + of_step)
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     next_rows = count_width(num_experts) + WARPGROUP
-    return _group_words(num_ranks, num_experts) + next_rows + choices + lists
+    # Of `ExpertRows`: counts by source rank, workspace of a prefix sum, ends of groups without and
+    # with padding.
+    groups = (num_ranks + 2 + 2) * count_width(num_experts)
+    return groups + next_rows + choices + lists
 
 
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:

@@ -90,7 +90,7 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
                 mosaic.store_numbers(words, place)
             with mosaic.when(arith.andi(inside, is_first)):
                 index = mosaic.add(block, i * WARPGROUP // threads)
-                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), index, f32))
+                llvm.store(scale, mosaic.pointer_at(scales_ref, index, f32))
 
     mosaic.inline(emit, [(row, mosaic.strided(row.shape, elements)), values, scales])
 

@@ -290,9 +290,9 @@ def element_pointer(base: Value, index: Value, element: Any) -> Value:
     return mgpu.utils.getelementptr(base, [index], element)
 
 
-def pointer_at(memref: Value, index: Value) -> Value:
-    """Emits a pointer to element `index` of a memref, counted in row-major order."""
-    return element_pointer(pointer(memref), index, element_of(memref))
+def pointer_at(memref: Value, index: Value, element: Any = None) -> Value:
+    """Emits a pointer to element `index` of a memref of `element`, in row-major order."""
+    return element_pointer(pointer(memref), index, element or element_of(memref))
 
 
 def shared_pointer(address: Value) -> Value:
@@ -305,9 +305,9 @@ def address(memref: Value, bits: int = 64) -> Value:
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
 
 
-def element_at(memref: Value, index: Value) -> Value:
-    """Emits a load of element `index` of a 1D memref; the index may differ between threads."""
-    return llvm.load(element_of(memref), pointer_at(memref, index))
+def element_at(memref: Value, index: Value, element: Any = None) -> Value:
+    """Emits a load from `pointer_at`; the index may differ between threads."""
+    return llvm.load(element or element_of(memref), pointer_at(memref, index, element))
 
 
 def load_numbers(pointer: Value, count: int, element: Any = None) -> list[Value]:

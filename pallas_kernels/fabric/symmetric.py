@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,7 +121,11 @@ class Gpus(RanksOfMesh):
         `buffers` are those that peers access, in one order on all ranks; `reads` is whether peers
         read data that this rank wrote to them before the call.
         """
-        self._check_limits(name, num_blocks, len(buffers))
+        # More would reach past this rank's arrays in the heap. Callers refuse it with a message.
+        num_buffers, num_ranks = len(buffers), self.num_ranks
+        assert num_blocks <= memory_map.MAX_BLOCKS, (name, num_blocks)
+        assert num_buffers <= memory_map.MAX_BUFFERS, (name, num_buffers)
+        assert num_ranks <= memory_map.MAX_GPUS, (name, num_ranks)
         mesh_index = operands[0][0]
         rank, index_of_rank_0 = self.rank_and_index_of_rank_0(mesh_index)
         table, offsets = scratch["fabric_table"], [0]
@@ -141,7 +145,6 @@ class Gpus(RanksOfMesh):
         )
         self._calls[:] = [call]  # type: ignore[attr-defined]
         self.hold_back(0, rank)
-        num_ranks = self.num_ranks
 
         def emit(at: _Emitted, *refs: Any) -> None:
             thread, block = mosaic.warpgroup_thread(), mosaic.block()
@@ -179,19 +182,6 @@ class Gpus(RanksOfMesh):
         mosaic.reach_peers(
             table, lambda t, entry: load_shared64(add(mosaic.address(t, 32), mul(entry, 8)))
         )
-
-    def _check_limits(self, name: str, num_blocks: int, num_buffers: int) -> None:
-        if num_blocks > memory_map.MAX_BLOCKS:
-            raise ValueError(
-                f"{name} must have at most {memory_map.MAX_BLOCKS} thread blocks, but has "
-                f"{num_blocks}."
-            )
-        if num_buffers > memory_map.MAX_BUFFERS or self.num_ranks > memory_map.MAX_GPUS:
-            raise ValueError(
-                f"{name} must have at most {memory_map.MAX_BUFFERS} buffers that peers access and "
-                f"at most {memory_map.MAX_GPUS} ranks, but has {num_buffers} buffers and "
-                f"{self.num_ranks} ranks."
-            )
 
     def _send_addresses(
         self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
@@ -334,11 +324,8 @@ class Gpus(RanksOfMesh):
                         short = low_half(word)
                         word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
                         halves.append(arith.andi(word, i32(0xFFFF)))
-                    value = widen(arith.ori(halves[0], arith.shli(halves[1], i32(16))))
-                    # The high half of a sent word is the number of the call.
-                    for number, peer in zip(numbers, at.peers, strict=True):
-                        word = arith.ori(arith.shli(number, i64(32)), value)
-                        store64(self._value(peer, at.here, number, pair), word)
+                    value = arith.ori(halves[0], arith.shli(halves[1], i32(16)))
+                    self._send(at, numbers, pair, value)
 
         self._call.inline(emit, jnp.asarray(first, jnp.int32), words)
 
@@ -351,26 +338,26 @@ class Gpus(RanksOfMesh):
         # calls later, the receiver has read it, since a rank receives something from each peer in
         # every call.
         (count,) = words.shape
-        if count > memory_map.MAX_VALUES:
-            raise ValueError(
-                f"{self._call.name}: a rank sends at most {memory_map.MAX_VALUES} values, not "
-                f"{count}."
-            )
+        assert count <= memory_map.MAX_VALUES, (self._call.name, count)
 
         def emit(at: _Emitted, start: Any, words: Any) -> None:
-            i32_type = mosaic.integer_type(32)
+            word = mosaic.integer_type(32)
             indices = [add(mosaic.warpgroup_thread(), i) for i in range(0, count, WARPGROUP)]
             for index in indices:
                 with mosaic.when(below(index, count)):
-                    value = widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
-                    index_of_value = add(scalar(start), index)
-                    # The high half of a sent word is the number of the call.
-                    for rank, peer in enumerate(at.peers):
-                        number = at.number(i32(rank))
-                        word = arith.ori(arith.shli(number, i64(32)), value)
-                        store64(self._value(peer, at.here, number, index_of_value), word)
+                    value = arith.bitcast(word, mosaic.element_at(words, index))
+                    numbers = (at.number(i32(r)) for r in range(self.num_ranks))
+                    self._send(at, numbers, add(scalar(start), index), value)
 
         self._call.inline(emit, jnp.asarray(start, jnp.int32), words)
+
+    def _send(self, at: _Emitted, numbers: Iterable[Value], index: Value, value: Value) -> None:
+        """Emits the sending of value number `index`, 32 bits, to every rank."""
+        value = widen(value)
+        # The high half of a sent word is the number of the call.
+        for number, peer in zip(numbers, at.peers, strict=True):
+            word = arith.ori(arith.shli(number, i64(32)), value)
+            store64(self._value(peer, at.here, number, index), word)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         self._read(rank, start, words, total=words.shape[0], what=what)

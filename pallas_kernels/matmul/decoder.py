@@ -174,7 +174,7 @@ class Decoder:
                     two_codes = vector.extract(codes, [], [i * self._of_column + word_index])
                     two_codes = arith.shrui(two_codes, mosaic.i32(16 * pair))
                     at = mosaic.add(first, piece * self.lines + i * WARPGROUP)
-                    place = mosaic.element_pointer(mosaic.pointer(scales), at, word)
+                    place = mosaic.pointer_at(scales, at, word)
                     llvm.store(_scales_of(two_codes), place)
             mosaic.barrier()
 
@@ -193,7 +193,7 @@ class Decoder:
                 warp = arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
                 byte = mosaic.add(mosaic.scalar(first), mosaic.mul(warp, of_warp))
                 word = mosaic.integer_type(32)
-                place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
+                place = mosaic.pointer_at(table, _entry(byte), word)
                 llvm.store(_bfloat16_of_byte(byte), place)
 
             first = computer * (num_warps * of_warp) + i
@@ -215,7 +215,7 @@ class Decoder:
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
                 at = mosaic.mul(line, words)
-                return mosaic.element_pointer(mosaic.pointer(ref), at, word)
+                return mosaic.pointer_at(ref, at, word)
 
             line_of_values = mosaic.add(line_of_stage, mosaic.mul(stage, lines))
             of_values = start_of(values, line_of_values, _WORDS * pieces)

@@ -49,15 +49,22 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
-    launch_into,
     quotient_and_rest,
+    run_into,
     run_one,
     store_or_add,
     swizzled,
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, OperandRing, TileSource
+from pallas_kernels.matmul.operand_ring import (
+    Feed,
+    Feeder,
+    Loader,
+    OperandRing,
+    Steps,
+    TileSource,
+)
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
@@ -121,9 +128,9 @@ def drhs_of_each(
         num_waves=num_waves,
     )
     out_type = [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads)
+    operands = [lhs, *grads, _group_steps(group_sizes, lhs.shape[0])]
     scratch_types = kernel.scratch_types(lhs.dtype)
-    call = launch_into(kernel, scratch_types, out_type, "grouped_matmul_drhs", sums)
-    return call(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
+    return run_into(sums, operands, kernel, scratch_types, out_type, "grouped_matmul_drhs")
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
@@ -355,16 +362,8 @@ class _Computer:
         multiply = functools.partial(self._multiply, tile)
         # A chunk of it is stored in each step, and the rest after the last step.
         store_before = functools.partial(self._store, before)
-        total, feed = self.ring.accumulate(
-            matmuls=1,
-            used=used,
-            steps=tile.steps,
-            shape=self._shape,
-            multiply=multiply,
-            feeder=self.feeder,
-            feed=feed,
-            meanwhile=store_before,
-        )
+        steps = Steps(used, tile.steps, self.feeder, feed, meanwhile=store_before)
+        total, feed = self.ring.accumulate(steps, 1, self._shape, multiply)
         self._store_from(before, tile.steps)
         top = tile.top + self.number * CHUNK
         held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self._dtype))

@@ -52,7 +52,6 @@ from pallas_kernels.matmul.kernel import (
     Kernel,
     aligned,
     launch,
-    quotient_and_rest,
     swizzled,
     zeros,
 )
@@ -61,6 +60,7 @@ from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
+from pallas_kernels.matmul.store import Position
 
 # The number of rows of an output tile that each compute warpgroup computes.
 ROWS = BLOCK // COMPUTERS
@@ -253,7 +253,8 @@ class Float8Kernel(Kernel):
 
         def look_up(index):
             tile, left_edge = self.tile_position(index, num_tiles)
-            return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
+            first, begin, end = (table[tile, i] for i in (FIRST, BEGIN, END))
+            return Position(first, begin, end, left_edge)
 
         used_rows = table[totals, 1]
         loader = _RowLoader(self, scratch, operands, table, num_tiles)
@@ -270,8 +271,8 @@ class Float8Kernel(Kernel):
         may_be_empty: bool = False,
     ) -> None:
         """Computes and stores this block's output tiles, of `total`."""
-        # `look_up(index)` returns what `compute_tile` takes as `tile`. `used_rows` is for `finish`;
-        # `may_be_empty` is whether a tile may have no steps.
+        # `look_up(index)` returns what `compute_tile` takes as `tile`: here, its `Position`.
+        # `used_rows` is for `finish`; `may_be_empty` is whether a tile may have no steps.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
 
@@ -479,7 +480,7 @@ class _Product(Float8Kernel):
     num_matrices = 1
 
     def compute_tile(self, computer, tile, used, feed):
-        _, first, begin, end, left_edge = tile
+        first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = end - first <= ROWS
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
@@ -516,19 +517,14 @@ class _Product(Float8Kernel):
         zero_chunk = zeros((ROWS, self.chunk), self.out_dtype)
         # The compute warpgroups of all blocks take turns at chunks of 64 rows.
         worker = lax.axis_index("block") * COMPUTERS + computer.number
-        workers = jnp.int32(self.all_blocks * COMPUTERS)
-        chunk_columns = jnp.int32(self.width // self.chunk)
-        first_chunk_row = lax.div(used_rows, jnp.int32(ROWS))
-        chunks = (-(-out.shape[0] // ROWS) - first_chunk_row) * chunk_columns
-
-        def store_zeros(i: jax.Array, _: None) -> None:
-            row, column = quotient_and_rest(worker + i * workers, chunk_columns)
-            top = (first_chunk_row + row) * ROWS
-            target = Target(top, column * self.chunk, used_rows - top, out.shape[0] - top)
-            register_tiles.store_rows_through(room, out, zero_chunk, target)
-
-        chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
-        lax.fori_loop(0, chunks_of_worker, store_zeros, None)
+        register_tiles.each_zero_chunk(
+            used_rows,
+            out.shape,
+            (ROWS, self.chunk),
+            worker,
+            self.all_blocks * COMPUTERS,
+            functools.partial(register_tiles.store_rows_through, room, out, zero_chunk),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -545,7 +541,7 @@ class _GatedProduct(Float8Kernel):
         return 3 if self.keep else 1
 
     def compute_tile(self, computer, tile, used, feed):
-        _, first, begin, end, left_edge = tile
+        first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 

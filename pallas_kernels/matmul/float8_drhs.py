@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul.float8 import HALVES, ROWS, Float8Kernel, Float8Tiles
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
-    launch_into,
     quotient_and_rest,
+    run_into,
     store_or_add,
     swizzled,
 )
@@ -83,14 +83,14 @@ def drhs_of_each(
         num_waves=num_waves,
     )
     shape = num_groups * height, width
-    call = launch_into(
+    results = run_into(
+        None if sums is None else [each.reshape(shape) for each in sums],
+        [*lhs, *(array for grad in grads for array in grad), group_blocks],
         kernel,
         kernel.scratch_types(),
         [jax.ShapeDtypeStruct(shape, dtype)] * len(grads),
         "grouped_matmul_float8_drhs",
-        None if sums is None else [each.reshape(shape) for each in sums],
     )
-    results = call(*lhs, *(array for grad in grads for array in grad), group_blocks)
     return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
@@ -179,6 +179,16 @@ class _Drhs(Float8Kernel):
         return outs[0], left_edge + half * BLOCK
 
 
+class _Tile(NamedTuple):
+    """An output tile, and the blocks of 128 rows over which its sum runs. All are int32."""
+
+    first_block: jax.Array
+    # The tile's first row and column in the group's matrix [K, N].
+    row: jax.Array
+    left_edge: jax.Array
+    steps: jax.Array  # the number of blocks
+
+
 @dataclasses.dataclass(frozen=True)
 class _Loader:
     """Copies the operand tiles of a block of 128 rows into the ring in each step."""
@@ -188,35 +198,32 @@ class _Loader:
     operands: Sequence[Any]
     group_blocks: Any
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns a tile's first block of 128 rows, first row and column, and number of steps."""
+    def find(self, index: jax.Array) -> _Tile:
         group, row, left_edge = self.kernel.place(index)
         first_block, steps = (self.group_blocks[group, i] for i in range(2))
-        return first_block, row, left_edge, steps
+        return _Tile(first_block, row, left_edge, steps)
 
-    def steps_of(self, tile: Any) -> jax.Array:
-        return tile[3]
+    def steps_of(self, tile: _Tile) -> jax.Array:
+        return tile.steps
 
-    def read_ahead(self, tile: Any, step: jax.Array) -> list[jax.Array]:
+    def read_ahead(self, tile: _Tile, step: jax.Array) -> list[jax.Array]:
         """Returns, for each half, the product of the scales of a step's blocks of lhs and grad."""
-        first_block, row, left_edge, _ = tile
         lhs_scales, grad_scales = self.operands[1], self.operands[3::2]
         # The step may be past the last one.
-        block = jnp.minimum(first_block + step, lhs_scales.shape[0] - 1)
-        lhs_scale = lhs_scales[block, lax.div(row, jnp.int32(BLOCK))]
+        block = jnp.minimum(tile.first_block + step, lhs_scales.shape[0] - 1)
+        lhs_scale = lhs_scales[block, lax.div(tile.row, jnp.int32(BLOCK))]
         scales = self.kernel.block_scales(
-            grad_scales, left_edge, lambda scales, column: scales.at[block, column]
+            grad_scales, tile.left_edge, lambda scales, column: scales.at[block, column]
         )
         return [scale[...] * lhs_scale for scale in scales]
 
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        first_block, row, left_edge, _ = tile
-        inner = pl.ds((first_block + step) * BLOCK, BLOCK)
-        columns = self.kernel.columns_of(left_edge)
+    def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        inner = pl.ds((tile.first_block + step) * BLOCK, BLOCK)
+        columns = self.kernel.columns_of(tile.left_edge)
         self.kernel.fill_stage(
             self.scratch,
             number,
-            left=self.operands[0].at[pl.ds(pl.multiple_of(row, BLOCK), BLOCK), inner],
+            left=self.operands[0].at[pl.ds(pl.multiple_of(tile.row, BLOCK), BLOCK), inner],
             left_scales=None,  # `read_ahead` has multiplied them into the block scales
             rights=[grad.at[columns, inner] for grad in self.operands[2::2]],
             block_scales=ahead,

@@ -29,14 +29,14 @@ from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
-    Matrices,
     Product,
     Share,
     Tiles,
+    format_of,
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
-from pallas_kernels.matmul.operand_ring import Feed
+from pallas_kernels.matmul.operand_ring import Feed, Steps
 from pallas_kernels.matmul.store import Position
 
 
@@ -74,11 +74,7 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized, format = isinstance(rhs[0], Scaled), Matrices
-    if is_quantized:
-        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
-
-        format = Mxfp4Matrices
+    is_quantized, format = isinstance(rhs[0], Scaled), format_of(rhs[0])
     matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,
@@ -234,9 +230,8 @@ class _OneProduct(Computer):
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
         steps = self.kernel.steps
-        total, feed = self.matrices.sum_products(
-            self.number, self._share, height_index, used, steps, self._shape, self.feeder, feed
-        )
+        own = Steps(used, steps, self.feeder, feed)
+        total, feed = self.matrices.sum_products(self._share, height_index, self._shape, own)
         product = total.astype(self._dtype)
         count = self.passed.product.shape[1]
         first_rows = product[:, :count]

@@ -52,7 +52,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, TileSource
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, Steps, TileSource
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 from pallas_kernels.matmul.store import STORED_ROWS, Position, Store, buffers_type
 
@@ -145,7 +145,6 @@ def grouped_matmul(
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = True,
-    format: type[Matrices] | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
@@ -154,23 +153,22 @@ def grouped_matmul(
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
         All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
-        8, K of 64, N of tiles.part. K may differ between pairs.
+        8, K of 64, N of tiles.part. K may differ between pairs. With bfloat16 rows, one pair and
+        `transpose_rhs`, rhs may be `Scaled`, in MXFP4.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
-      format: the format of the matrices; None: unquantized. `Mxfp4Matrices` takes bfloat16 rows
-        and one pair, whose rhs is `Scaled`, with `transpose_rhs`.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
       are summed in float32, and each sum is rounded once.
     """
-    lhs, _ = pairs[0]
+    lhs, rhs = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
-    format = format or Matrices
+    format = format_of(rhs)
     operands = [part for lhs, rhs in pairs for part in (lhs, *format.operands_of(rhs))]
     kernel = Product(
         tiles=tiles,
@@ -405,19 +403,12 @@ class Matrices:
         """Prepares the compute warpgroup of index `computer`, while the first copies arrive."""
 
     def sum_products(
-        self,
-        computer: jax.Array,
-        share: Share,
-        height_index: jax.Array,
-        used: jax.Array,
-        steps: Any,
-        shape: tuple[int, int],
-        *options: Any,
+        self, share: Share, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
         """Sums the products of a tile of heights[height_index] rows with the columns in `share`.
 
-        The products with several matrices lie side by side. `options` are the last arguments of
-        `OperandRing.accumulate`, from `feeder` on; see there for the other arguments, too.
+        Returns the sums, float32 of shape `shape`, in which the products with several matrices lie
+        side by side, and the new feed.
         """
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
@@ -431,12 +422,20 @@ class Matrices:
             heights = self.kernel.tiles.heights
             lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
 
-        return self.ring.accumulate(len(share), used, steps, shape, multiply, *options)
+        return self.ring.accumulate(steps, len(share), shape, multiply)
 
     def _columns(self, stage: jax.Array, matrix: Any, first: Any) -> Any:
         """Returns the columns of a stage's tile of a matrix from column `first` on, [part, 64]."""
         tile, columns = self.ring.right_tile(stage, matrix), pl.ds(first, self.kernel.tiles.part)
         return tile.at[columns] if self.kernel.transpose_rhs else transposed(tile.at[:, columns])
+
+
+def format_of(rhs: jax.Array | Scaled) -> type[Matrices]:
+    if not isinstance(rhs, Scaled):
+        return Matrices
+    from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+    return Mxfp4Matrices
 
 
 # By what a compute warpgroup multiplies rows: (index of a matrix, first column in its tile) each.
@@ -534,29 +533,20 @@ class Computer:
         per_step = -(-num_chunks // steps)
 
         def store_held(step: jax.Array) -> None:
-            results = functools.partial(_cut, held)
+            def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+                return tuple(array[columns, rows] for array in held)
+
             self.store.chunks(step * per_step, per_step, position_before, results)
 
-        meanwhile, least_steps = (store_held, steps) if self.kernel.holds else (None, 0)
-        total, feed = self.matrices.sum_products(
-            self.number,
-            self._share,
-            height_index,
-            used,
-            own_steps,
-            (self.kernel.tiles.part, self.kernel.num_matrices * self.kernel.tiles.block_m),
-            self.feeder,
-            feed,
-            meanwhile,
-            least_steps,
-        )
+        own = Steps(used, own_steps, self.feeder, feed)
+        if self.kernel.holds:
+            own = own._replace(meanwhile=store_held, least=steps)
+        part, block_m = self._shape
+        shape = part, self.kernel.num_matrices * block_m
+        total, feed = self.matrices.sum_products(self._share, height_index, shape, own)
         results = functools.partial(self.kernel.results, total, biases, self._dtype)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
             self.store.chunks(0, num_chunks, position, results)
         return used + own_steps, feed, (position, held)
-
-
-def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-    return tuple(array[columns, rows] for array in arrays)

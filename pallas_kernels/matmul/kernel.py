@@ -202,24 +202,16 @@ def launch(
     )
 
 
-def launch_into(
-    kernel: Kernel,
-    scratch_types: dict[str, Any],
-    out_type: Any,
-    name: str,
-    sums: Sequence[jax.Array] | None,
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function like `launch`, whose kernel writes to new arrays or adds to `sums`."""
+def run_into(
+    sums: Sequence[jax.Array] | None, operands: Sequence[jax.Array], kernel: Kernel,
+    scratch_types: dict[str, Any], out_type: Any, name: str,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Runs a kernel that adds to `sums`, or else writes to new arrays; returns these arrays."""
     if sums is None:
-        call = launch(kernel, scratch_types, out_type, name)
-        return lambda *operands: tuple(call(*operands))
+        return tuple(launch(kernel, scratch_types, out_type, name)(*operands))
     call = launch(kernel, scratch_types, [], name)
-
-    def add(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        updated, _ = update_in_place(sums, lambda refs: call(*operands, *refs))
-        return updated
-
-    return add
+    updated, _ = update_in_place(sums, lambda refs: call(*operands, *refs))
+    return updated
 
 
 def store_or_add(buffer: Any, destination: Any, adds: bool) -> None:

@@ -22,7 +22,7 @@ from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
 from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Share, Tiles
 from pallas_kernels.matmul.kernel import CHUNK, STEP, transposed, zeros
-from pallas_kernels.matmul.operand_ring import Feed
+from pallas_kernels.matmul.operand_ring import Feed, Steps
 
 # Decoding tiles of more rows leaves no registers for a finished tile's results.
 _MOST_HELD = 128
@@ -83,14 +83,7 @@ class Mxfp4Matrices(Matrices):
         self.decoder.fill_table(computer)
 
     def sum_products(
-        self,
-        computer: jax.Array,
-        share: Share,
-        height_index: jax.Array,
-        used: jax.Array,
-        steps: Any,
-        shape: tuple[int, int],
-        *options: Any,
+        self, share: Share, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
         decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
         parts = _parts(tiles, share)
@@ -128,10 +121,10 @@ class Mxfp4Matrices(Matrices):
 
         if _by_warps(tiles):
             zero_totals = zeros(shape, jnp.float32)
-            return self.ring.accumulate_complete(used, steps, zero_totals, add_by_warps, *options)
+            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps)
         # When `multiply` returns, the matmuls of its last two parts may still run.
         matmuls = min(len(parts), 2)
-        return self.ring.accumulate(matmuls, used, steps, shape, multiply, *options)
+        return self.ring.accumulate(steps, matmuls, shape, multiply)
 
 
 def _by_warps(tiles: Tiles) -> bool:

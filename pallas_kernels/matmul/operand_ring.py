@@ -175,6 +175,20 @@ class Feeder:
         return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
 
 
+class Steps(NamedTuple):
+    """The ring's next steps, over which a compute warpgroup sums products."""
+
+    used: jax.Array  # the number of steps that this block has multiplied before
+    count: Any
+    # Load a later step in each step; see `Feeder.follow`.
+    feeder: Feeder
+    feed: Feed | None
+    # `meanwhile(step)` runs while the matmuls of a step are under way, at least `least` times,
+    # without matmuls past `count`.
+    meanwhile: Callable[[jax.Array], None] | None = None
+    least: int = 0
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["left", "right", "full", "empty"],
@@ -236,29 +250,21 @@ class OperandRing:
 
     def accumulate(
         self,
+        steps: Steps,
         matmuls: int,
-        used: jax.Array,
-        steps: Any,
         shape: tuple[int, int],
         multiply: Callable[[Any, jax.Array, jax.Array], None],
-        feeder: Feeder,
-        feed: Feed | None,
-        meanwhile: Callable[[jax.Array], None] | None = None,
-        least_steps: int = 0,
     ) -> tuple[jax.Array, Feed | None]:
-        """Sums products over the ring's next `steps` steps, and releases their stages.
+        """Sums products over steps, and releases their stages.
 
         Returns the sums in registers, float32 of shape `shape`, and the new feed.
 
         Args:
           matmuls: the least number of asynchronous matmuls that `multiply` starts.
-          used: the number of steps that this block has multiplied before.
           multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
             which may still run when those of the next stage begin.
-          feeder, feed: load a later step in each step; see `Feeder.follow`.
-          meanwhile: `meanwhile(step)` runs while the matmuls of a step are under way.
-          least_steps: how many times `meanwhile` runs at least, without matmuls past `steps`.
         """
+        used, count, feeder, first_feed, meanwhile, least = steps
 
         def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:
             def take_step(step: jax.Array, feed: Feed | None) -> Feed | None:
@@ -267,10 +273,10 @@ class OperandRing:
                     plgpu.barrier_wait(self.full.at[stage])
                     multiply(accumulator, stage, step)
 
-                # Without `least_steps`, no step checks that it is below `steps`. The check would
-                # cost up to 7 % of the time of the kernel for the gradients of matrices.
-                if least_steps > 0:
-                    pl.when(step < steps)(multiply_stage)
+                # Without `least`, no step checks that it is below `count`. The check would cost up
+                # to 7 % of the time of the kernel for the gradients of matrices.
+                if least > 0:
+                    pl.when(step < count)(multiply_stage)
                 else:
                     multiply_stage()
                 if meanwhile is not None:
@@ -278,35 +284,28 @@ class OperandRing:
                 # After this wait, only this step's matmuls may still run: the previous stage is
                 # free.
                 plgpu.wgmma_wait(matmuls)
-                pl.when((step > 0) & (step <= steps))(lambda: self._free(used + (step - 1)))
+                pl.when((step > 0) & (step <= count))(lambda: self._free(used + (step - 1)))
                 return feeder.follow(used + step, feed)
 
-            all_steps = jnp.maximum(steps, least_steps)
-            following = lax.fori_loop(0, all_steps, take_step, feed)
+            all_steps = jnp.maximum(count, least)
+            following = lax.fori_loop(0, all_steps, take_step, first_feed)
             total = accumulator[...]
             # A step frees only the stage before its own.
-            last_holds_stage = (all_steps > 0) & (all_steps <= steps)
+            last_holds_stage = (all_steps > 0) & (all_steps <= count)
             pl.when(last_holds_stage)(lambda: self._free(used + (all_steps - 1)))
             return total, following
 
         return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
 
     def accumulate_complete(
-        self,
-        used: jax.Array,
-        steps: Any,
-        totals: jax.Array,
-        add: Callable[[jax.Array, jax.Array], jax.Array],
-        feeder: Feeder,
-        feed: Feed | None,
-        meanwhile: Callable[[jax.Array], None] | None = None,
-        least_steps: int = 0,
+        self, steps: Steps, totals: jax.Array, add: Callable[[jax.Array, jax.Array], jax.Array]
     ) -> tuple[jax.Array, Feed | None]:
         """Sums products like `accumulate`, by matmuls that are complete when they return.
 
         `add(totals, stage)` returns `totals`, in registers, plus the products of a stage's
         operands. `meanwhile` runs after it.
         """
+        used, count, feeder, first_feed, meanwhile, least = steps
 
         def take_step(
             step: jax.Array, state: tuple[jax.Array, Feed | None]
@@ -322,8 +321,8 @@ class OperandRing:
                 plgpu.barrier_arrive(self.empty.at[stage])
                 return new_totals
 
-            if least_steps:
-                totals = lax.cond(step < steps, add_stage, lambda: totals)
+            if least:
+                totals = lax.cond(step < count, add_stage, lambda: totals)
             else:
                 totals = add_stage()
             feed = feeder.follow(used + step, feed)
@@ -331,7 +330,7 @@ class OperandRing:
                 meanwhile(step)
             return totals, feed
 
-        return lax.fori_loop(0, jnp.maximum(steps, least_steps), take_step, (totals, feed))
+        return lax.fori_loop(0, jnp.maximum(count, least), take_step, (totals, first_feed))
 
     def _free(self, number: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])

@@ -202,18 +202,9 @@ class _Patch(Tile):
     left: Value  # the first column of the patch, counted in the input
 
     @classmethod
-    def of_thread(
-        cls,
-        packed: Packed,
-        width: int,
-        block: Value,
-        column: Value,
-        first: Value,
-        count: Value,
-        *,
-        is_full: bool = False,
-    ) -> _Patch:
-        """Returns this thread's patch of the tile with the fields `block` to `count` of `Tile`."""
+    def of_thread(cls, packed: Packed, width: int, *fields: Value, is_full: bool = False) -> _Patch:
+        """Returns this thread's patch of the tile with these `fields` of `Tile`."""
+        block, column, first, count = fields
         place = place_of(_rows_of(packed), _COLUMNS)
         left = mosaic.add(mosaic.mul(column, BLOCK), place.column)
         return cls(block, column, first, count, packed, width, is_full, place, left)

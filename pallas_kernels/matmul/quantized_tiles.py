@@ -158,7 +158,7 @@ def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Va
     wide = mosaic.integer_type(64)
     at = mosaic.mul(arith.extui(wide, row), width)
     at = mosaic.mul(mosaic.add(at, arith.extui(wide, column)), size)
-    return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
+    return mosaic.pointer_at(ref, at, mosaic.integer_type(8))
 
 
 def past(pointer: Value, num_bytes: int) -> Value:
@@ -167,13 +167,13 @@ def past(pointer: Value, num_bytes: int) -> Value:
 
 def word_at(ref: Any, at: Value) -> Value:
     word = mosaic.integer_type(32)
-    return llvm.load(word, mosaic.element_pointer(mosaic.pointer(ref), at, word))
+    return mosaic.element_at(ref, at, word)
 
 
 def share(ref: Any, at: Value, numbers: list[Value]) -> None:
     """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
     word = mosaic.integer_type(32)
-    mosaic.store_numbers(numbers, mosaic.element_pointer(mosaic.pointer(ref), at, word))
+    mosaic.store_numbers(numbers, mosaic.pointer_at(ref, at, word))
 
 
 def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
@@ -183,7 +183,7 @@ def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
 def shared_numbers(ref: Any, at: Value, count: int, element: Any = None) -> list[Value]:
     """Loads up to 4 consecutive numbers, float32 by default, from `ref[at:]` in shared memory."""
     element = element or mosaic.float_type()
-    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, element)
+    pointer = mosaic.pointer_at(ref, at, element)
     return mosaic.load_numbers(pointer, count, element)
 
 

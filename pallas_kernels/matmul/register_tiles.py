@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
+from pallas_kernels.matmul.kernel import quotient_and_rest
 
 
 class Target(NamedTuple):
@@ -115,7 +116,7 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
         offset = mosaic.mul(arith.extui(wide, mosaic.add(top, first)), stride)
         left_bytes = mosaic.add(mosaic.mul(left, size), column)
         start = mosaic.add(offset, arith.extui(wide, left_bytes))
-        start = llvm.ptrtoint(wide, mosaic.element_pointer(mosaic.pointer(out), start, byte))
+        start = llvm.ptrtoint(wide, mosaic.pointer_at(out, start, byte))
         rows = [mosaic.add(first, i) for i in range(0, 16, 4)]
         offsets = [in_room(row, column) for row in rows]
         places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
@@ -240,6 +241,30 @@ def zero_rows_outside(
     lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), step, None)
 
 
+def each_zero_chunk(
+    start: jax.Array,
+    out_shape: tuple[int, int],
+    chunk_shape: tuple[int, int],
+    worker: jax.Array,
+    num_workers: int,
+    zero: Callable[[Target], None],
+) -> None:
+    """Calls `zero` for a worker's share of the chunks of an array's rows from `start` on."""
+    (num_rows, width), (height, columns) = out_shape, chunk_shape
+    chunk_columns, workers = jnp.int32(width // columns), jnp.int32(num_workers)
+    # Chunks are numbered row by row, from the row of chunks that has row `start`.
+    first_chunk_row = lax.div(start, jnp.int32(height))
+    chunks = (-(-num_rows // height) - first_chunk_row) * chunk_columns
+
+    def one_chunk(i: jax.Array, _: None) -> None:
+        row, column = quotient_and_rest(worker + i * workers, chunk_columns)
+        top = (first_chunk_row + row) * height
+        zero(Target(top, column * columns, start - top, num_rows - top))
+
+    chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
+    lax.fori_loop(0, chunks_of_worker, one_chunk, None)
+
+
 def write_registers(room: Any, values: jax.Array) -> None:
     """Writes an array of 16-bit floats, [64, columns] in the layout WGMMA, for `read_registers`.
 
@@ -291,5 +316,5 @@ def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
     count = math.gcd(num_words, 4)
     for first in range(0, num_words, count):
         at = mosaic.add(mosaic.mul(mosaic.warpgroup_thread(), count), first * WARPGROUP)
-        pointer = mosaic.element_pointer(mosaic.pointer(room), at, mosaic.integer_type(32))
+        pointer = mosaic.pointer_at(room, at, mosaic.integer_type(32))
         yield first, count, pointer

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, WARP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.fabric.mosaic import Value, arith
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups
 
 # The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)
@@ -88,19 +88,6 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
         group = lax.axis_index("block")
         heights = [all_heights[i] for i in range(num_heights)]
 
-        def cut_off(size, start):
-            """Returns the rows of a group that starts at row `start`, without those cut off."""
-            size = jnp.clip(size, 0, num_rows)
-            return jnp.minimum(start + size, num_rows) - start
-
-        def tiles_of(start, size):
-            # Returns into how many tiles of the largest height a group's rows are cut.
-            return jnp.where(
-                size > 0,
-                lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (heights[-1] - 1), heights[-1]),
-                0,
-            )
-
         def write(entry, *values):
             for column, value in enumerate(values):
                 table[entry, column] = value
@@ -110,9 +97,14 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
 
         @pl.when(group < num_groups)
         def _group():
-            size = cut_off(sizes[group], start)
+            # The group's rows, without those cut off.
+            size = jnp.clip(sizes[group], 0, num_rows)
+            size = jnp.minimum(start + size, num_rows) - start
             first = start - lax.rem(start, ROW_ALIGNMENT)
-            tiles = tiles_of(start, size)
+            # The tiles of the largest height that cover them.
+            to_cover = lax.rem(start, ROW_ALIGNMENT) + size
+            tiles = lax.div(to_cover + (heights[-1] - 1), heights[-1])
+            tiles = jnp.where(size > 0, tiles, 0)
             # The lowest height at which so many tiles cover the group.
             divisor = jnp.maximum(tiles, 1)
             height = _lowest(heights, lax.div(start + size - first + (divisor - 1), divisor))
@@ -155,7 +147,7 @@ def _rows_and_tiles_before(
 
     def emit(sizes: Any, *numbers: Any) -> list[Any]:
         end_group, height = (mosaic.scalar(number) for number in numbers)
-        zero, most, word = mosaic.i32(0), mosaic.i32(num_rows), mosaic.integer_type(32)
+        zero, most = mosaic.i32(0), mosaic.i32(num_rows)
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         first = mosaic.mul(lane, groups_of_thread)
 
@@ -168,8 +160,7 @@ def _rows_and_tiles_before(
             group = mosaic.add(first, i)
             # Groups from `end_group` on have no rows here; indices past the last group are clamped.
             within = arith.minui(group, mosaic.i32(num_groups - 1))
-            place = mosaic.element_pointer(mosaic.pointer(sizes), within, word)
-            size = arith.minsi(arith.maxsi(llvm.load(word, place), zero), most)
+            size = arith.minsi(arith.maxsi(mosaic.element_at(sizes, within), zero), most)
             group_rows.append(arith.select(mosaic.below(group, end_group), size, zero))
         # The rows of this thread's groups and, after the loop, also of all threads before.
         inclusive = functools.reduce(added, group_rows)

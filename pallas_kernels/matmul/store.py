@@ -156,27 +156,22 @@ class Store:
         """Zeroes the outputs' rows from `start` on: warpgroup `worker`'s share of `num_workers`."""
         # A buffer is zeroed once the copies from it are done; each chunk is copied from there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        num_rows, width = self.outs[0].shape
-        buffer, zero_chunk = self.buffers.at[0], zeros((CHUNK, STORED_ROWS), self.outs[0].dtype)
-        register_tiles.store_transposed(buffer, zero_chunk)
+        out, buffer = self.outs[0], self.buffers.at[0]
+        register_tiles.store_transposed(buffer, zeros((CHUNK, STORED_ROWS), out.dtype))
         plgpu.commit_smem()
-        chunk_columns, workers = jnp.int32(width // CHUNK), jnp.int32(num_workers)
-        # Chunks are numbered row by row, from the row of chunks that has row `start`.
-        first_chunk_row = lax.div(start, jnp.int32(STORED_ROWS))
-        chunk_rows = -(-num_rows // STORED_ROWS) - first_chunk_row
-
-        def one_chunk(i: jax.Array, _: None) -> None:
-            row, column = quotient_and_rest(worker + i * workers, chunk_columns)
-            top = (first_chunk_row + row) * STORED_ROWS
-            begin = jnp.maximum(start - top, 0)
-            end = jnp.minimum(num_rows - top, STORED_ROWS)
-            self._zero_chunk(buffer, Target(top, column * CHUNK, begin, end))
-
-        chunks_of_worker = lax.div(chunk_rows * chunk_columns - worker + (workers - 1), workers)
-        lax.fori_loop(0, chunks_of_worker, one_chunk, None)
+        register_tiles.each_zero_chunk(
+            start,
+            out.shape,
+            (STORED_ROWS, CHUNK),
+            worker,
+            num_workers,
+            functools.partial(self._zero_chunk, buffer),
+        )
 
     def _zero_chunk(self, buffer: Any, target: Target) -> None:
         """Copies rows of a buffer of zeros to each output."""
+        begin, end = jnp.maximum(target.begin, 0), jnp.minimum(target.end, STORED_ROWS)
+        target = target._replace(begin=begin, end=end)
         buffers = [buffer] * len(self.outs)
         is_whole = target.end - target.begin == STORED_ROWS
         pl.when(is_whole)(lambda: self._copy_whole(buffers, target, STORED_ROWS))

@@ -372,7 +372,7 @@ class _Job:
             byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
             at = mosaic.add(byte, i * (4 if self.is_float8 else 8))
-            pointer = mosaic.element_pointer(mosaic.pointer(rows), at, mosaic.integer_type(8))
+            pointer = mosaic.pointer_at(rows, at, mosaic.integer_type(8))
             both = _float16_pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
                 llvm.store(both, pointer, alignment=4)
@@ -604,7 +604,7 @@ def _float16_pair(low: Value, high: Value) -> Value:
 
 
 def _load_shared(memref: Value, at: Value) -> list[Value]:
-    pointer = mosaic.element_pointer(mosaic.pointer(memref), at, mosaic.integer_type(8))
+    pointer = mosaic.pointer_at(memref, at, mosaic.integer_type(8))
     address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
     return _load("ld.shared.v4.b32", 4, "r", address, 0)
 

@@ -135,7 +135,7 @@ class _Job:
             token, number = mosaic.divided(thread, _COLUMNS)
             at = mosaic.add(mosaic.mul(token, self.num_experts), mosaic.add(column, number))
             total = functools.reduce(arith.addf, parts)
-            llvm.store(total, mosaic.element_pointer(mosaic.pointer(out), at, f32))
+            llvm.store(total, mosaic.pointer_at(out, at, f32))
 
     def row(self, thread: Value, step: int) -> tuple[Value, Value | None]:
         """Returns the row of the gate that a thread reads in a step, and whether it exists."""
@@ -153,16 +153,14 @@ class _Job:
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
         at = mosaic.add(mosaic.mul(row, self.num_experts), column)
-        pointer = mosaic.element_pointer(mosaic.pointer(gate_ref), at, element)
+        pointer = mosaic.pointer_at(gate_ref, at, element)
         gate = mosaic.load_numbers(pointer, _COLUMNS, element)
         if self.dtype != jnp.float32:
             gate = [arith.extf(f32, each) for each in gate]
-        bfloat16 = mosaic.element_type(jnp.bfloat16)
         numbers = []
         for token in range(self.num_tokens):
             at = mosaic.add(row, token * self.hidden)
-            pointer = mosaic.element_pointer(mosaic.pointer(x_ref), at, bfloat16)
-            numbers.append(arith.extf(f32, llvm.load(bfloat16, pointer)))
+            numbers.append(arith.extf(f32, mosaic.element_at(x_ref, at)))
         if exists is not None:
             gate = [arith.select(exists, each, zero) for each in gate]
             numbers = [arith.select(exists, each, zero) for each in numbers]

@@ -408,14 +408,14 @@ class _Lanes:
         """Loads ref[row, column]; each lane has a column of its own. `ref` is [T, E]."""
         place = mosaic.add(mosaic.mul(row, self.columns), column)
         i32 = mosaic.integer_type(32)
-        return llvm.load(i32, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
+        return mosaic.element_at(ref, place, i32)
 
     def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
         """Stores `word` of lane i to ref[row, i], for each lane i < k; `ref` is [T, k]."""
         with mosaic.when(mosaic.below(self.lane, k)):
             place = mosaic.add(mosaic.mul(row, k), self.lane)
             i32 = mosaic.integer_type(32)
-            llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
+            llvm.store(word, mosaic.pointer_at(ref, place, i32))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
         """Stores the words of the columns that this lane holds to row `row` of ref [T, E]."""

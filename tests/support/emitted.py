@@ -123,6 +123,10 @@ class Emulator:
             inline=lambda emit, operands, returns=None: emit(*map(_array_of, operands)),
             pointer=lambda memory: Pointer(memory, np.zeros((1, 1), np.int64)),
             element_pointer=_element_pointer,
+            pointer_at=_pointer_at,
+            element_at=lambda memory, index, element=None: self.load(
+                element or memory.dtype, _pointer_at(memory, index, element)
+            ),
             load_numbers=self.load_numbers,
             store_numbers=lambda numbers, pointer: self.store(
                 Vector(numbers), pointer, alignment=len(numbers) * 4
@@ -319,6 +323,11 @@ def _poisoned(out: Any) -> Memory:
 
 def _element_pointer(pointer: Pointer, index: Any, element: Any) -> Pointer:
     return Pointer(pointer.memory, pointer.offset + index.astype(np.int64) * element.itemsize)
+
+
+def _pointer_at(memory: Memory, index: Any, element: Any = None) -> Pointer:
+    start = Pointer(memory, np.zeros((1, 1), np.int64))
+    return _element_pointer(start, index, element or memory.dtype)
 
 
 def _halves(word: Any, dtype: Any) -> list[Any]:

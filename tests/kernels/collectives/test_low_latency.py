@@ -108,9 +108,7 @@ def test_calls_of_all_kernels_one_after_another(mesh, axes):
 def test_what_needs_more_than_there_is_is_refused(name, size, plan):
     channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
     x = jnp.zeros(KERNELS[name][0](2, size)[1:], jnp.float32)
-    with pytest.raises(
-        ValueError, match="room for 512 worker warpgroups that send 4 tiles each, but .*TilePlan"
-    ):
+    with pytest.raises(AssertionError, match=f"{name}_ll', TilePlan"):
         getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
 
 
