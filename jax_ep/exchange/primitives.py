@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +72,12 @@ def _load_two_level(problem: Problem) -> Any:
     return TwoLevel(num_hosts, kernels=why_no_kernels is None)
 
 
+def _load_pallas(problem: Problem) -> Any:
+    from jax_ep.exchange import pallas as pallas_exchange
+
+    return pallas_exchange
+
+
 def _pallas_reason(problem: Problem) -> str | None:
     if problem.rows is not None and (reason := problem.rows.unavailable_reason()):
         return reason
@@ -87,7 +92,7 @@ IMPLEMENTATIONS = Implementations(
             name="pallas",
             unavailable_reason=_pallas_reason,
             is_default=lambda problem: not problem.few_of_one_rank,
-            load=lambda problem: importlib.import_module("jax_ep.exchange.pallas"),
+            load=_load_pallas,
         ),
         _Exchange(name="xla", load=lambda problem: xla_exchange),
     )
@@ -218,7 +223,7 @@ def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: C
         # Without tokens, no rank sends anything, and all rows and counts are 0.
         zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         # Next to leaves[0], the zeros are cast to vary over the same mesh axes as this operand.
-        *zeros, _ = match_varying([*zeros, leaves[0]], ())
+        zeros, _ = match_varying((zeros, leaves[0]))
         return jax.tree.unflatten(returned, zeros)
     bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
     return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))

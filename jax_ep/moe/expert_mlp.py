@@ -34,16 +34,6 @@ from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 Activation = Callable[..., jax.Array]
 
 
-def takes_up(activation: Activation) -> bool:
-    """Returns whether `activation` must be given two arrays, gate and up."""
-    try:
-        parameters = inspect.signature(activation).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = (p for p in parameters if p.default is p.empty)
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
-
-
 def check_activation(name: str, value: Any, otherwise: str = "") -> None:
     checks.check_function(name, value, f"a function of gate, or of gate and up{otherwise}")
 
@@ -55,6 +45,16 @@ class HiddenUnit:
     activation: Activation = jax.nn.silu
     clamp: float | None = None
 
+    @functools.cached_property
+    def takes_up(self) -> bool:
+        """Whether `activation` must be given two arrays, gate and up."""
+        try:
+            parameters = inspect.signature(self.activation).parameters.values()
+        except (TypeError, ValueError):
+            return False
+        required = (p for p in parameters if p.default is p.empty)
+        return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
+
     def check(self) -> None:
         check_activation("activation", self.activation)
         if self.clamp is not None:
@@ -65,7 +65,7 @@ class HiddenUnit:
         if self.clamp is not None:
             gate = jnp.minimum(gate, jnp.asarray(self.clamp, gate.dtype))
             up = tuple(jnp.clip(u, -self.clamp, self.clamp) for u in up)
-        if takes_up(self.activation):
+        if self.takes_up:
             return self.activation(gate, *up)
         hidden = self.activation(gate)
         return hidden * up[0] if up else hidden
@@ -161,12 +161,11 @@ def run_mlp(
     tokens_have_gradient = not isinstance(tokens, QuantizedArray)
     # Arrays stay as they are; a `QuantizedArray` gets a dtype of JAX, and no gradient.
     tokens = without_gradient("tokens", with_jax_dtype(tokens))
-    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-    leaves = match_varying(leaves, ())
-    tokens, experts, group_sizes = jax.tree.unflatten(tree, leaves)
+    arrays = match_varying(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
+    tokens, experts, group_sizes = arrays
     if tokens.shape[0] == 0:
         # The type of the result varies over the axes that the operands' types do.
-        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), *leaves), ())[0]
+        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), arrays))[0]
     matmuls, experts = matmuls_of(matmul_dtype, experts, implementation)
     return _expert_mlp(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient)
 
@@ -392,7 +391,7 @@ def check_computation(
     _check_activation(unit, rows)
     if experts.wi_1 is None:
         one = "where wi_1 is None: an expert without a gate has one pre-activation."
-        if takes_up(unit.activation):
+        if unit.takes_up:
             raise ValueError(f"activation must be a function of one array {one}")
         if experts.wi_1_bias is not None:
             raise ValueError(f"wi_1_bias must be None {one}")
@@ -400,7 +399,7 @@ def check_computation(
 
 
 def _check_activation(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    count = 2 if takes_up(unit.activation) else 1
+    count = 2 if unit.takes_up else 1
     try:
         jaxpr, result = jax.make_jaxpr(unit.activation, return_shape=True)(*[rows] * count)
     except TypeError as error:

@@ -142,8 +142,7 @@ def _by_platform(
 
     compute.defvjp(compute_and_keep, lambda vjp, cotangents: (None, *vjp(cotangents[0])))
     arrays = experts._replace(**dict.fromkeys(quantized))
-    leaves, tree = jax.tree.flatten((quantized, arrays, operand))
-    return compute(*jax.tree.unflatten(tree, match_varying(leaves, axes)))
+    return compute(*match_varying((quantized, arrays, operand), axes))
 
 
 def _matrices_of_weight_only(

@@ -129,7 +129,7 @@ def _without_tokens(
     out = x.astype(config.dtype)
     if where.mesh is None:
         # In the caller's `jax.shard_map`, outputs vary (vma) over the expert axes.
-        (out,) = match_varying((out,), where.expert_axes)
+        out = match_varying(out, where.expert_axes)
     zero = jnp.zeros((), jnp.float32)
     zero_of_each = jnp.zeros(config.num_choosable, jnp.float32)
     dropped_counts = jnp.zeros(config.num_experts, jnp.int32)

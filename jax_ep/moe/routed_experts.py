@@ -250,12 +250,11 @@ def _run_experts(
             return combine(y, handle, weights, implementation=implementation)
     with jax.named_scope("experts"):
         arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
-        leaves, tree = jax.tree.flatten(arrays)
-        leaves = match_varying(leaves, handle.axis_name)
-        tokens, experts, quantized, weights, group_sizes = jax.tree.unflatten(tree, leaves)
+        arrays = match_varying(arrays, handle.axis_name)
+        tokens, experts, quantized, weights, group_sizes = arrays
         if handle.rows.shape[1] == 0:
             # Without tokens. The type of the result varies over the axes that the operands' do.
-            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *leaves), ())[0]
+            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), arrays))[0]
         matmuls, experts = matmuls_of(config.matmul_dtype, experts, config.matmul_implementation)
     static = _Static(unit, implementation, matmuls, grad_wire_dtype)
     return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)

@@ -68,7 +68,7 @@ def router_logits(
         logits = x.astype(jnp.float32) @ gate.astype(jnp.float32)
     else:
         gate = gate if gate.dtype == jnp.bfloat16 else gate.astype(jnp.float32)
-        logits = _bfloat16_logits(*match_varying((x, gate), ()))
+        logits = _bfloat16_logits(*match_varying((x, gate)))
     if bias is not None:
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     return rounded(logits, dtype)
@@ -238,8 +238,8 @@ def choose_experts(
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
     if logits.shape[0] == 0:
-        choices = jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32)
-        return Routing(*match_varying((*choices, logits), ()))
+        nothing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), logits)
+        return match_varying(nothing)
     # The number of a group's largest scores whose sum is compared.
     best = options.group_score
     best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)
@@ -258,7 +258,7 @@ def choose_experts(
     compared = _SCORES[score](logits) if by_scores and not sigmoid else None
     gathered = None
     if normalize or not return_softmax:
-        gathered = _weighed(score, logits, weighing)
+        gathered = _weighed_numbers(score, logits, weighing)
     topk_idx, weights, softmax = choose(
         logits,
         k,
@@ -286,7 +286,7 @@ def routing_of_choices(
     weighing = _weighing(options)
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
-    weighed = _weighed(score, logits, weighing)
+    weighed = _weighed_numbers(score, logits, weighing)
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
     probs = _probs(score, logits)
@@ -307,7 +307,7 @@ def _weighing(options: RoutingOptions) -> Weighing:
     )
 
 
-def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
+def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     """Returns the numbers [T, E] from which `weigh` computes the chosen experts' weights."""
     if not weighing.normalize:
         return _SCORES[score](logits)

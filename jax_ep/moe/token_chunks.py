@@ -57,8 +57,7 @@ def run(
     # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
         experts = with_quantized(config.matmul_dtype, experts, config.matmul_implementation)
-        leaves, tree = jax.tree.flatten((experts, routed))
-        experts, routed = jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes))
+        experts, routed = match_varying((experts, routed), where.expert_axes)
     with jax.named_scope("dispatch"):
         chunks = RoutedTokens(
             _split(routed.tokens, num_chunks, size, padding=0),
