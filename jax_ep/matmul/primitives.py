@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
@@ -20,6 +18,7 @@ from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
+    one_by_one,
     replicated_over_explicit_axes,
     result_type,
 )
@@ -101,19 +100,8 @@ def define(
             platform = "another platform"
         return program.lower(functools.partial(run, platform), *leaves, **params)
 
-    def one_by_one(operands, dims, **params):
-        size = next(
-            operand.shape[dim]
-            for operand, dim in zip(operands, dims, strict=True)
-            if dim is not None
-        )
-        stacked = [
-            jnp.broadcast_to(operand, (size, *operand.shape))
-            if dim is None
-            else jnp.moveaxis(operand, dim, 0)
-            for operand, dim in zip(operands, dims, strict=True)
-        ]
-        found = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
+    def batch(operands, dims, **params):
+        found = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         return found, [0] * len(found)
 
     def without_unused(used, params):
@@ -127,7 +115,7 @@ def define(
         abstract_eval=abstract_eval,
         lower=lower,
         inline=lambda *leaves, **params: run(default_platform(), *leaves, **params),
-        batch=one_by_one,
+        batch=batch,
         platforms=(None, *_PLATFORMS),
         unused=None if unused is None else without_unused,
     )

@@ -331,6 +331,19 @@ def define_primitive(
     return primitive
 
 
+def one_by_one(
+    bind: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None]
+) -> Any:
+    """Runs a primitive for one element of a `jax.vmap`'s batch after the other; stacks results."""
+    pairs = list(zip(operands, dims, strict=True))
+
+    def bind_one(elements: list[jax.Array]) -> Any:
+        following = iter(elements)
+        return bind(*(x if dim is None else next(following) for x, dim in pairs))
+
+    return lax.map(bind_one, [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None])
+
+
 def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     # Under jax.disable_jit, `bind` would call this function again and recurse without end.
     with jax.disable_jit(False):
