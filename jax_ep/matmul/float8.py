@@ -160,13 +160,6 @@ def gated_product_of_float8(
     return tuple(_array(FLOAT8_ROWS, each, lhs.dtype) for each in results)
 
 
-class GateGradient(NamedTuple):
-    # the gradient of each product: rows, and the rows transposed
-    dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
-    hidden: TransposedRows  # the hidden values times their weights, transposed
-    dweights: jax.Array  # [R] float32
-
-
 def gate_gradient(
     gating: Gating,
     dhidden: jax.Array,
@@ -174,19 +167,19 @@ def gate_gradient(
     weights: jax.Array,
     blocks: jax.Array,
     implementation: Implementation = None,
-) -> GateGradient:
-    """Computes the gradient of weights[:, None] * gating(*products), and quantizes the results.
+) -> tuple[TransposedRows, list[tuple[QuantizedArray, TransposedRows]], jax.Array]:
+    """Computes hidden = weights[:, None] * gating(*products) and its gradient, and quantizes them.
 
     dhidden is [R, F], the two products [R, F] in `FLOAT8_ROWS`, the weights [R]. Results are
     rounded to dhidden's dtype first. Rows past the last group, and blocks without rows, are
-    undefined.
+    undefined. Returns hidden, transposed; each product's gradient, as rows and transposed; and the
+    gradient of the weights, [R] float32.
     """
     operands = dhidden, tuple(map(_parts, products)), weights, blocks
     options = dict(gating=gating, implementation=implementation)
     rows, (*turned, hidden), sums = _GATE_GRADIENT(*operands, **options)
-    gate, up = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
-    dpre = (gate, turned[0]), (up, turned[1])
-    return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))
+    dproducts = [_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows]
+    return hidden, list(zip(dproducts, turned, strict=True)), sums.sum(axis=1)
 
 
 def drhs_of_each(
@@ -237,7 +230,6 @@ def _dequantized_matrices(matrices: Scaled) -> jax.Array:
     return FLOAT8_MATRICES.decode(matrices, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_matrices(matrices, *, implementation, platform):
     _, has_kernels = _selected(implementation, platform, matrices.shape[1:], num_rows=None)
     if has_kernels:
@@ -248,7 +240,6 @@ def _compute_matrices(matrices, *, implementation, platform):
     return kept, Scaled(*(jnp.swapaxes(part, 1, 2) for part in kept))
 
 
-@functools.partial(jax.jit, static_argnames=("return_rows", "implementation", "platform"))
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
     num_rows, width = jax.tree.leaves(rows)[0].shape
     _, has_kernels = _selected(implementation, platform, (width, width), num_rows)
@@ -293,7 +284,6 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform", "zero_unused"))
 @_exact
 def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unused):
     rows, matrices = pairs[0]
@@ -341,7 +331,6 @@ def _sum_of_products(
     return jnp.where(is_nan, jnp.nan, out)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
 @_exact
 def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
     num_rows, shape = lhs.values.shape[0], rhs[0].values.shape[1:]
@@ -379,7 +368,6 @@ def gated_product_by_kernel(
     return jax.tree.map(lambda part: part[:num_rows], results)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
     dtype, width = dhidden.dtype, dhidden.shape[1]
     _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
@@ -408,7 +396,6 @@ def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implem
     return rows, (*transposed, weighted), dweights
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
 @_exact
 def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, platform):
     shape = lhs.values.shape[0], grads[0].values.shape[0]

@@ -110,7 +110,7 @@ def sum_of_products(
     transpose_rhs: bool,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """With `transpose_rhs` and only one pair, its rhs may be `Scaled` transposes in MXFP4."""
+    """If there is only one pair, its rhs may be `Scaled` transposes in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
     lhs, rhs = pairs[0]

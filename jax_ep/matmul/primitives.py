@@ -6,6 +6,7 @@ A primitive is lowered to the fastest backend of the platform that the program i
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -81,10 +82,15 @@ def define(
     """Defines a primitive, and returns the function (*operands, **params) that applies it.
 
     It computes `compute(*operands, platform=..., **params)`, a pytree of the shapes and dtypes that
-    `results(*operands, **params)` has. Parameters of the primitive are `tree`, the structure of the
-    operands, and `types`, those of the results. `jax.vmap` runs it element after element. `unused`
-    is that of `define_primitive`, without `types`.
+    `results(*operands, **params)` has. Its keyword-only arguments are `platform` and `params`.
+    Further parameters of the primitive are `tree`, the structure of the operands, and `types`,
+    those of the results. `jax.vmap` runs it element after element. `unused` is that of
+    `define_primitive`, without `types`.
     """
+    # Jitted, so that a program with many matmuls of one shape traces each kernel only once.
+    arguments = inspect.signature(compute).parameters.values()
+    static = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
+    compute = jax.jit(compute, static_argnames=static)
 
     def abstract_eval(first, *_, types, **__):
         # All results vary over the same mesh axes as the first operand.

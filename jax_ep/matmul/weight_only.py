@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
-from jax_ep.matmul import pallas, unquantized
+from jax_ep.matmul import unquantized
 from jax_ep.matmul.backend import Backend
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import Gating, filled_biases, gated
@@ -134,7 +134,6 @@ def _finished(
     return (result, *(products if options.keep else ()))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "platform"))
 def _compute(
     rows: jax.Array,
     matrices: Sequence[QuantizedArray],
@@ -169,27 +168,16 @@ def _gated(
 ) -> tuple[jax.Array, ...] | None:
     """Computes a gated product at once; returns None if that takes one product after the other."""
     both = filled_biases(biases)
-    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, matrices):
-        results = pallas.gated_product_by_kernel(
-            rows,
-            tuple(Scaled(each.values, each.scales) for each in matrices),
-            groups,
-            options.gating,
-            options.keep,
-            biases=both,
-            zero_unused=options.zero_unused,
-        )
-        if results is not None:
-            return results
-    # `Backend.gated_product` takes no transposed matrices.
-    if any(isinstance(each.format, Transposed) for each in matrices):
-        return None
-    # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
-    if both is not None and isinstance(groups, ChosenGroups):
-        return None
+    if not all(_is_read_as_stored(backend, rows, each) for each in matrices):
+        # `Backend.gated_product` takes no transposed arrays.
+        if any(isinstance(each.format, Transposed) for each in matrices):
+            return None
+        # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
+        if both is not None and isinstance(groups, ChosenGroups):
+            return None
     assert options.gating is not None
-    dense = [_gathered(each, groups, rows.dtype) for each in matrices]
-    (gate, _, groups), (up, _, _) = dense
+    operands = [_operand(backend, rows, each, groups) for each in matrices]
+    (gate, _, groups), (up, _, _) = operands
     return backend.gated_product(
         rows,
         (gate, up),
@@ -205,14 +193,9 @@ def _product(
     backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, of one quantized array."""
-    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, [matrices]):
-        pairs = [(rows, Scaled(matrices.values, matrices.scales))]
-        return pallas.sum_of_products(
-            pairs, groups, transpose_rhs=True, zero_unused=options.zero_unused
-        )
-    dense, is_transposed, groups = _gathered(matrices, groups, rows.dtype)
+    operand, is_transposed, groups = _operand(backend, rows, matrices, groups)
     return backend.sum_of_products(
-        [(rows, dense)], groups, transpose_rhs=is_transposed, zero_unused=options.zero_unused
+        [(rows, operand)], groups, transpose_rhs=is_transposed, zero_unused=options.zero_unused
     )
 
 
@@ -250,9 +233,10 @@ def _few_rows_by_kernel(
     )
 
 
-def _fits_mxfp4_kernel(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:
-    is_mxfp4 = (_kernel_format(each) == MXFP4 for each in matrices)
-    return rows.dtype == jnp.bfloat16 and all(is_mxfp4)
+def _is_read_as_stored(backend: Backend, rows: jax.Array, matrices: QuantizedArray) -> bool:
+    """Returns whether the kernels for any number of rows read these matrices."""
+    is_supported = rows.dtype == jnp.bfloat16 and _kernel_format(matrices) == MXFP4
+    return backend.name == "pallas" and is_supported
 
 
 def _kernel_format(matrices: QuantizedArray) -> Format | None:
@@ -264,14 +248,16 @@ def _kernel_format(matrices: QuantizedArray) -> Format | None:
     return FLOAT8_MATRICES if is_operand_format(format) else format
 
 
-def _gathered(
-    matrices: QuantizedArray, groups: Groups, dtype: Any
-) -> tuple[jax.Array, bool, Groups]:
-    """Returns dequantized matrices, whether they are transposes, and the groups of these."""
+def _operand(
+    backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups
+) -> tuple[Any, bool, Groups]:
+    """Returns stored or dequantized matrices, whether they are transposes, and their groups."""
+    if _is_read_as_stored(backend, rows, matrices):
+        return Scaled(matrices.values, matrices.scales), True, groups
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
-    return *dequantized_as_stored(matrices, dtype), groups
+    return *dequantized_as_stored(matrices, rows.dtype), groups
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:

@@ -20,8 +20,8 @@ from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
+    ExpertMatmuls,
     Experts,
-    Matmuls,
     QuantizedExperts,
     check_matmul_dtype,
     check_same_kind,
@@ -166,25 +166,25 @@ def run_mlp(
     if tokens.shape[0] == 0:
         # The type of the result varies over the axes that the operands' types do.
         return match_varying((jnp.zeros(tokens.shape, tokens.dtype), arrays))[0]
-    matmuls, experts = matmuls_of(matmul_dtype, experts, implementation)
-    return _expert_mlp(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient)
+    matmuls, experts = matmuls_of(unit, matmul_dtype, experts, implementation)
+    return _expert_mlp(tokens, experts, group_sizes, matmuls, tokens_have_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _expert_mlp(
-    tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls, tokens_have_gradient: bool
+    tokens, experts: Experts, group_sizes, matmuls: ExpertMatmuls, tokens_have_gradient: bool
 ):
-    return forward(tokens, experts, group_sizes, unit, matmuls, keep=False)[0]
+    return forward(tokens, experts, group_sizes, matmuls, keep=False)[0]
 
 
-def _forward(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient):
+def _forward(tokens, experts, group_sizes, matmuls, tokens_have_gradient):
     tokens, experts = matmuls.differentiated_once((tokens, experts))
-    return forward(tokens, experts, group_sizes, unit, matmuls)
+    return forward(tokens, experts, group_sizes, matmuls)
 
 
-def _backward(unit, matmuls, tokens_have_gradient, saved, grad):
+def _backward(matmuls, tokens_have_gradient, saved, grad):
     grad = matmuls.differentiated_once(grad)
-    dtokens, dexperts, _ = backward(saved, grad, weights=None, unit=unit, matmuls=matmuls)
+    dtokens, dexperts, _ = backward(saved, grad, weights=None, matmuls=matmuls)
     return dtokens if tokens_have_gradient else None, dexperts, None
 
 
@@ -192,8 +192,7 @@ def forward(
     tokens: Any,
     experts: Experts,
     groups: Groups,
-    unit: HiddenUnit,
-    matmuls: Matmuls,
+    matmuls: ExpertMatmuls,
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
@@ -207,7 +206,7 @@ def forward(
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     # "pallas" may compute the first branch in one kernel; the second computes the same.
     if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
-        hidden, *products = matmuls.gated_hidden(rows, experts, groups, unit, keep)
+        hidden, *products = matmuls.gated_hidden(rows, experts, groups, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
         products = [
@@ -218,7 +217,7 @@ def forward(
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
         biases = _biases_of_rows(experts, groups, rows)
         operands = products if matmuls.rounds_residuals else pre
-        hidden = matmuls.as_operand(hidden_values(unit, biases, tuple(operands)))
+        hidden = matmuls.as_operand(hidden_values(matmuls.unit, biases, tuple(operands)))
     out = matmuls.times(hidden, experts, "wo", groups, dtype, zero_unused=zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
@@ -231,8 +230,7 @@ def backward(
     saved: tuple,
     grad: Any,
     weights: jax.Array | None,
-    unit: HiddenUnit,
-    matmuls: Matmuls,
+    matmuls: ExpertMatmuls,
     zero_unused: bool = True,
     mean_rows: int | None = None,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
@@ -249,11 +247,12 @@ def backward(
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
     if biases == (None, None):
-        results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes, mean_rows)
+        results = matmuls.gate_gradient(dhidden, pre, weights, group_sizes, mean_rows)
     if results is None:
         pre = tuple(matmuls.as_array(product, dtype) for product in pre)
         factors = (pre,) if weights is None else (pre, weights)
-        hidden, hidden_vjp = jax.vjp(functools.partial(hidden_values, unit, biases), *factors)
+        function = functools.partial(hidden_values, matmuls.unit, biases)
+        hidden, hidden_vjp = jax.vjp(function, *factors)
         dpre, *dfactors = hidden_vjp(dhidden)
         dweights = dfactors[0] if dfactors else None
     else:

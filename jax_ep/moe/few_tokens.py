@@ -188,11 +188,11 @@ def _outputs(
 ) -> jax.Array:
     """Returns the outputs of the S chosen experts for all tokens, [S * height, H]."""
     unit = config.unit()
-    matmuls, experts = matmuls_of(config.matmul_dtype, experts, implementation)
+    matmuls, experts = matmuls_of(unit, config.matmul_dtype, experts, implementation)
     stored = _matrices_of_weight_only(experts, config.matmul_dtype, tokens)
     if stored is None:
         rows = pad_rows(tokens)
-        return forward(rows, experts, groups, unit, matmuls, keep=False, zero_unused=False)[0]
+        return forward(rows, experts, groups, matmuls, keep=False, zero_unused=False)[0]
     product = functools.partial(
         weight_only.product_of_stored,
         groups=groups,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -46,8 +45,8 @@ def experts_of_rank(
         weights, quantized = _gathered(weights, quantized, config, where)
     weights |= {name: weights[name].astype(config.dtype) for name in matrices}
     if quantized is not None:
-        of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
-        quantized = jax.tree.map(of_rank, quantized)
+        num_local = config.num_held // where.num_ranks()
+        quantized = jax.tree.map(lambda part: _select(part, num_local, where), quantized)
     if config.matmul_dtype is not None:
         on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
         for name in matrices:
@@ -94,15 +93,15 @@ def _own_experts(
     """Returns `weights` of this rank's experts; copies of an expert get equal gradients."""
     # The axes that split the experts, FSDP axes included.
     axes = where.expert_axes + where.further(name)[0]
-    of_rank = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
-    weights = jax.tree.map(of_rank, weights)
+    num_local = config.num_held // where.size(axes)
+    weights = jax.tree.map(lambda part: _select(part, num_local, where), weights)
     # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
     if placement is None or isinstance(weights, QuantizedArray):
         return weights
     return equal_copies(weights, placement, axes)
 
 
-def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
+def _select(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
     """Selects this rank's `num` experts of the weights, unless these are of this rank alone."""
     if weights.shape[0] == num:
         return weights

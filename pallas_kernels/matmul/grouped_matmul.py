@@ -153,8 +153,8 @@ def grouped_matmul(
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
         All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
-        8, K of 64, N of tiles.part. K may differ between pairs. With `transpose_rhs`, bfloat16 rows
-        and a single pair, rhs may be in MXFP4.
+        8, K of 64, N of tiles.part. K may differ between pairs. With bfloat16 rows and a single
+        pair, rhs may be the transposes of such matrices in MXFP4.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
@@ -169,6 +169,7 @@ def grouped_matmul(
     lhs, rhs = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
     format = format_of(rhs)
+    transpose_rhs = transpose_rhs or isinstance(rhs, Scaled)
     operands = [part for lhs, rhs in pairs for part in (lhs, *format.operands_of(rhs))]
     kernel = Product(
         tiles=tiles,
