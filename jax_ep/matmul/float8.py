@@ -160,6 +160,13 @@ def gated_product_of_float8(
     return tuple(_array(FLOAT8_ROWS, each, lhs.dtype) for each in results)
 
 
+class GateGradient(NamedTuple):
+    # the gradient of each product: rows, and the rows transposed
+    dpre: tuple[tuple[QuantizedArray, TransposedRows], tuple[QuantizedArray, TransposedRows]]
+    hidden: TransposedRows  # the hidden values times their weights, transposed
+    dweights: jax.Array  # [R] float32
+
+
 def gate_gradient(
     gating: Gating,
     dhidden: jax.Array,
@@ -167,19 +174,19 @@ def gate_gradient(
     weights: jax.Array,
     blocks: jax.Array,
     implementation: Implementation = None,
-) -> tuple[TransposedRows, list[tuple[QuantizedArray, TransposedRows]], jax.Array]:
-    """Computes hidden = weights[:, None] * gating(*products) and its gradient, and quantizes them.
+) -> GateGradient:
+    """Computes the gradient of weights[:, None] * gating(*products), and quantizes the results.
 
     dhidden is [R, F], the two products [R, F] in `FLOAT8_ROWS`, the weights [R]. Results are
     rounded to dhidden's dtype first. Rows past the last group, and blocks without rows, are
-    undefined. Returns hidden, transposed; each product's gradient, as rows and transposed; and the
-    gradient of the weights, [R] float32.
+    undefined.
     """
     operands = dhidden, tuple(map(_parts, products)), weights, blocks
     options = dict(gating=gating, implementation=implementation)
     rows, (*turned, hidden), sums = _GATE_GRADIENT(*operands, **options)
-    dproducts = [_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows]
-    return hidden, list(zip(dproducts, turned, strict=True)), sums.sum(axis=1)
+    gate, up = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
+    dpre = (gate, turned[0]), (up, turned[1])
+    return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))
 
 
 def drhs_of_each(

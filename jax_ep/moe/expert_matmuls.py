@@ -299,10 +299,11 @@ class Float8Matmuls(ExpertMatmuls):
         num_rows = dhidden.shape[0]
         blocks, _ = row_blocks(group_sizes, num_rows)
         row_weights = jnp.ones(num_rows, jnp.float32) if weights is None else weights
-        hidden, dpre, dweights = float8.gate_gradient(
+        results = float8.gate_gradient(
             self.unit, dhidden, pre, row_weights, blocks, self.implementation
         )
-        return hidden, dpre, None if weights is None else dweights
+        dweights = None if weights is None else results.dweights
+        return results.hidden, results.dpre, dweights
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         blocks, group_blocks = row_blocks(group_sizes, rows.shape[0])

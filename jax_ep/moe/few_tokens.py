@@ -54,7 +54,7 @@ def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: 
 def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -> bool:
     """Returns whether a GPU may let an expert compute all of these tokens [T, H]."""
     num_tokens = tokens.shape[0]
-    if checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
+    if checks.is_symbolic(num_tokens) or not 0 < num_tokens <= MOST_TOKENS:
         return False
     if config.matmul_implementation not in (None, "pallas") or looks_for_nans():
         return False

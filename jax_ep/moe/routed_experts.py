@@ -186,9 +186,9 @@ def receive_capacity(
     k = config.num_experts_per_token
     # The most rows that a rank receives of one token.
     rows_of_token = min(k, num_local_experts) if distinct else k
-    rows = num_ranks * num_tokens * rows_of_token
+    rows = num_ranks * max(num_tokens, 1) * rows_of_token
     if config.capacity_factor is not None:
-        rows = min(rows, math.ceil(config.capacity_factor * (num_tokens * k)))
+        rows = min(rows, math.ceil(config.capacity_factor * (max(num_tokens, 1) * k)))
     # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
     # receive buffer to pad it.
     return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT

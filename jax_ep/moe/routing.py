@@ -77,7 +77,7 @@ def router_logits(
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     """Returns x @ gate, [T, E] float32, of a bfloat16 x and a float32 or bfloat16 gate."""
-    if not checks.is_symbolic(x.shape[0]) and x.shape[0] <= few_logits.MOST_TOKENS:
+    if not checks.is_symbolic(x.shape[0]) and 0 < x.shape[0] <= few_logits.MOST_TOKENS:
         return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
     # with the last part, which holds the smallest numbers.
@@ -237,9 +237,6 @@ def choose_experts(
     num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
-    if logits.shape[0] == 0:
-        nothing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), logits)
-        return match_varying(nothing)
     # The number of a group's largest scores whose sum is compared.
     best = options.group_score
     best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)

@@ -49,9 +49,9 @@ def run(
             f"jax.export, but is {num_chunks}."
         )
     # Few tokens may fill fewer chunks of `size` tokens than asked for.
-    size = -(-num_tokens // num_chunks)
+    size = max(-(-num_tokens // num_chunks), 1)
     num_chunks = -(-num_tokens // size)
-    if num_chunks == 1:
+    if num_chunks <= 1:
         return few_tokens.run(experts, routed, config, where)
 
     # Quantizes the experts once, before the scan, and not again for each chunk.
