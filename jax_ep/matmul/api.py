@@ -108,7 +108,8 @@ def grouped_matmul(
         return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
     lhs = weight_only.dequantized(lhs, lhs.dtype)
     if isinstance(rhs, QuantizedArray):
-        return weight_only.product_of_stored(
+        (out,) = weight_only.product_of_stored(
             lhs, matrices=[rhs], biases=[None], groups=sizes, implementation=implementation
         )
+        return out
     return unquantized.product_of_arrays(lhs, rhs, sizes, implementation)

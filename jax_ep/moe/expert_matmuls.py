@@ -345,13 +345,19 @@ class WeightOnlyMatmuls(ExpertMatmuls):
     # matmuls dequantize matrices right before they multiply.
 
     def gated_hidden(self, rows, experts, groups, keep):
-        biases = experts.biases[:2]
-        return weight_only.gated_product_of_stored(
-            rows, experts.wi, biases, groups, self.unit, keep, self.implementation
+        return weight_only.product_of_stored(
+            rows,
+            experts.wi,
+            experts.biases[:2],
+            groups,
+            gating=self.unit,
+            implementation=self.implementation,
+            keep=keep,
+            zero_unused=False,
         )
 
     def times(self, rows, experts, name, groups, dtype, zero_unused):
-        return weight_only.product_of_stored(
+        (out,) = weight_only.product_of_stored(
             rows,
             matrices=[getattr(experts, name)],
             biases=[None],
@@ -359,6 +365,7 @@ class WeightOnlyMatmuls(ExpertMatmuls):
             implementation=self.implementation,
             zero_unused=zero_unused,
         )
+        return out
 
     def dhidden(self, grad_rows, experts, group_sizes, dtype):
         dense, is_transposed = dequantized_as_stored(experts.wo, experts.wo.dtype)
@@ -388,8 +395,7 @@ def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implemen
     experts = experts._replace(**constant)
     if matmul_dtype is None or experts.quantized is not None:
         return experts
-    quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
-    return experts._replace(quantized=quantized)
+    return experts._replace(quantized=quantize_experts_of_rank(constant, implementation))
 
 
 def matmuls_of(
@@ -441,10 +447,7 @@ def check_same_kind(experts: Any, names: Sequence[str]) -> None:
 
 
 def quantize_experts_of_rank(
-    wi_0: jax.Array | QuantizedArray,
-    wi_1: jax.Array | QuantizedArray | None,
-    wo: jax.Array | QuantizedArray,
-    implementation: Implementation = None,
+    given: Mapping[str, Any], implementation: Implementation
 ) -> QuantizedExperts:
     """Quantizes the matrices of one rank's experts, unless a format is that of float8 matmuls."""
 
@@ -458,6 +461,5 @@ def quantize_experts_of_rank(
             matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
-    given = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
     found: dict[str, Any] = {name: quantize(name, matrices) for name, matrices in given.items()}
-    return QuantizedExperts(**found)
+    return QuantizedExperts(**({"wi_1": None} | found))

@@ -201,5 +201,6 @@ def _outputs(
         zero_unused=False,
     )
     *wi, wo = stored
-    hidden = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
-    return product(hidden, [wo], [experts.wo_bias])
+    (hidden,) = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
+    (out,) = product(hidden, [wo], [experts.wo_bias])
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -70,10 +71,8 @@ def _gathered(
     if config.matmul_dtype is not None and matrices.keys() & dict(where.further_axes):
         if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
             if quantized is None:
-                cast = MoEParams.of(**{n: w.astype(config.dtype) for n, w in matrices.items()})
-                quantized = quantize_experts_of_rank(
-                    cast.wi_0, cast.wi_1, cast.wo, config.matmul_implementation
-                )
+                cast = {name: w.astype(config.dtype) for name, w in matrices.items()}
+                quantized = quantize_experts_of_rank(cast, config.matmul_implementation)
             quantized = fsdp.gather_quantized(quantized, where)
     whole = {}
     for name, part in parts.items():
@@ -138,23 +137,24 @@ def quantize_by_rules(
     check_experts(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
-    matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    names = QuantizedExperts._fields
+    matrices = {name: w for name in names if (w := getattr(params, name)) is not None}
     # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
     # same is done here.
     if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
-    def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
-        return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
-
+    quantize = functools.partial(
+        quantize_experts_of_rank, implementation=config.matmul_implementation
+    )
     if where.mesh is None:
         return quantize(matrices)
-    # The matrices that are not None are resharded as the `jax.shard_map` splits them.
-    specs = {name: where.spec_of(name) for name, array in matrices.items() if array is not None}
+    # The matrices are resharded as the `jax.shard_map` splits them.
+    specs = {name: where.spec_of(name) for name in matrices}
     split = {name: reshard(matrices[name], where.mesh, spec) for name, spec in specs.items()}
     return jax.shard_map(
         quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
-        in_specs=(dict.fromkeys(matrices) | specs,),
+        in_specs=(specs,),
         out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
-    )(matrices | split)
+    )(split)
