@@ -110,34 +110,34 @@ def _others(*names: str) -> Tensors:
     return tuple(Tensor((), name, "") for name in names)
 
 
-def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of models whose experts, in module `block`, have three tensors each."""
+def _each(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
+    """Lists the tensors of models whose experts, in `module`, have three tensors each."""
     return (
-        Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
-        Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
-        Tensor(("wo",), f"{block}.{{e}}.{down}.weight", "H F"),
+        Tensor(("wi_0",), f"{module}.{{e}}.{gate}.weight", "F H"),
+        Tensor(("wi_1",), f"{module}.{{e}}.{up}.weight", "F H"),
+        Tensor(("wo",), f"{module}.{{e}}.{down}.weight", "H F"),
     )
 
 
 def _stacked(
-    block: str,
+    module: str,
     axes: str = "E GF H",
     down_axes: str = "E H F",
     *,
     gate_up: str = "gate_up_proj",
     down: str = "down_proj",
 ):
-    """Lists the two tensors, in module `block`, that hold the matrices of all experts."""
-    wo = Tensor(("wo",), f"{block}.{down}", down_axes)
-    return Tensor(("wi_0", "wi_1"), f"{block}.{gate_up}", axes), wo
+    """Lists the two tensors, in `module`, that hold the matrices of all experts."""
+    wo = Tensor(("wo",), f"{module}.{down}", down_axes)
+    return Tensor(("wi_0", "wi_1"), f"{module}.{gate_up}", axes), wo
 
 
-def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the three tensors of the shared experts, which module `block` stores as one MLP."""
+def _mlp(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
+    """Lists the three tensors of the shared experts, which `module` stores as one MLP."""
     return (
-        Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
-        Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
-        Tensor(("shared_wo",), f"{block}.{down}.weight", "H S"),
+        Tensor(("shared_wi_0",), f"{module}.{gate}.weight", "S H"),
+        Tensor(("shared_wi_1",), f"{module}.{up}.weight", "S H"),
+        Tensor(("shared_wo",), f"{module}.{down}.weight", "H S"),
     )
 
 

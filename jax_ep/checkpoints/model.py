@@ -205,13 +205,13 @@ def save_model(
     if dtype is not None:
         dtype = checks.as_dtype_of_arrays("dtype", dtype)
     layers = dict(moe) if isinstance(moe, Mapping) else dict(enumerate(moe))
-    arrays = list(_arrays(path, config, layers, weights, dtype))
+    arrays = list(_stored_arrays(path, config, layers, weights, dtype))
     entries = [entry for array in arrays for entry in array.entries()]
     files = _in_files(entries, max_file_bytes)
     own_files = {
         name: {entry.name: (entry.dtype, entry.shape) for entry in of_file}
         for name, of_file in files.items()
-        if of_file[0].owner == jax.process_index()
+        if of_file[0].writer == jax.process_index()
     }
     path.mkdir(parents=True, exist_ok=True)
     scratch = path / f".writing-{jax.process_index()}"
@@ -223,7 +223,7 @@ def save_model(
     index = {name: file for file, tensors in own_files.items() for name in tensors}
     safetensors.write_index(scratch, {"weight_map": index})
     into = Directory(scratch, writable=True)
-    total = sum(e.num_bytes for e in entries if e.owner == jax.process_index())
+    total = sum(e.num_bytes for e in entries if e.writer == jax.process_index())
     counter = Counter(total, progress or print_progress)
     for array in arrays:
         array.write(into, counter)
@@ -245,7 +245,7 @@ class _Entry(NamedTuple):
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    owner: int
+    writer: int
 
     @property
     def num_bytes(self) -> int:
@@ -263,24 +263,24 @@ class _Stored:
 
     def entries(self) -> list[_Entry]:
         """Lists the tensors in which the arrays are stored: one, or one for each expert."""
-        owners, _ = self._owners()
+        writers, _ = self._writers()
         if self.block is None or self.tensor is None:
             ((name, array),) = self.arrays.items()
-            return [_Entry(name, self.dtype, array.shape, owners[0])]
+            return [_Entry(name, self.dtype, array.shape, writers[0])]
         names = self.block.names_of(self.tensor)
         shape = self.block.stored_shape(self.tensor)
         return [
-            _Entry(name, self.dtype, shape, owners[i if len(names) > 1 else 0])
+            _Entry(name, self.dtype, shape, writers[i if len(names) > 1 else 0])
             for i, name in enumerate(names)
         ]
 
     def write(self, into: Directory, counter: Counter) -> None:
         """Writes what this process owns; gathers what no process has whole, so all must call it."""
-        owners, gathered = self._owners()
+        writers, gathered = self._writers()
         arrays = jax.tree.map(_gather, self.arrays, gathered)
         this_process = jax.process_index()
         if self.block is None or self.tensor is None:
-            if owners[0] == this_process:
+            if writers[0] == this_process:
                 ((name, array),) = arrays.items()
                 values = np.asarray(_on_host(array, rows=None), self.dtype)
                 into.write(name, (slice(None),) * values.ndim, values)
@@ -288,15 +288,15 @@ class _Stored:
             return
         block = dataclasses.replace(self.block, directory=into)
         if not block.is_by_expert(self.tensor):
-            if owners[0] == this_process:
+            if writers[0] == this_process:
                 self._write(block, arrays, experts=None, counter=counter)
             return
         num_experts = block.sizes["E"]
-        # A tensor that has all experts has one owner, which writes them all.
-        owners = owners if self._is_split else owners * num_experts
+        # A tensor that has all experts has one writer, which writes them all.
+        writers = writers if self._is_split else writers * num_experts
         expert_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays)) // num_experts
         most = max(1, _WRITTEN_AT_ONCE // max(1, expert_bytes))
-        for first, last in _runs(owners, this_process, most):
+        for first, last in _runs(writers, this_process, most):
             self._write(block, arrays, range(first, last), counter)
 
     def _write(
@@ -318,7 +318,7 @@ class _Stored:
         """Whether experts are stored one by one, so that several processes may write them."""
         return self.tensor is not None and "{e}" in self.tensor.name
 
-    def _owners(self) -> tuple[list[int], dict[str, Any]]:
+    def _writers(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the process that writes each tensor, and the shardings to gather arrays to."""
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
@@ -326,13 +326,13 @@ class _Stored:
             if kept is not None:
                 shardings = jax.tree.map(lambda s, kept=kept: _gathered(s, kept), shardings)
             leaves = zip(jax.tree.leaves(self.arrays), jax.tree.leaves(shardings), strict=True)
-            first, *others = [_owners(s, a.shape, self._is_split) for a, s in leaves]
+            first, *others = [_first_holders(s, a.shape, self._is_split) for a, s in leaves]
             if None not in first and all(other == first for other in others):
-                return [owner for owner in first if owner is not None], shardings
+                return [writer for writer in first if writer is not None], shardings
         raise AssertionError("a replicated array is whole in each process")
 
 
-def _arrays(
+def _stored_arrays(
     path: Path,
     config: Mapping[str, Any],
     moe: dict[int, MoEParams],
@@ -358,11 +358,11 @@ def _arrays(
 
 
 def _in_files(entries: list[_Entry], max_bytes: int) -> dict[str, list[_Entry]]:
-    """Divides the tensors among files of one owner each; returns the files' tensors by name."""
+    """Divides the tensors among files of one writer each; returns the files' tensors by name."""
     groups: list[list[_Entry]] = []
-    for owner in sorted({entry.owner for entry in entries}):
-        size = math.inf  # so an owner's first tensor begins a file
-        for entry in (entry for entry in entries if entry.owner == owner):
+    for writer in sorted({entry.writer for entry in entries}):
+        size = math.inf  # so a writer's first tensor begins a file
+        for entry in (entry for entry in entries if entry.writer == writer):
             if size + entry.num_bytes > max_bytes:
                 groups.append([])
                 size = 0
@@ -409,7 +409,7 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.jit(lambda x: x, out_shardings=sharding)(array)
 
 
-def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
+def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
     """Returns the first process that has the whole array, or with `by_row` each row; None: none."""
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}  # by process: (start, stop) on each axis
     parts: Any = sharding.devices_indices_map(shape)
@@ -419,23 +419,23 @@ def _owners(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[in
         held.setdefault(device.process_index, set()).add(box if by_row else ((0, 1), *box))
     if not by_row:
         shape = (1, *shape)
-    owners: list[int | None] = [None] * shape[0]
+    writers: list[int | None] = [None] * shape[0]
     # The last process to be entered is the first that holds a row.
     for process in sorted(held, reverse=True):
         covered = np.zeros(shape[0], np.int64)  # how many numbers of each row it has
         for (first, last), *others in held[process]:
             covered[first:last] += math.prod(b - a for a, b in others)
         for row in np.flatnonzero(covered == math.prod(shape[1:])):
-            owners[row] = process
-    return owners
+            writers[row] = process
+    return writers
 
 
-def _runs(owners: list[int], process: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges (first, end) of indices at which `owners` is `process`, of at most `most`."""
+def _runs(writers: list[int], process: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges (first, end) of indices at which `writers` is `process`, of at most `most`."""
     first = 0
-    while first < len(owners):
+    while first < len(writers):
         end = first
-        while end < len(owners) and owners[end] == process and end - first < most:
+        while end < len(writers) and writers[end] == process and end - first < most:
             end += 1
         if end > first:
             yield first, end

@@ -177,14 +177,14 @@ def decoder_layer(
     `cos_and_sin` for its positions. `call` has further arguments of `jax_ep.moe_layer`. Returns the
     hidden states [B, S, H], the metrics of the MoE block, and what `attend` keeps.
     """
-    groups, epsilon = config.num_key_value_heads, config.epsilon
+    kv_heads, epsilon = config.num_key_value_heads, config.epsilon
     with jax.named_scope("input_layernorm"):
         y = rms_norm(x, weights["input_layernorm.weight"], epsilon)
     with jax.named_scope("self_attn"):
         if f"{QKV}.weight" in weights:
             # The heads of queries, then of keys, then of values.
             joined = _linear(y, weights, QKV).reshape(*x.shape[:-1], -1, config.head_dim)
-            ends = [config.num_heads, config.num_heads + groups]
+            ends = [config.num_heads, config.num_heads + kv_heads]
             q, k, v = jnp.split(joined, ends, axis=-2)
         else:
             q, k, v = (
@@ -209,22 +209,22 @@ def decoder_layer(
 def masked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, sinks: jax.Array | None
 ) -> jax.Array:
-    """Computes attention of q [B, S, heads, D] to k and v [B, M, groups, D], masked by `seen`.
+    """Computes attention of q [B, S, heads, D] to k and v [B, M, kv_heads, D].
 
-    Equally many neighbouring heads share a group's keys and values. `seen` [B, S, M] bool says
-    which keys a query attends to. `sinks` [heads], if given, is one more score per head in the
+    Equally many neighbouring heads share a key-value head. `seen` [B, S, M] bool says which keys a
+    query attends to. `sinks` [heads], if given, is one more score per head in the
     softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
     """
     batch, length, heads, width = q.shape
-    groups = k.shape[2]
-    grouped = q.reshape(batch, length, groups, heads // groups, width)
-    # g are the groups, r the heads of a group, s the queries, and m the keys.
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    # g are the key-value heads, r the heads that share one, s the queries, and m the keys.
     scores = jnp.einsum("bsgrd,bmgd->bgrsm", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * width**-0.5, -1e30)
     # Subtracting the largest score avoids overflow, and changes neither result nor gradient.
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(groups, heads // groups, 1, 1)
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, 1, 1)
         top = jnp.maximum(top, sink)
     top = lax.stop_gradient(top)
     scores = jnp.exp(scores - top)

@@ -45,9 +45,9 @@ def with_further_axes(
             _check_not_split(name, config)
         elif array is not None:
             if config.fsdp_axes is None:
-                axes = _found(name, array, where, axis_rules)
+                axes = _axes_by_type_and_rules(name, array, where, axis_rules)
             else:
-                axes = _given(name, array, where, config, axis_rules)
+                axes = _axes_by_option(name, array, where, config, axis_rules)
             if any(axes):
                 further[name] = axes
     return where._replace(further_axes=tuple(further.items()))
@@ -85,7 +85,7 @@ def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
             )
 
 
-def _given(
+def _axes_by_option(
     name: str, array: jax.Array, where: LayerMesh, config: MoEConfig, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
     """Checks and returns, for each dimension of the parameter `name`, its axes of `fsdp_axes`."""
@@ -114,7 +114,7 @@ def _given(
     return tuple(large_axes(axes, where.mesh) for axes in further)
 
 
-def _found(
+def _axes_by_type_and_rules(
     name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
     """Finds, for each dimension of the parameter `name`, the FSDP axes that split it."""
@@ -133,7 +133,7 @@ def _found(
         # The FSDP axes must follow the expert or tensor axes of the dimension.
         more = axes[len(base) :] if axes[: len(base)] == base else ()
         if base and not more and name == "wi_0":
-            _check_rule_of_base_axes(name, str(logical[i]), axes, base, axis_rules)
+            _warn_of_rule(name, str(logical[i]), axes, base, axis_rules)
         # The layer gathers along E only if expert axes split it, too.
         may_be_split = logical[i] is not None and (base or logical[i] != "exp")
         # Tokens must be spread over FSDP axes, which must divide the dimension and split no other.
@@ -145,9 +145,7 @@ def _found(
     return tuple(large_axes(axes, where.mesh) for axes in further)
 
 
-def _check_rule_of_base_axes(
-    name: str, logical: str, axes: Axes, base: Axes, axis_rules: AxisRules
-) -> None:
+def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: AxisRules) -> None:
     """Warns if the rules split `logical` over `axes` that lack `base`, or do not begin with it."""
     meant = [_as_tuple(given) or () for ruled, given in axis_rules if ruled == logical]
     if set(base) < set(axes):

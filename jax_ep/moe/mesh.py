@@ -166,48 +166,26 @@ def check_mesh_of_experts(
 
     `experts` are wi_0, [E, H, F]. `axis_rules` and `in_init` are as in `run_layer`.
     """
-    # The type of a traced array on Auto axes does not show its sharding, which is then guessed from
-    # the axis rules, or the axes' names.
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.
         return
-    is_quantized = isinstance(experts, QuantizedArray)
-    array = experts.values if is_quantized else experts
-    concrete = getattr(array, "sharding", None)
-    sharding = concrete or jax.typeof(array).sharding
-    is_named = isinstance(sharding, NamedSharding)
-    spec = (*(sharding.spec if is_named else ()), None, None, None)[:3]
-    spec = experts.format.stored_order(spec) if is_quantized else spec
-    mesh = where.mesh or (sharding.mesh if is_named else jax.typeof(array).sharding.mesh)
-    # Whether `spec` shows the whole sharding.
-    known = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
+    seen = _seen_sharding(experts, where.mesh)
+    mesh = seen.mesh
     if where.mesh is None:
-        if _warns_that_no_mesh_is_set(experts, config, mesh, spec[0], known):
+        if _warns_that_no_mesh_is_set(experts, config, mesh, seen.spec[0], seen.is_whole):
             return
         if not in_init:
             _warn_of_options_of_meshes(config)
-    # The logical axis of the dimension that each option splits, and the entry of it in `spec`.
-    dims = {"expert_axis": ("exp", spec[0]), "tensor_axis": ("mlp", spec[2])}
+    # The logical axis of the dimension that each option splits, and the entry of it in the spec.
+    dims = {"expert_axis": ("exp", seen.spec[0]), "tensor_axis": ("mlp", seen.spec[2])}
     replicated: dict[str, Axes] = {}
     for name, axes in config.split_axes().items():
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
         logical, part = dims[name]
-        # The mesh axes that split this dimension as far as is seen, and the words that say so.
         how, split_over = "is sharded over", large_axes(part, mesh)
-        if not split_over and not known:
-            how = "is sharded by the axis rules over"
-            split_over = _ruled_axes(logical, axis_rules, mesh)
-        # Whether an empty `split_over` shows that the dimension is not split. Linen's `init` makes
-        # arrays that are sharded after it returns, by rules or by the caller.
-        is_seen = known and not in_init and is_named and sharding.mesh.size > 1
-        if not known and axis_rules:
-            is_seen = in_init is not None or logical in dict(axis_rules)
-        if is_seen and not split_over and where.mesh is not None and large_axes(axes, mesh):
-            replicated[name] = axes
-        if not split_over and not known and not set(axes) & set(mesh.axis_names):
-            how = "may be sharded over"
-            split_over = large_axes(_likely_expert_axis(axes, mesh), mesh)
+        if not split_over and not seen.is_whole:
+            how, split_over = _guessed_axes(logical, axes, axis_rules, mesh)
         if split_over and not set(split_over) & set(axes):
             warnings.warn(
                 f"wi_0 of shape {experts.shape} {how} {split_over} of the mesh "
@@ -216,9 +194,58 @@ def check_mesh_of_experts(
                 "if you gather it on purpose.",
                 stacklevel=4,
             )
+        if split_over or where.mesh is None or not large_axes(axes, mesh):
+            continue
+        # Linen's `init` makes arrays that are sharded after it returns, by rules or by the caller.
+        if seen.is_whole:
+            shows_all_is_held = seen.is_on_ranks and not in_init
+        else:
+            is_ruled = in_init is not None or logical in dict(axis_rules)
+            shows_all_is_held = bool(axis_rules) and is_ruled
+        if shows_all_is_held:
+            replicated[name] = axes
     if replicated:
         logical_axes = [dims[name][0] for name in replicated]
         _warn_of_replicated(experts, mesh, replicated, logical_axes)
+
+
+class _SeenSharding(NamedTuple):
+    """What an array or its type shows of the sharding of wi_0, [E, H, F]."""
+
+    spec: tuple[Any, ...]  # an entry for each dimension
+    mesh: Mesh | AbstractMesh  # of the call, or else of the array
+    is_whole: bool  # The type of a traced array shows no Auto axes.
+    is_on_ranks: bool  # whether the array is on several devices
+
+
+def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
+    array = experts.values if isinstance(experts, QuantizedArray) else experts
+    concrete = getattr(array, "sharding", None)
+    sharding = concrete or jax.typeof(array).sharding
+    spec, own_mesh = (None, None, None), jax.typeof(array).sharding.mesh
+    is_on_ranks = False
+    if isinstance(sharding, NamedSharding):
+        spec, own_mesh = (*sharding.spec, None, None, None)[:3], sharding.mesh
+        is_on_ranks = own_mesh.size > 1
+    mesh = mesh or own_mesh
+    if isinstance(experts, QuantizedArray):
+        spec = experts.format.stored_order(spec)
+    is_whole = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
+    return _SeenSharding(spec, mesh, is_whole, is_on_ranks)
+
+
+def _guessed_axes(
+    logical: str, axes: Axes, axis_rules: AxisRules, mesh: Mesh | AbstractMesh
+) -> tuple[str, Axes]:
+    """Guesses which mesh axes split a dimension, by the rules or by the axes' names, and says how.
+
+    `axes` are those of the option that splits the dimension.
+    """
+    if ruled := _ruled_axes(logical, axis_rules, mesh):
+        return "is sharded by the axis rules over", ruled
+    if set(axes) & set(mesh.axis_names):
+        return "", ()
+    return "may be sharded over", large_axes(_likely_expert_axis(axes, mesh), mesh)
 
 
 def _warn_of_replicated(
