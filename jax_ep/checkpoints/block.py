@@ -34,7 +34,6 @@ from jax_ep.checkpoints.encodings import (
     Quantization,
     Scaled,
     float8_tensors,
-    format_of,
     is_stored,
     mxfp4_tensors,
     open_tensor,
@@ -147,7 +146,7 @@ class Block:
 
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
         """Returns the quantized format of `param` in `tensor`, which `encoding` has opened."""
-        format = format_of(encoding)
+        format = encoding.format
         letters = tensor.axes.replace("G", "").replace(" ", "")
         same_order = letters[-2:] == PARAMETER_AXES[param][-2:]
         return format if format is None or same_order else Transposed.of(format)
@@ -287,7 +286,7 @@ class Block:
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
         slots = range(taken["E"].start, taken["E"].stop) if self.is_by_expert(tensor) else [None]
-        _for_each(read_part, slots)
+        for_each(read_part, slots)
         return out
 
     def read_others(self) -> dict[str, np.ndarray]:
@@ -333,7 +332,7 @@ class Block:
                 part = {param: _entry(a, expert - experts.start) for param, a in arrays.items()}
             self._write_part(tensor, part, expert)
 
-        _for_each(write, [None] if experts is None else experts)
+        for_each(write, [None] if experts is None else experts)
 
     def _write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -349,7 +348,7 @@ class Block:
             for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
         )
         # Arrays in the tensor's own format are written as they are.
-        if format_of(encoding) is not None and all(
+        if encoding.format is not None and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
             for param, array in arrays.items()
         ):
@@ -715,7 +714,7 @@ def _entry(array: Parameter, i: int) -> Any:
     return jax.tree.map(lambda part: part[i], array)
 
 
-def _for_each(function: Callable[[int | None], None], items: Sequence[int | None]) -> None:
+def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
     """Calls `function` with each of `items`, in threads, since NumPy releases the GIL."""
     if len(items) == 1:
         function(items[0])

@@ -31,6 +31,7 @@ class Plain:
 
     directory: Directory
     name: str
+    format = None
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -319,6 +320,7 @@ class Scaled:
     directory: Directory
     name: str  # in the file, perhaps with "_packed" at the end
     scales: str  # the name of the scales
+    format = None  # since no `QuantizedArray` has the tensor's format
 
     @property
     def _values(self) -> str:
@@ -432,11 +434,6 @@ class Quantization:
         """Returns whether an expert's matrix, in a new tensor called `name`, becomes float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
-
-
-def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the quantized format of a stored tensor; None if it is plain or `Scaled`."""
-    return None if isinstance(encoding, Plain | Scaled) else encoding.format
 
 
 def is_stored(directory: Directory, name: str) -> bool:

@@ -118,7 +118,7 @@ def taken_for_gpus(monkeypatch: Any) -> None:
 
 def domain_of(num_gpus: int) -> Domain:
     gpus = tuple(Gpu(g, g, 0, f"0000:{g:02x}:00.0", 0, 0) for g in range(num_gpus))
-    return Domain(memory_map.BASE, memory_map.STRIDE, memory_map.heap_bytes(num_gpus), gpus)
+    return Domain(memory_map.BASE, gpus)
 
 
 FOUR_GPUS = domain_of(4)
@@ -210,11 +210,13 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine, taken):
     domain = symmetric_memory.domain()
     assert (domain.base == memory_map.BASE) == (not taken)
     for g in range(2):
-        heap = domain.base + g * domain.stride
+        heap = domain.base + g * memory_map.STRIDE
         header = words(1 - g, heap, memory_map.HEADER_BYTES // 8)
         assert header[0] == memory_map.MAGIC_VALUE and not any(header[3:])
         assert tuple(header[1:3]) == memory_map.ANY_ADDRESS or taken
-        contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
+        contents = cuda_driver.read(g, heap, memory_map.heap_bytes(domain.num_gpus))[
+            memory_map.HEADER_BYTES :
+        ]
         buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
         assert contents[:buffers] == bytes(buffers)
         empty = memory_map.EMPTY.to_bytes(4, "little")
