@@ -268,7 +268,7 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program = program_for_cuda(mesh=mesh, mesh_devices=devices)
-        return availability.program_unavailable_reason(program, axis_name)
+        return availability.Lowered(program).unavailable_reason(axis_name)
 
     assert reason("b") is None
     refused = "it needs GPUs that share memory, and GPU 13 cannot address the memory of GPU 11: "
@@ -304,10 +304,10 @@ def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
     program = program_for_cuda(mesh=mesh, mesh_devices=devices)
     processes.report(store, 1, "the driver gives none")
-    reason = availability.program_unavailable_reason(program, ("a",), 2)
+    reason = availability.Lowered(program).unavailable_reason(("a",), 2)
     assert reason == "it needs GPUs that share memory on every host, and the driver gives none"
     processes.report(store, 1, None)
-    assert availability.program_unavailable_reason(program, ("a",), 2) is None
+    assert availability.Lowered(program).unavailable_reason(("a",), 2) is None
 
 
 def test_a_pool_of_another_kind_serves_one_process(machine):
@@ -366,10 +366,10 @@ def test_programs_are_lowered_anew_for_other_devices(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def note(program: Any, *_: Any) -> None:
-        lowered_for.append([device.id for device in program.mesh_devices.flat])
+    def note(lowered: availability.Lowered, *_: Any) -> None:
+        lowered_for.append([device.id for device in lowered.program.mesh_devices.flat])
 
-    monkeypatch.setattr(availability, "program_unavailable_reason", note)
+    monkeypatch.setattr(availability.Lowered, "unavailable_reason", note)
     monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
 
     gather = collective("all_gather", None)
