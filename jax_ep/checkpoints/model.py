@@ -133,17 +133,13 @@ def load_model(
     total = sum(array.num_bytes() for array in arrays)
     counter = Counter(total, progress or print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
-        weights = {name: pool.submit(array.load, counter) for name, array in others.items()}
-        params = {
-            n: {name: pool.submit(array.load, counter) for name, array in b.arrays.items()}
-            for n, b in blocks.items()
-        }
+        # Yields what is loaded in the order of `arrays`: the weights, then block after block.
+        loaded = pool.map(lambda array: array.load(counter), arrays)
+        weights = dict(zip(others, loaded, strict=False))
         moe = {
-            n: MoEParams.of(**{name: future.result() for name, future in of_block.items()})
-            for n, of_block in params.items()
+            n: MoEParams.of(**dict(zip(b.arrays, loaded, strict=False))) for n, b in blocks.items()
         }
-        loaded = {name: future.result() for name, future in weights.items()}
-    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, loaded)
+    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
 
 
 def _reader(stored: Encoding) -> Callable[..., np.ndarray]:

@@ -220,8 +220,8 @@ class Lowered:
             sizes = [mesh.shape[name] for name in axis_name]
             if environment.parts_of_axes(sizes, ranks_per_host) is None:
                 return (
-                    f"it needs the ranks of each host to be a block of the mesh, and {ranks_per_host}"
-                    f" consecutive ranks along axes of sizes {sizes} do not form one"
+                    "it needs the ranks of each host to be a block of the mesh, and "
+                    f"{ranks_per_host} consecutive ranks on axes of sizes {sizes} do not form one"
                 )
         default = jax.default_backend()
         if default != "gpu" and jax_compat.gpus():
