@@ -199,7 +199,10 @@ class Block:
 
     def in_its_modules(self) -> list[str]:
         """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
-        modules = {name.partition(".")[0] for name in _names(self.architecture)}
+        modules = set()
+        for item in self.architecture.tensors:
+            for layout in item.layouts if isinstance(item, OneOf) else ((item,),):
+                modules |= {tensor.name.partition(".")[0] for tensor in layout}
         begins = tuple(f"{self.prefix}{module}." for module in modules)
         return [name for name in self.directory.files if name.startswith(begins)]
 
@@ -627,11 +630,6 @@ def _stored(
         if all(_size(token, sizes) for token in tensor.axes.split())
         and (not tensor.where or keys.value(tensor.where))
     )
-
-
-def _names(row: Architecture) -> list[str]:
-    layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
-    return [tensor.name for options in layouts for layout in options for tensor in layout]
 
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
