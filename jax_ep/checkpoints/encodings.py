@@ -271,9 +271,7 @@ class MXFP4(_InBlocks):
     uint8 the scales, which are exponents of two.
     """
 
-    @property
-    def format(self) -> formats.Format:
-        return formats.MXFP4
+    format = formats.MXFP4
 
     @property
     def _scales(self) -> str:
