@@ -48,7 +48,7 @@ def output_of(program: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("program", quick(PROGRAMS, "README-0", "README-1", unpack=False))
+@pytest.mark.parametrize("program", quick(PROGRAMS, "README-0", unpack=False))
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     printed = output_of(program, tmp_path)
     assert printed.strip() and "nan" not in printed

@@ -149,6 +149,7 @@ def test_a_layer_is_not_made_of_what_does_not_fit(layer, changes, message):
         layer(**changes).abstract()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", LAYERS)
 def test_experts_of_a_stack_may_be_quantized_once(framework):
     """The experts of all layers, quantized at once, must be those that each layer quantizes."""

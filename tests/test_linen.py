@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from support.dense_moe import E, F, H, K, S, assert_close, dense, make_params, make_x
 from support.flax_layers import as_dict
 from support.meshes import expert_mesh, mesh
-from support.selection import quick
 
 from jax_ep.linen import MoE
 from jax_ep.moe.params import PARAMETERS, MoEParams
@@ -122,7 +121,8 @@ def scanned(**options):
     return Scanned()
 
 
-@pytest.mark.parametrize("name", quick([None, "layers"], None))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "layers"])
 def test_a_scan_with_remat_is_a_loop(name):
     """The axis of layers may have a logical name, or none."""
     options = {} if name is None else dict(metadata_params={nn.PARTITION_NAME: name})

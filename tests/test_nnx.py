@@ -155,9 +155,8 @@ def test_the_biases_of_a_stack_are_updated_at_once():
     np.testing.assert_allclose(stack.gate.bias.get_value().mean(axis=1), 0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "options", quick([{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}], {}, unpack=False)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}])
 def test_a_stack_trains_on_explicit_axes(options):
     """If it is made without transform_metadata, the axis of layers has no logical name."""
 

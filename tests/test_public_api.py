@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from support.meshes import mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep import placement
@@ -88,8 +89,8 @@ def _explicit_operands() -> dict[str, jax.Array]:
     )
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
-@pytest.mark.parametrize("name", ON_EXPLICIT_AXES)
+@pytest.mark.parametrize("wrap", quick({"jit": jax.jit, "eager": lambda f: f}, "jit"))
+@pytest.mark.parametrize("name", quick([*ON_EXPLICIT_AXES], "expert_mlp", "choose_slots"))
 def test_one_rank_of_an_explicit_mesh(name, wrap):
     """On an explicit mesh, functions of one rank must accept replicated operands."""
 

@@ -74,6 +74,7 @@ def test_operands_that_do_not_fit_fail_every_row():
     assert [row["error"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 2
 
 
+@pytest.mark.slow
 def test_decoding_is_measured_in_every_format(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
     pytest.importorskip("matplotlib")

@@ -41,6 +41,7 @@ def test_layers_are_measured_in_each_dtype(when, tmp_path):
         assert plain["speedup_over_xla"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_chunks_and_remat_are_measured_next_to_the_whole(tmp_path):
     path = tmp_path / "out.json"
     flags = "--token_chunks=1,4", "--capacity_factor=0", "--tokens=256", "--baselines=", "--check"

@@ -24,7 +24,8 @@ def one_case(monkeypatch):
     monkeypatch.setattr(bench, "CASES", (CASE,))
 
 
-@pytest.mark.parametrize("op", quick([*operations.OPERATIONS], "gated"))
+@pytest.mark.slow
+@pytest.mark.parametrize("op", operations.OPERATIONS)
 def test_float8_is_measured_next_to_the_operands_own_dtype(op, tmp_path):
     path = tmp_path / "out.json"
     flags = "--matmul_dtype=none,float8_e4m3fn", "--implementations=xla", f"--ops={op}"
@@ -39,7 +40,7 @@ def test_float8_is_measured_next_to_the_operands_own_dtype(op, tmp_path):
     assert row["speedup_of_float8"] == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize("dtype", ["none", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", quick(["none", "float8_e4m3fn"], "none"))
 def test_check_sees_a_wrong_result(dtype, monkeypatch, capsys):
     outputs = bench.Loop.outputs
     monkeypatch.setattr(bench.Loop, "outputs", lambda loop: 1.2 * outputs(loop))

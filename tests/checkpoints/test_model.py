@@ -181,8 +181,9 @@ PROCESS = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="starts processes on CPUs")
-@pytest.mark.parametrize("axes", quick(["expert,tensor", "tensor,expert"], "expert,tensor"))
+@pytest.mark.parametrize("axes", ["expert,tensor", "tensor,expert"])
 def test_two_processes_read_and_write_their_own_experts(tmp_path, axes):
     """Each process must read and write its own experts; what none has whole must be gathered.
 

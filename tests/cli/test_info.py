@@ -19,6 +19,7 @@ from jax_ep.runtime import assembler, availability, environment, jax_compat
 from pallas_kernels.fabric import requirements
 
 
+@pytest.mark.slow
 def test_info_as_a_program(tmp_path):
     done = run_jax_ep("info", f"--json={tmp_path}/info.json")
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,7 @@ def test_every_method_is_compared(trace, tmp_path):
     assert rows["affinity"]["wire_rows"] < in_order["wire_rows"]
 
 
+@pytest.mark.slow
 def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
     """The number of experts must come from the trace, or else from its largest id."""
     topk_idx, path = np.load(trace)["topk_idx"], tmp_path / "trace.npz"

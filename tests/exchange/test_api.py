@@ -205,7 +205,8 @@ def test_the_jaxpr_shows_the_primitives_and_has_no_effects(implementation: Imple
         assert not jaxpr.effects
 
 
-@pytest.mark.parametrize("layout", quick(["expert", "rank"], "expert"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_the_hessian_by_reverse_mode(layout, implementation):
     """`jax.jacrev` of a gradient must be the dense Hessian, though it batches the exchange."""
     case = Case(most_ranks(2), 2, 8, 2, 4, "float32")
@@ -237,6 +238,7 @@ def test_the_hessian_by_reverse_mode(layout, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_vmap_over_rows_of_the_same_choices_is_one_exchange_after_another(implementation):
     case = Case(most_ranks(2), 3, 8, 2, 4, "float32")
     rng = np.random.default_rng(23)
@@ -313,6 +315,7 @@ def test_each_data_row_of_a_mesh_dispatches_alone(
     assert_equal(grad_weights, expected_grad_weights)
 
 
+@pytest.mark.slow
 def test_the_other_axis_may_be_of_an_outer_shard_map(implementation):
     groups = most_ranks(2)
     num_ranks = most_ranks(8) // groups

@@ -276,6 +276,7 @@ def calls(monkeypatch):
     return noted
 
 
+@pytest.mark.slow
 def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(gpus, calls):
     mesh = jax.sharding.Mesh(np.asarray(gpus(4))[[2, 3, 1]], ("expert",))
     assert kernels(lowered(CASE_OF_THREE, None, forward, mesh))
@@ -302,7 +303,10 @@ def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, calls):
 
 @pytest.mark.parametrize(
     ("num_tokens", "by_kernels"),
-    [(16, []), (128, [DISPATCH, LIKE]), (129, [COMBINE, COMBINE, DISPATCH, LIKE])],
+    quick(
+        [(16, []), (128, [DISPATCH, LIKE]), (129, [COMBINE, COMBINE, DISPATCH, LIKE])],
+        (128, [DISPATCH, LIKE]),
+    ),
 )
 def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, by_kernels):
     """A rank alone must move few tokens by XLA, more of them in a combine, if none is named."""
@@ -314,7 +318,9 @@ def test_few_tokens_of_one_rank_need_no_kernel(num_tokens, by_kernels):
         assert kernels(lowered(dataclasses.replace(case, expert_alignment=128), None, forward))
 
 
-@pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("num_gpus", "supported"), quick([(0, True), (1, True), (2, False)], (2, False))
+)
 def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
     """On an abstract mesh, kernels must be refused if this machine has 2 or more GPUs."""
     if num_gpus:

@@ -199,6 +199,7 @@ def test_quantized_rows_refuse_a_gradient():
         jax.eval_shape(per_rank(jax.grad(loss), 1), *arrays)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_kernels_quantize_and_write_both_parts():
     case = Case(8, 16, 1024, 4, 32, capacity=64)

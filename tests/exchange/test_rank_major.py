@@ -118,6 +118,7 @@ def test_everything_equals_the_reference(case, implementation):
         assert_equal(grad_y[0], np.stack([r.tokens for r in sent_back]), message)
 
 
+@pytest.mark.slow
 def test_float8_on_the_wire(implementation):
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
     rng = np.random.default_rng(4)

@@ -174,10 +174,8 @@ def test_float8_on_the_wire(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "num_hosts, num_axes, few_tokens",
-    quick([(4, 2, None), (2, 1, 0), (2, 1, 9)], (2, 1, 0)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts, num_axes, few_tokens", [(4, 2, None), (2, 1, 0), (2, 1, 9)])
 def test_rank_major_is_that_of_one_level(num_hosts, num_axes, few_tokens, monkeypatch):
     if few_tokens is not None:
         take_hosts_as_kernels_do(few_tokens, monkeypatch)
@@ -259,6 +257,7 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
         assert len(turns) == num_hosts - 1
 
 
+@pytest.mark.slow
 def test_axes_in_another_order_than_the_mesh_has_them(monkeypatch):
     """Ranks must be numbered along `axis_name`, even if the mesh has its axes in another order."""
     in_order = mesh_of(4, 2, monkeypatch)

@@ -118,7 +118,8 @@ def test_a_prompt_in_a_batch_of_unequal_lengths_decodes_as_it_does_alone(kind, w
     assert tokens_of(random_model(kind), **way) == alone(kind)
 
 
-@pytest.mark.parametrize("ranks", quick([1, 3, 8], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_any_number_of_devices_decodes_the_same(ranks):
     """The number of devices must not change the tokens, even if it does not divide the experts.
 
@@ -131,6 +132,7 @@ def test_any_number_of_devices_decodes_the_same(ranks):
     assert tokens_of(model) == alone("tiny-gpt-oss")
 
 
+@pytest.mark.slow
 def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence():
     config, model = random_model("tiny-gpt-oss")
     whole = alone("tiny-gpt-oss")
@@ -147,6 +149,7 @@ def test_a_sequence_ends_with_its_stop_token_and_the_loop_with_the_last_sequence
     ]
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_alike_in_the_loop_and_by_python():
     model, sampling = random_model("tiny-gpt-oss"), Sampling(0.7, seed=3)
     drawn = tokens_of(model, sampling=sampling)
@@ -154,6 +157,7 @@ def test_tokens_are_drawn_alike_in_the_loop_and_by_python():
     assert drawn != tokens_of(model, sampling=Sampling(0.7, seed=4))
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_by_their_probability():
     config, model = random_model("tiny", ranks=1)
     logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125]))
@@ -188,7 +192,8 @@ def with_numbers(model: Model) -> Model:
     return model._replace(moe=list(map(numbers, model.moe)))
 
 
-@pytest.mark.parametrize("kind", quick([*FORMATS], "tiny-gpt-oss"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
 def test_experts_that_stay_quantized_decode_as_their_numbers_do(kind):
     config, model = quantized_model(kind)
     tokens = tokens_of((config, model), steps=4)
@@ -198,6 +203,7 @@ def test_experts_that_stay_quantized_decode_as_their_numbers_do(kind):
     assert len({token for row in tokens for token in row}) > 4
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step_are_those_of_the_chosen_experts_and_of_all_other_weights():
     program = example("decode_qwen3_moe")
     config, model = random_model("tiny", ranks=1)

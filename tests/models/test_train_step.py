@@ -100,6 +100,7 @@ def test_states_are_split_over_the_axes_that_hold_copies():
     assert parts.weights["model.layers.0.self_attn.o_proj.weight"].spec == both
 
 
+@pytest.mark.slow
 @pytest.mark.needs_devices(8)
 def test_fsdp_splits_every_matrix():
     with jax.set_mesh(mesh := model_mesh(1, 2, 1, 4)):
@@ -146,6 +147,7 @@ def test_xla_knows_the_compiler_options():
     assert add(1.0) == 2.0
 
 
+@pytest.mark.slow
 def test_documents_are_apart():
     """The evaluation of packed documents must be that of each document alone.
 

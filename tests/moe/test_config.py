@@ -45,6 +45,7 @@ class Unhashable:
         return h
 
 
+@pytest.mark.slow
 def test_functions_that_are_equal_share_a_program():
     """What a function captures must be a constant of the program of all functions equal to it."""
     first = output(activation=Scale(2.0))
@@ -142,6 +143,7 @@ def test_impossible_fields_are_named(changes, error, message):
         output(**changes)
 
 
+@pytest.mark.slow
 def test_float64_tokens_keep_their_dtype():
     with jax.enable_x64(True):
         both = make_params(), make_x()

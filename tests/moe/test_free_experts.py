@@ -77,6 +77,7 @@ def test_the_layer_is_the_dense_one(num_ranks):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_free_choices_take_no_row():
     """All choices but one are of free experts, so 8 rows per rank must be enough."""
     x = make_x()

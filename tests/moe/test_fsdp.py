@@ -83,7 +83,7 @@ CASES: dict = {
 }
 
 
-@pytest.mark.parametrize("shape, axes, fsdp_axes, fields", quick(CASES, "with a tensor axis"))
+@pytest.mark.parametrize("shape, axes, fsdp_axes, fields", quick(CASES, "embed"))
 def test_results_are_those_without_a_mesh(shape, axes, fsdp_axes, fields):
     config = dataclasses.replace(CONFIG, fsdp_axes=fsdp_axes, **fields)
     devices = mesh(shape, axes)
@@ -107,6 +107,7 @@ def types(dtype: str, *shapes: tuple[int, ...]) -> list[str]:
     return sorted(f"tensor<{'x'.join(map(str, shape))}x{dtype}>" for shape in shapes)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_gathered_and_gradients_are_scattered():
     """The lowered program shows the dtypes, since XLA for CPUs moves bfloat16 as float32."""
     devices = mesh((2, 4), AXES)
@@ -224,6 +225,7 @@ def test_linen_layer_follows_the_rules_in_force():
             assert not gathers(jax.jit(off.apply).lower(params, x).as_text())
 
 
+@pytest.mark.slow
 def test_rules_may_split_parameters_without_experts_over_all_ranks():
     """The gate must then be gathered over both axes, and its gradient be scattered."""
     layer = linen.MoE(E, K, F, num_shared_experts=1)
@@ -319,6 +321,7 @@ def test_rules_that_contradict_fsdp_axes_are_refused(framework):
             jax.eval_shape(layer, params, make_x())
 
 
+@pytest.mark.slow
 def test_types_show_explicit_axes():
     devices = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
     params = random_params(**PARTS)

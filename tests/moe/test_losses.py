@@ -19,7 +19,7 @@ from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
+@pytest.mark.parametrize("dtype", quick(["uint8", "int8", "uint32"], "uint8"))
 def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
     """Ids may have any integer dtype, even one that cannot hold E; other ids count nowhere."""
     experts = 300
@@ -31,7 +31,7 @@ def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("none", [-1, E + 3])
+@pytest.mark.parametrize("none", quick([-1, E + 3], E + 3))
 def test_ids_of_no_expert_are_choices_of_none(none):
     routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
     absent = jnp.arange(T)[:, None] >= 10
@@ -72,14 +72,17 @@ def test_load_balance_loss_and_its_gradient():
     def want(logits):
         return reference.load_balance_loss(reference.top_k_routing(logits, 2).probs, topk_idx)
 
-    value, grad = jax.value_and_grad(loss)(jnp.asarray(logits))
+    value, grad = jax.jit(jax.value_and_grad(loss))(jnp.asarray(logits))
     np.testing.assert_allclose(value, want(logits), rtol=1e-6)
     np.testing.assert_allclose(grad, derivative(want, logits), atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    "dtype", quick(["float32", "bfloat16", "float16", "float64"], "float32", "float16")
+)
 def test_the_loss_of_the_smallest_and_largest_scores(dtype):
     """The loss must be right for scores from the smallest normal number to near the largest."""
+    loss_and_gradient = jax.jit(jax.value_and_grad(losses.load_balance_loss))
     with jax.enable_x64(dtype == "float64"):
         bits = jnp.finfo(dtype)
         rows = jnp.array([[1, 2, 3, 2], [3, 1, 1, 3], [1, 1, 2, 2], [2, 2, 2, 1]], dtype)
@@ -87,22 +90,22 @@ def test_the_loss_of_the_smallest_and_largest_scores(dtype):
         want = reference.load_balance_loss(np.asarray(rows, np.float64), np.asarray(idx))
         for factor in (4 * float(bits.tiny), 2.0 ** (bits.maxexp - 6)):
             scores = rows * jnp.asarray(factor, dtype)
-            loss, grad = jax.value_and_grad(losses.load_balance_loss)(scores, idx)
+            loss, grad = loss_and_gradient(scores, idx)
             np.testing.assert_allclose(loss, want, rtol=1e-6)
             assert loss.dtype == jnp.float32 and np.all(jnp.isfinite(grad))
         for zero in (jnp.zeros_like(rows), rows.at[1].set(0)):
-            loss, grad = jax.value_and_grad(losses.load_balance_loss)(zero, idx)
+            loss, grad = loss_and_gradient(zero, idx)
             assert np.isfinite(loss) and np.all(np.isfinite(grad))
-        assert losses.load_balance_loss(jnp.zeros_like(rows), idx) == 0
+            assert zero.any() or loss == 0
 
 
 def test_router_z_loss_and_its_gradient():
     logits = random_logits(4, tokens=6) * 3
-    value, grad = jax.value_and_grad(losses.router_z_loss)(jnp.asarray(logits))
+    value, grad = jax.jit(jax.value_and_grad(losses.router_z_loss))(jnp.asarray(logits))
     np.testing.assert_allclose(value, reference.router_z_loss(logits), rtol=1e-6)
     np.testing.assert_allclose(grad, derivative(reference.router_z_loss, logits), atol=1e-5)
     for mask in (np.arange(6) < 4, np.array([1, 1, 1, 1, 0, 0], np.int32)):
-        got = losses.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask))
+        got = jax.jit(losses.router_z_loss)(jnp.asarray(logits), mask=jnp.asarray(mask))
         np.testing.assert_allclose(got, reference.router_z_loss(logits[:4]), rtol=1e-6)
 
 

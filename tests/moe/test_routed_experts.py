@@ -131,7 +131,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("weights_on", quick(["output", "input"], "output"))
 @pytest.mark.parametrize("name", quick([*CASES], "overflowing"))
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 @pytest.mark.parametrize("dtype", quick([*TOLERANCE], "float32"))
@@ -235,6 +235,7 @@ def test_rows_that_no_token_gets_are_never_read(biased, name, weights_on, unused
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
 
 
+@pytest.mark.slow
 def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
     config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
     x = np.random.default_rng(1).normal(size=(16, H)).astype(np.float32)
@@ -252,6 +253,7 @@ def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
     jax.tree.map(np.testing.assert_array_equal, grads, again)
 
 
+@pytest.mark.slow
 def test_a_buffer_of_known_size_for_a_symbolic_number_of_tokens_is_exported():
     """Whether the buffer is mostly unused is then not known."""
     case, rows = Case(1, T, H, K, E, capacity=64), P(AXIS)
@@ -282,7 +284,8 @@ def test_scaled_rows_are_refused():
         jax.eval_shape(per_rank(run, 1), *(jax.ShapeDtypeStruct((1, *s), t) for s, t in shapes))
 
 
-@pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["overflowing", "masked"])
 def test_weights_of_choices_without_a_row_count_nowhere(name):
     kind, capacity, alignment = CASES[name]
     case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
@@ -296,6 +299,7 @@ def test_weights_of_choices_without_a_row_count_nowhere(name):
     assert not np.any(np.asarray(got[2])[lost])
 
 
+@pytest.mark.slow
 def test_second_order_gradients_of_a_batch():
     case = Case(most_ranks(2), T, H, K, E)
     x, topk_idx, weights, *experts, grad = make_operands(case)

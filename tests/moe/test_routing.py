@@ -73,7 +73,7 @@ def test_logits_in_a_narrow_dtype():
     gate = jnp.asarray(rng.normal(size=(50, E)), jnp.float32)
     bias, grad = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((E,), (60, E)))
     low = functools.partial(routing.router_logits, dtype=jnp.bfloat16)
-    got, vjp = jax.vjp(low, x, gate, bias)
+    got, vjp = jax.vjp(jax.jit(low), x, gate, bias)
     x_low, gate_low, bias_low = (
         np.asarray(a.astype(jnp.bfloat16)).astype(np.float64) for a in (x, gate, bias)
     )
@@ -92,7 +92,7 @@ def test_logits_of_an_infinite_gate_are_infinite():
         np.testing.assert_array_equal(logits, np.array([[np.inf, 2, -np.inf]] * 2))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 def test_logits_with_a_gate_that_all_ranks_share(check_vma):
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.normal(size=(8, 32)), jnp.bfloat16)
@@ -100,7 +100,7 @@ def test_logits_with_a_gate_that_all_ranks_share(check_vma):
     options: dict = dict(in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
     logits = jax.shard_map(routing.router_logits, mesh=mesh((2,), ("data",)), **options)
     got, vjp = jax.vjp(jax.jit(logits), x, gate)
-    want, want_vjp = jax.vjp(routing.router_logits, x, gate)
+    want, want_vjp = jax.vjp(jax.jit(routing.router_logits), x, gate)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(vjp(got), want_vjp(want), strict=True):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -139,7 +139,7 @@ def test_a_selection_bias_has_no_gradient():
         routed = routing.top_k_routing(random_logits(), 2, score="sigmoid", bias=bias)
         return jnp.sum(routed.topk_weights**2)
 
-    np.testing.assert_array_equal(jax.grad(total)(jnp.zeros(E).at[7].set(10.0)), 0.0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(jnp.zeros(E).at[7].set(10.0)), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_gradient_of_the_weights(score, normalize):
     want = derivative(
         lambda x: np.sum(reference.top_k_routing(x, **options).topk_weights * mix), logits
     )
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(logits)), want, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(jnp.asarray(logits)), want, atol=2e-6)
 
 
 def test_choices_made_elsewhere_weigh_as_those_of_the_router():
@@ -176,12 +176,12 @@ def test_sqrt_softplus_and_its_derivative_wherever_logits_are():
         return routing.top_k_routing(x[None], 1, score="sqrt_softplus").probs[0]
 
     values = np.asarray([-150.0, -90.0, -15.1, -15.0, -1.0, 0.0, 5.0, 90.0, 800.0])
-    got = score(jnp.asarray(values, jnp.float32))
-    grad = jax.grad(lambda x: jnp.sum(score(x)))(jnp.asarray(values, jnp.float32))
+    got, vjp = jax.vjp(jax.jit(score), jnp.asarray(values, jnp.float32))
+    (grad,) = vjp(jnp.ones_like(got))
     want = np.sqrt(np.logaddexp(0, values))
     np.testing.assert_allclose(got, want, rtol=2e-6)
     np.testing.assert_allclose(grad, 0.5 / (1 + np.exp(-values)) / want, rtol=2e-6)
-    hopeless = jax.value_and_grad(lambda x: jnp.sum(score(x)))(jnp.full(2, -400.0))
+    hopeless = jax.jit(jax.value_and_grad(lambda x: jnp.sum(score(x))))(jnp.full(2, -400.0))
     assert all(np.all(np.isfinite(a)) for a in hopeless)
 
 
@@ -212,8 +212,8 @@ SHIFTS = [0.0, -40.0, -88.0, -1000.0]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("shift", quick(SHIFTS, *SHIFTS[1:3]))
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shift", quick(SHIFTS, SHIFTS[1]))
+@pytest.mark.parametrize("biased", quick([False, True], False))
 def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
     """Adding `shift` to logits makes scores tiny; ratios and gradients must stay right."""
     logits = np.round(random_logits(1, tokens=4) * 4, 3)
@@ -231,7 +231,7 @@ def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
     def weights(logits, router, **options):
         return router(logits, 3, score=score, scale=1.5, bias=bias, **options).topk_weights
 
-    got, vjp = jax.vjp(lambda x: weights(x, routing.top_k_routing), jnp.asarray(logits))
+    got, vjp = jax.vjp(jax.jit(lambda x: weights(x, routing.top_k_routing)), jnp.asarray(logits))
     want = weights(logits, reference.top_k_routing)
     np.testing.assert_allclose(got, want, rtol=3e-6)
     slope = derivative(lambda x: np.sum(weights(x, reference.top_k_routing) * mix), logits)
@@ -244,7 +244,7 @@ def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-12, 1e-20])
+@pytest.mark.parametrize("epsilon", quick([1e-6, 1e-12, 1e-20], 1e-12))
 def test_the_constant_of_the_normalization_where_scores_are_below_it(score, epsilon):
     """Weights must be score / (sum of the chosen scores + epsilon), even if the sum is far less."""
     bias = jnp.where(jnp.arange(E) < 3, 100.0, 0.0)
@@ -255,7 +255,7 @@ def test_the_constant_of_the_normalization_where_scores_are_below_it(score, epsi
             logits += np.float32(shift)
         options = dict(score=score, normalize_epsilon=epsilon)
         got, vjp = jax.vjp(
-            lambda x, options=options: routing.top_k_routing(x, 3, bias=bias, **options),
+            jax.jit(functools.partial(routing.top_k_routing, k=3, bias=bias, **options)),
             jnp.asarray(logits),
         )
         want = reference.top_k_routing(logits, 3, bias=np.asarray(bias), **options)
@@ -270,7 +270,8 @@ def test_the_weights_of_experts_that_cannot_be_chosen_are_zero():
     logits = jnp.array([[-jnp.inf, -3.0, -jnp.inf, -jnp.inf], [-jnp.inf] * 4])
     for score in ("sigmoid", "sqrt_softplus"):
         weights, vjp = jax.vjp(
-            lambda x, score=score: routing.top_k_routing(x, 2, score=score).topk_weights, logits
+            jax.jit(lambda x, score=score: routing.top_k_routing(x, 2, score=score).topk_weights),
+            logits,
         )
         np.testing.assert_array_equal(weights, [[1, 0], [0, 0]])
         assert np.all(np.isfinite(vjp(jnp.ones_like(weights))[0]))
@@ -287,7 +288,7 @@ def test_equal_sums_take_the_lower_ids(score, biased):
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shift", quick(SHIFTS, SHIFTS[2]))
 def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
     """With logits below -40, both kinds of scores are exponentials, whose ratios do not change."""
     logits = np.round(random_logits(3, tokens=8), 3)
@@ -307,7 +308,7 @@ def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
         )
 
     low = np.asarray(logits + np.float32(shift), np.float32)
-    value, grad = jax.value_and_grad(loss)(jnp.asarray(low))
+    value, grad = jax.jit(jax.value_and_grad(loss))(jnp.asarray(low))
     np.testing.assert_allclose(value, want(low), rtol=1e-5)
     np.testing.assert_allclose(grad, derivative(want, low), rtol=1e-4, atol=2e-6)
 
@@ -339,8 +340,8 @@ def test_a_token_of_no_choice_has_no_weight_whatever_the_epsilon():
         return routing.routing_of_choices(logits, topk_idx, RoutingOptions()).topk_weights
 
     logits = jnp.zeros((2, 4))
-    np.testing.assert_array_equal(weights(logits), [[0, 0], [0.5, 0.5]])
-    gradient = jax.grad(lambda logits: weights(logits)[1, 0])(logits)
+    np.testing.assert_array_equal(jax.jit(weights)(logits), [[0, 0], [0.5, 0.5]])
+    gradient = jax.jit(jax.grad(lambda logits: weights(logits)[1, 0]))(logits)
     np.testing.assert_array_equal(gradient[0], np.zeros(4))
     assert np.all(np.isfinite(gradient))
 

@@ -126,14 +126,15 @@ def test_float8_matmuls_are_those_of_the_reference(kind):
     assert error_of_norm(want[0], exact) > 2.0**-5
 
 
-@pytest.mark.parametrize("shape, axes, options", quick(
-    {
-        "tensor axis": ((2, 2), ("expert", "tensor"), {"tensor_axis": "tensor"}),
-        "fsdp": ((2, 2), ("expert", "data"), {"fsdp_axes": {"embed": "data"}}),
-        "data": ((4,), ("data",), {}),
-    },
-    "tensor axis",
-))  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape, axes, options",
+    [
+        ((2, 2), ("expert", "tensor"), {"tensor_axis": "tensor"}),
+        ((2, 2), ("expert", "data"), {"fsdp_axes": {"embed": "data"}}),
+        ((4,), ("data",), {}),
+    ],
+)
 def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
     """Every rank has other tokens, so the blocks of the matrices' gradients have other rows."""
     params, x = make_params(), make_x()
@@ -144,6 +145,7 @@ def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
         assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
 
 
+@pytest.mark.slow
 def test_masked_tokens_may_hold_anything():
     params, x = make_params(), make_x()
     mask = np.arange(TOKENS) % 2 == 0
@@ -191,9 +193,10 @@ def test_experts_without_a_gate_and_with_a_shared_gate():
     assert error_of_norm(got, want) < 2.0**-6
 
 
-@pytest.mark.parametrize("num_tokens", quick([2, 16, 24], 16))
-@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], FLOAT8))
-@pytest.mark.parametrize("format", quick(FORMATS, "mxfp4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [2, 16, 24])
+@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_matrices_may_be_stored_quantized(format, matmul_dtype, num_tokens):
     """The output must be that of the numbers; bits may differ where kernels read the matrices."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype, dtype=jnp.bfloat16)

@@ -49,7 +49,7 @@ def few_are_many(monkeypatch):
     monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", 1)
 
 
-@pytest.fixture(params=quick(FORMATS, "float8", "mxfp4"))
+@pytest.fixture(params=quick(FORMATS, "mxfp4"))
 def format(request):
     return request.param
 
@@ -123,9 +123,9 @@ def operands_of(params):
     return QuantizedExperts(*(operands(getattr(params, name)) for name in MATRICES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, shape",
-    quick([("in order", None), ("bfloat16 scales", None), ("float8", (2, 2))], ("float8", (2, 2))),
+    "name, shape", [("in order", None), ("bfloat16 scales", None), ("float8", (2, 2))]
 )
 def test_float8_matrices_are_the_operands_as_they_are(name, shape):
     config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS[name])
@@ -147,6 +147,7 @@ def test_no_program_quantizes_float8_matrices_again(name, again):
     assert ("quantize_float8_matrices" in str(program)) == again
 
 
+@pytest.mark.slow
 def test_other_formats_are_quantized_again_for_float8_matmuls():
     config, params = dataclasses.replace(CONFIG, matmul_dtype=FLOAT8), stored(FORMATS["mxfp4"])
     run = output(config)
@@ -192,7 +193,7 @@ def test_flax_layers_take_them(framework):
     assert_equal(got, output(CONFIG)(params, X)[1])
 
 
-@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
+@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
 def test_there_is_no_gradient(matmul_dtype):
     """Quantized matrices must have no gradient; the gate's must be the dequantized layer's."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)

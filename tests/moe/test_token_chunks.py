@@ -64,7 +64,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("changes, shape, axes", quick(KINDS, "slots"))
+@pytest.mark.slow
+@pytest.mark.parametrize("changes, shape, axes", KINDS.values(), ids=KINDS)
 def test_with_other_options(changes, shape, axes, monkeypatch):
     if "host" in axes:
         monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
@@ -92,7 +93,8 @@ def test_a_capacity_is_of_each_chunk():
 WIDE = 128
 
 
-@pytest.mark.parametrize("once", quick([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("once", [False, True])
 def test_float8_experts_are_quantized_once(once):
     """In chunks, rows are quantized in other blocks for the matrices' gradients."""
     float8 = jnp.float8_e4m3fn
@@ -137,7 +139,8 @@ def test_few_gradients_of_bfloat16_matrices_are_summed_in_bfloat16(num_chunks, d
     assert set(re.findall(r":(\w+)\[", " ".join(sums))) == {wanted}
 
 
-@pytest.mark.parametrize("of", quick(["x", "params"], "params"))
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["x", "params"])
 def test_gradients_of_gradients(of):
     params, x = make_params(bias=True), make_x()
 
@@ -173,6 +176,7 @@ def compiled(num_chunks, mesh_shape=(4,), axes=("expert",), num_tokens=2048):
         return jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
 
 
+@pytest.mark.slow
 def test_a_step_needs_less_memory():
     """Four chunks must need at most 0.35 of the memory, which on CPUs is mostly rows."""
     whole, chunked = (compiled(c).memory_analysis().temp_size_in_bytes for c in (1, 4))

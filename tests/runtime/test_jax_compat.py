@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 from support.kernels import KERNELS_RUN
 from support.processes import environment_of_program
-from support.selection import quick
 
 import jax_ep
 from jax_ep.matmul import pallas as pallas_matmul
@@ -138,7 +137,8 @@ SOME = [OF_PRIMITIVES[-1], OTHERS[0], OTHERS[-1]]
 MISSING = {"some": SOME, "others": [*OF_PRIMITIVES[:-1], *OTHERS[1:-1]]}
 
 
-@pytest.mark.parametrize("paths", quick(MISSING, "some"))
+@pytest.mark.slow
+@pytest.mark.parametrize("paths", MISSING.values(), ids=MISSING)
 def test_xla_computes_the_same_without_a_name_and_kernels_refuse(paths):
     environment = environment_of_program(
         fast=True, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2"

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jax_ep.matmul.backend import Problem
 from jax_ep.matmul.primitives import IMPLEMENTATIONS, default_platform
@@ -28,22 +27,16 @@ def available_implementations(matrix_shape: tuple[int, int], dtype: Any) -> tupl
     return tuple(IMPLEMENTATIONS.available(Problem(matrix_shape, dtype, default_platform())))
 
 
-def implementations_with_dtypes(matrix_shape: tuple[int, int], dtypes: Iterable[str]) -> list[Any]:
-    """Returns pairs (implementation, dtype) that run on this machine, as parameters of a test."""
+def implementations_with_dtypes(
+    matrix_shape: tuple[int, int], dtypes: Iterable[str]
+) -> list[tuple[str, str]]:
+    """Returns the pairs (implementation, dtype) that run on this machine."""
     return [
-        pytest.param(name, dtype, id=f"{name}-{dtype}")
-        for dtype in dtypes
-        for name in available_implementations(matrix_shape, dtype)
+        (name, dtype) for dtype in dtypes for name in available_implementations(matrix_shape, dtype)
     ]
 
 
-AVAILABLE = [
-    *implementations_with_dtypes((H, F), ["bfloat16"]),
-    *(
-        pytest.param(*each.values, marks=pytest.mark.slow)
-        for each in implementations_with_dtypes((H, F), ["float32", "float16"])
-    ),
-]
+AVAILABLE = implementations_with_dtypes((H, F), ("bfloat16", "float32", "float16"))
 NUM_ROWS = 700
 # Group sizes by what is special about them. All have six groups, so that one compiled program runs
 # them all.

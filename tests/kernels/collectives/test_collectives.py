@@ -87,7 +87,7 @@ NORMS = {
 
 
 @simulated
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("two_shot", quick({"one_shot": False, "two_shot": True}, "one_shot"))
 @pytest.mark.parametrize("case", quick(NORMS, "padded-signals", unpack=False))
 def test_all_reduce_rms_norm(case, two_shot):
     protocol, num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case

@@ -198,12 +198,14 @@ def after_calls(x: np.ndarray, several: Sequence[Groups], calls: int) -> np.ndar
 @pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake], LateToTake))
 @pytest.mark.parametrize(
     ("several", "devices"),
-    [
-        ([Groups((3,), (0,))], (0, 1, 2)),
-        # Calls alternate between groups of ranks.
-        ([Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))], (3, 1, 0, 2)),
-    ],
-    ids=["all", "groups"],
+    quick(
+        {
+            "all": ([Groups((3,), (0,))], (0, 1, 2)),
+            # Calls alternate between groups of ranks.
+            "groups": ([Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))], (3, 1, 0, 2)),
+        },
+        "all",
+    ),
 )
 def test_calls_overtake_no_tile_buffer(several, devices, kind):
     """Calls must not overwrite a tile before it is taken."""

@@ -96,8 +96,7 @@ def runs():
     ("call", "check", "problem", "plan", "wire"),
     quick(
         runs(),
-        *("dispatch-overflow_of_blocks", "dispatch-fair_of_blocks", "dispatch-overflow-float8"),
-        *("dispatch_like-half", "combine-half", "combine-one_worker-float8"),
+        *("dispatch-fair_of_blocks", "dispatch_like-half", "combine-one_worker-float8"),
         *("rank_dispatch-windows", "rank_combine-repeated"),
     ),
 )

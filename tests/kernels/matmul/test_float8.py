@@ -16,6 +16,7 @@ from support.float8 import (
     scaled,
 )
 from support.matmuls import run_kernels, runs_kernels
+from support.selection import quick
 from support.simulator import interpret, simulated
 
 from jax_ep import reference
@@ -38,7 +39,7 @@ def rows_of(x):
 
 
 @simulated
-@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("width", quick([128, 384], 128))
 def test_product(width):
     lhs = operands.mixed((LIVE, 256))
     kinds = ("random", "nan") if width == 128 else ("infinity", "zero")
@@ -66,7 +67,7 @@ def test_product(width):
 
 
 @runs_kernels
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", quick([True, False], False))
 def test_gated_product(keep):
     """The products that are kept must have the bits of `FLOAT8_ROWS.encode`."""
     lhs = operands.mixed((LIVE, 256))
@@ -114,8 +115,13 @@ def gradients_of_matrices(lhs, grads, dtype, sums=None):
 @simulated
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
-    [(("nan", "random"), jnp.float32), (("skewed", "infinity", "huge"), jnp.bfloat16)],
-    ids=["of_one", "of_two"],
+    quick(
+        {
+            "of_one": (("nan", "random"), jnp.float32),
+            "of_two": (("skewed", "infinity", "huge"), jnp.bfloat16),
+        },
+        "of_one",
+    ),
 )
 def test_gradient_of_matrices(kinds, dtype):
     lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))

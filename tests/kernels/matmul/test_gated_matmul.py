@@ -62,7 +62,7 @@ def test_gated_product(num_rows, sizes, depth, width, tiles, keep):
 
 
 @needs_kernels
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", quick([False, True], False))
 def test_lowers_for_cuda(keep):
     """The kernel and its table of row tiles must lower for float16 and rows not a multiple of 8."""
 

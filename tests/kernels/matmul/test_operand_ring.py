@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import float8 as operands
 from support.float8 import scaled
+from support.selection import quick
 from support.simulator import interpret, simulated
 
 from pallas_kernels.fabric.elementwise import Elementwise
@@ -71,7 +72,7 @@ CALLS = grouped, gated, drhs, float8_product, float8_matrices
 
 
 @simulated
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", quick(CALLS, float8_matrices))
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
