@@ -31,6 +31,7 @@ class Plain:
 
     directory: Directory
     name: str
+    format = None
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -270,9 +271,7 @@ class MXFP4(_InBlocks):
     uint8 the scales, which are exponents of two.
     """
 
-    @property
-    def format(self) -> formats.Format:
-        return formats.MXFP4
+    format = formats.MXFP4
 
     @property
     def _scales(self) -> str:
@@ -320,6 +319,7 @@ class Scaled:
     directory: Directory
     name: str  # in the file, perhaps with "_packed" at the end
     scales: str  # the name of the scales
+    format = None  # since no `QuantizedArray` has the tensor's format
 
     @property
     def _values(self) -> str:
@@ -454,11 +454,6 @@ class Quantization:
         """Returns whether an expert's matrix, in a new tensor called `name`, becomes float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
-
-
-def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the quantized format of a stored tensor; None if it is plain or `Scaled`."""
-    return None if isinstance(encoding, Plain | Scaled) else encoding.format
 
 
 def is_stored(directory: Directory, name: str) -> bool:
