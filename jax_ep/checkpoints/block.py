@@ -38,7 +38,7 @@ from jax_ep.checkpoints.encodings import (
     mxfp4_tensors,
     open_tensor,
 )
-from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
@@ -385,7 +385,7 @@ class Block:
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    ) -> TensorTypes:
         """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
