@@ -42,6 +42,7 @@ def test_init_and_eval_shape_on_an_explicit_mesh_that_does_not_divide_x():
     assert out.shape == x.shape and metrics.expert_counts.shape == (E,)
 
 
+@pytest.mark.slow
 def test_logical_rules_shard_experts_over_the_expert_axis():
     devices, x = mesh((2, 4), ("data", "expert")), make_x()
     init = functools.partial(LAYER.init, x=x)

@@ -84,6 +84,7 @@ def test_a_rule_that_names_no_axis_of_the_mesh_is_an_error():
                 layer()
 
 
+@pytest.mark.slow
 def test_a_layer_can_be_pickled_and_copied():
     module = layer(selection_bias=True, num_shared_experts=S)
     for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):

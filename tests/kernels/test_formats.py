@@ -205,7 +205,7 @@ def earlier_encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (code[..., ::2] | code[..., 1::2] << 4).reshape(*x.shape[:-1], -1), scales
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", quick(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("factor", [0.0, 2.0**-149, 2.0**-125, 1.0, 3.0, 2.0**125])
 def test_mxfp4_blocks_are_what_checkpoints_had(factor, dtype):
     x = np.random.default_rng(0).uniform(-7, 7, (3, 5, 64)) * factor

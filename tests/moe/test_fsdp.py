@@ -142,6 +142,7 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered():
     assert 3 <= of_experts.count("all-gather") <= 3 * 2
 
 
+@pytest.mark.slow
 def test_a_scan_gathers_one_layer_at_a_time():
     devices, layers, params = mesh((2, 4), AXES), 3, random_params()
     stack = jax.tree.map(lambda a: jnp.stack([a] * layers), params)

@@ -273,7 +273,8 @@ FOR_GPUS = [
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", quick(FOR_GPUS, FOR_GPUS[0], unpack=False), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", FOR_GPUS, ids=str)
 def test_gradients_lower_for_gpus_in_the_shard_map_of_the_layer(options):
     """Kernels that write to their operands must also take operands with varying axes (vma)."""
     small = cuda_mesh((1, 2), ("data", "expert"))
