@@ -25,8 +25,6 @@ from jax_ep.nnx import MoE
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
-RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
-
 
 def layer(seed: int = 0, **changes) -> Any:
     sizes: dict = dict(num_experts=E, num_experts_per_token=K)

@@ -14,7 +14,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "docs" / "performance" / "plot.py"
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGE = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
 
 _spec = importlib.util.spec_from_file_location("plot_of_performance", SCRIPT)
@@ -98,22 +97,3 @@ def test_plots_are_drawn_from_their_figures(tmp_path):
         # Another version of matplotlib may place lines elsewhere.
         drawn = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         assert sorted(texts(drawn)) == sorted(texts(svg)), name
-
-
-def test_the_readme_shows_a_plot_and_a_table_of_figures_before_installing():
-    first = README[: README.index("\n## Install")]
-    (image,) = re.findall(r"!\[[^]]*\]\((docs/_static/performance/\w+\.svg)\)", first)
-    assert (REPOSITORY / image).is_file() and "](docs/performance.md)" in first
-    _, _, *rows = re.findall(r"^\|(.*)\|$", first, re.M)
-    known = {
-        (plot.gpus(figure).split()[-1], figure["unit"], value)
-        for figure in FIGURES.values()
-        for value in values(figure)
-    }
-    assert len(rows) >= 3
-    for row in rows:
-        _, *cells, machine = (cell.strip() for cell in row.split("|"))
-        found = re.findall(r"([\d.]+) (µs|ms|%)", " ".join(cells))
-        assert len(found) == len(cells), row
-        for value, unit in found:
-            assert (machine.split()[-1], unit, float(value)) in known, row

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec as P
-from support.kernels import needs_kernels
 from support.matmuls import implementations_with_dtypes
-from support.meshes import mesh
 from support.selection import quick
 
 from jax_ep.moe.expert_mlp import expert_mlp
@@ -212,68 +209,6 @@ def test_the_gradient_of_tokens_follows_that_of_wo(matmul_dtype):
     optimized = jax.jit(of_tokens).lower(*args).compile().as_text() or ""
     made = re.findall(r"= \(?\w+\[2,(?:128,128)\]\S* (\S+?)\(", optimized)
     assert "parameter" in made and not {"dynamic-update-slice", "while"} & set(made), made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma):
-    """Experts are split over one axis and tokens over two, and rematerialized in a loop."""
-    parts = [operands(60, [20, 0, 35], "float32", seed=seed) for seed in range(4)]
-    tokens, grad = (jnp.concatenate([part[i] for part in parts]) for i in (0, 3))
-    weights = jax.tree.map(lambda *a: jnp.concatenate(a), parts[0][1], parts[1][1])
-    sizes, both = parts[0][2], P(("data", "expert"))
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh((2, 2), ("data", "expert")),
-        in_specs=(both, P("expert")),
-        out_specs=both,
-        check_vma=check_vma,
-    )
-    def layer(tokens, weights):
-        @jax.checkpoint
-        def step(total, _):
-            return total + mlp(tokens, weights, sizes), None
-
-        return jax.lax.scan(step, jnp.zeros_like(tokens), None, length=1)[0]
-
-    out, vjp = jax.vjp(layer, tokens, weights)
-    dtokens, dweights = vjp(grad)
-    wants = [expected(parts[i][0], parts[i % 2][1], sizes, parts[i][3]) for i in range(4)]
-    assert_close(out, np.concatenate([want[0] for want in wants]), "float32")
-    assert_close(dtokens, np.concatenate([want[1] for want in wants]), "float32")
-    for name, mine in dweights.items():
-        of_experts = [wants[e][2][name] + wants[e + 2][2][name] for e in range(2)]
-        assert_close(mine, np.concatenate(of_experts), "float32")
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_lowers_for_cuda():
-    bf16 = jnp.bfloat16
-    shapes = (
-        jax.ShapeDtypeStruct((1000, 512), bf16),
-        jax.ShapeDtypeStruct((4, 512, 256), bf16),
-        jax.ShapeDtypeStruct((4, 512, 256), bf16),
-        jax.ShapeDtypeStruct((4, 256, 512), bf16),
-        jax.ShapeDtypeStruct((4,), jnp.int32),
-    )
-
-    def loss(*args):
-        return jnp.sum(expert_mlp(*args).astype(jnp.float32))
-
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*shapes)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "@mosaic_gpu" in text
-    assert "stablehlo.transpose" not in text
-
-    def gated_by_the_matmul(**options):
-        traced = jax.jit(functools.partial(expert_mlp, **options)).trace(*shapes)
-        return "grouped_matmul_gated" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    assert gated_by_the_matmul(activation=jax.nn.gelu, clamp=7.0)
-    assert not gated_by_the_matmul(activation=functools.partial(jax.nn.gelu, approximate=False))
 
 
 @pytest.mark.slow

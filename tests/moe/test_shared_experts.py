@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -143,42 +142,6 @@ def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
         got = results(layer_of(dataclasses.replace(CONFIG, **options)), params, x)
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
-
-
-@pytest.mark.slow
-def test_masked_tokens_may_hold_anything():
-    params, x = make_params(), make_x()
-    mask = np.arange(TOKENS) % 2 == 0
-
-    def with_masked(factor):
-        def run(params, x):
-            out, _ = jax_ep.moe_layer(params, x, CONFIG, mask)
-            return jnp.where(mask[:, None], out, 0)
-
-        masked = jnp.where(mask[:, None], x, x * factor)
-        out, _, *dshared = results(run, params, masked)
-        return out, dshared
-
-    want = with_masked(0.0)
-    for factor in (1e4, np.nan):
-        got = with_masked(factor)
-        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert np.abs(theirs).max() > 0
-            np.testing.assert_array_equal(mine, theirs)
-
-
-def test_few_tokens_are_not_quantized(monkeypatch):
-    """To quantize the matrices would take longer than float8 saves."""
-    monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", TOKENS)
-    params = make_params()
-    run = shared_experts.output
-
-    def program(num_tokens):
-        call = functools.partial(run, config=CONFIG, where=LayerMesh((), ()))
-        return str(jax.make_jaxpr(call)(params, make_x("random", num_tokens)))
-
-    assert "quantize_float8_matrices" not in program(TOKENS - 1)
-    assert "quantize_float8_matrices" in program(TOKENS)
 
 
 def test_experts_without_a_gate_and_with_a_shared_gate():

@@ -90,7 +90,7 @@ def assert_close(got, want):
             "long steps": (MORE, 256, 256, Tiles((32, 64), 256, 3, 2, step=128)),
             "few rows, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 3, 2, step=256)),
         },
-        "one step",
+        "small",
     ),
 )
 def test_product(problem, depth, width, tiles):
