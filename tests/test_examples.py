@@ -343,7 +343,7 @@ def test_a_process_whose_flag_is_wrong_ends_at_once():
 
 
 TRAINING_FLAGS = {
-    "number": (["--capacity_factor=-1"], "capacity_factor: must be at least 1e-09, but is -1"),
+    "number": (["--capacity_factor=-1"], "capacity_factor: '-1' is not a number from 1e-09"),
     "choice": (["--remat=all"], "remat: invalid choice: 'all'"),
     "unknown": (["--step=3"], "unrecognized arguments: --step=3"),
     "data": (["--data=/none.npy"], "data=/none.npy: .*No such file"),

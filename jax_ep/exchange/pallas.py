@@ -25,7 +25,7 @@ def dispatch_by_choices(
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     sizes = (fabric.num_ranks, *topk_idx.shape)  # (N, T, K)
-    options = dict(_group_options(fabric, config), capacity=config.capacity)
+    options: dict[str, Any] = dict(fabric=fabric, buffer=_receive_buffer(config))
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
         from pallas_kernels.exchange import low_latency_dispatch
 
@@ -61,7 +61,7 @@ def dispatch_like(
 ) -> Received:
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
-    options = dict(_group_options(fabric, config), capacity=config.capacity)
+    options: dict[str, Any] = dict(fabric=fabric, buffer=_receive_buffer(config))
     sizes = routes.rows.shape  # (N, T, K)
     # The low-latency kernels only write a whole receive buffer, and take no `into`.
     if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
@@ -160,14 +160,9 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     return out[:, :hidden]
 
 
-def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns options of the kernels of dispatch and dispatch_like, in the expert-major layout."""
-    return dict(
-        fabric=fabric,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-        zero_unused=config.zero_unused,
-    )
+def _receive_buffer(config: Config) -> plans.ReceiveBuffer:
+    fair = config.overflow == "fair"
+    return plans.ReceiveBuffer(config.capacity, config.expert_alignment, fair, config.zero_unused)
 
 
 def _low_latency_plan(

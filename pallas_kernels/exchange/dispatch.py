@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.plan import Plan, Row, pad_last
+from pallas_kernels.exchange.plan import Plan, ReceiveBuffer, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, List, Sender
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP
@@ -59,10 +59,7 @@ def expert_dispatch(
     num_experts: int,
     fabric: fb.Fabric,
     plan: Plan,
-    capacity: int,
-    expert_alignment: int,
-    fair: bool = False,
-    zero_unused: bool = True,
+    buffer: ReceiveBuffer,
     wire: RowFormat = PLAIN,
 ) -> tuple[Any, ...]:
     """Computes the receive-buffer row of each top-k choice and sends the tokens, in one kernel.
@@ -74,12 +71,7 @@ def expert_dispatch(
     Args:
       x: [T, H], the rows of this rank's tokens; H · itemsize is a multiple of 128 bytes.
       topk_idx: [T, K] int32, the experts that each token chooses.
-      capacity: R, the number of rows of each rank's receive buffer.
-      expert_alignment: the rows of each expert start at a multiple of this number.
-      fair: how a rank drops rows if more than R would arrive. If true, each of its experts keeps at
-        most q rows, where q is the largest number with which the kept rows fit, and `rows` is R for
-        a dropped row. If false, the rank drops the rows that would lie at row R or beyond.
-      zero_unused: whether rows past the last expert's rows are zero; else they are undefined.
+      buffer: describes the R rows of each rank's receive buffer.
       wire: the format of rows sent and received. If it is quantized, H is a multiple of 512.
 
     Returns:
@@ -101,11 +93,8 @@ def expert_dispatch(
             fabric,
             plan.num_blocks,
             num_experts,
-            capacity,
-            expert_alignment,
+            buffer,
             row.parts,
-            fair=fair,
-            zero_unused=zero_unused,
             count_arrivals=1,  # that of `receive_counts`
         ),
     )
@@ -117,7 +106,7 @@ def expert_dispatch(
         num_blocks=plan.num_blocks,
         num_warpgroups=kernel.num_warpgroups,
         out_type=[
-            *(jax.ShapeDtypeStruct((capacity, columns), t) for columns, t in row.parts),
+            *(jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts),
             jax.ShapeDtypeStruct((num_ranks, window.total), jnp.int32),  # rows
             jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),  # counts
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
@@ -138,10 +127,7 @@ def dispatch_like(
     *,
     fabric: fb.Fabric,
     plan: Plan,
-    capacity: int,
-    expert_alignment: int,
-    fair: bool = False,
-    zero_unused: bool = True,
+    buffer: ReceiveBuffer,
     wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -165,15 +151,12 @@ def dispatch_like(
             fabric,
             plan.num_blocks,
             counts.shape[-1],
-            capacity,
-            expert_alignment,
+            buffer,
             row.parts,
-            fair=fair,
-            zero_unused=zero_unused,
             adds=into is not None,
         ),
     )
-    tokens = [jax.ShapeDtypeStruct((capacity, columns), t) for columns, t in row.parts]
+    tokens = [jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts]
     call = fb.kernel(
         fabric,
         kernel,
@@ -236,7 +219,7 @@ class _Kernel:
         )
 
     def kept(self, row: jax.Array) -> jax.Array:
-        return (row >= 0) & (row < self.experts.capacity)
+        return (row >= 0) & (row < self.experts.buffer.capacity)
 
     def receive(self, rows: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Waits for the tokens of peers, and copies each from its first row to its other rows."""

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.plan import count_width
+from pallas_kernels.exchange.plan import ReceiveBuffer, count_width
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
 
@@ -39,12 +39,9 @@ class ExpertRows:
     fabric: fb.Fabric
     num_blocks: int
     num_experts: int  # on all ranks
-    capacity: int  # the number of rows of each rank's receive buffer
-    alignment: int  # the rows of each expert start at a multiple of this number
+    buffer: ReceiveBuffer
     # (columns, dtype) of a row's values and, if rows are quantized, of its scales.
     parts: Sequence[tuple[int, Any]]
-    fair: bool = False  # as for `expert_dispatch`
-    zero_unused: bool = True
     # Whether an earlier call has zeroed the unused rows; `fill` then does nothing.
     adds: bool = False
     # Arrivals that complete `counts_full`; None: one for each copy of `fetch_counts`.
@@ -115,7 +112,7 @@ class ExpertRows:
         plgpu.barrier_wait(scratch.counts_full)
         per_source = [fb.load(scratch.all_counts.at[source], 1) for source in range(num_ranks)]
         total = sum(per_source[1:], per_source[0])
-        if self.fair:
+        if self.buffer.fair:
             # Rows beyond an expert's quota are dropped.
             total = jnp.minimum(total, self._quotas(total, scratch))
         sizes = self._aligned(total)
@@ -141,9 +138,9 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        if self.alignment == 1:
+        if self.buffer.alignment == 1:
             return counts
-        alignment = jnp.int32(self.alignment)
+        alignment = jnp.int32(self.buffer.alignment)
         return lax.div(counts + (alignment - 1), alignment) * alignment
 
     def _ends(self, sizes: Any, scan: Any) -> Any:
@@ -185,7 +182,7 @@ class ExpertRows:
             fabric.barrier()
             ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
             fabric.barrier()
-            return [end <= self.capacity for end in ends]
+            return [end <= self.buffer.capacity for end in ends]
 
         def try_bit(i: Any, quotas: Sequence[Any]) -> tuple[Any, ...]:
             """Sets bit num_bits - 1 - i of the quota of each rank whose rows then still fit."""
@@ -196,7 +193,7 @@ class ExpertRows:
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
         # A quota never exceeds the capacity, so it has at most as many bits.
-        num_bits = jnp.int32(self.capacity.bit_length())
+        num_bits = jnp.int32(self.buffer.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
 
@@ -237,9 +234,9 @@ class ExpertRows:
                 next_rows[(*leading, expert)] = row + 1
             # All threads must have advanced `next_rows` before the next token's rows are read.
             self.fabric.barrier()
-        if self.fair:
+        if self.buffer.fair:
             ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
-            dropped_row = jnp.int32(self.capacity)
+            dropped_row = jnp.int32(self.buffer.capacity)
             found = [
                 jnp.where(row < end, row, dropped_row) for row, end in zip(found, ends, strict=True)
             ]
@@ -264,7 +261,7 @@ class ExpertRows:
             """Writes sizes of local group i; carries the next group's start, and rows dropped."""
             start, dropped = carry
             end_of_rows, end = ends_of_group(i)
-            room = jnp.maximum(self.capacity - start, 0)
+            room = jnp.maximum(self.buffer.capacity - start, 0)
             kept = jnp.minimum(end_of_rows - start, room)
             fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
             fabric.mine(expert_counts)[i] = kept
@@ -285,7 +282,7 @@ class ExpertRows:
         @pl.when(lax.axis_index("block") == 0)
         def describe() -> None:
             zero = jnp.int32(0)
-            if self.fair:
+            if self.buffer.fair:
                 carry = (zero, zero, zero)
                 _, dropped, needed = lax.fori_loop(0, per_rank, describe_fair_group, carry)
             else:
@@ -311,7 +308,7 @@ class ExpertRows:
 
         def zero_rows(begin: Any, end: Any) -> None:
             """Zeroes this block's share of rows `begin` to `end` - 1: every num_blocks-th row."""
-            end = jnp.minimum(end, self.capacity)
+            end = jnp.minimum(end, self.buffer.capacity)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
             lax.fori_loop(
                 0,
@@ -323,8 +320,8 @@ class ExpertRows:
         def zero_padding(expert: Any, _: None) -> None:
             zero_rows(scratch.group_ends[0, expert], scratch.group_ends[1, expert])
 
-        if self.alignment > 1:
+        if self.buffer.alignment > 1:
             lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, zero_padding, None)
-        if self.zero_unused:
-            zero_rows(scratch.group_ends[1, (rank + 1) * per_rank - 1], self.capacity)
+        if self.buffer.zero_unused:
+            zero_rows(scratch.group_ends[1, (rank + 1) * per_rank - 1], self.buffer.capacity)
         plgpu.wait_smem_to_gmem(0)

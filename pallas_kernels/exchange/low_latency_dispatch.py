@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
-from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
+from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
 from pallas_kernels.fabric.low_latency import Channels
@@ -48,10 +48,7 @@ def low_latency_dispatch(
     fabric: fb.Fabric,
     channels: Channels,
     plan: LowLatencyPlan,
-    capacity: int,
-    expert_alignment: int,
-    fair: bool = False,
-    zero_unused: bool = True,
+    buffer: ReceiveBuffer,
 ) -> tuple[Any, ...]:
     """Does what `expert_dispatch` does for rows sent unquantized, bit for bit.
 
@@ -59,10 +56,7 @@ def low_latency_dispatch(
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    kernel = _Dispatch.of(
-        plan, capacity, expert_alignment, fabric, channels,
-        routes_known=False, fair=fair, zero_unused=zero_unused,
-    )  # fmt: skip
+    kernel = _Dispatch.of(plan, buffer, fabric, channels, routes_known=False)
     width = kernel.experts.count_width
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
     tokens, rows, counts, *groups = kernel.call(
@@ -87,10 +81,7 @@ def dispatch_like(
     fabric: fb.Fabric,
     channels: Channels,
     plan: LowLatencyPlan,
-    capacity: int,
-    expert_alignment: int,
-    fair: bool = False,
-    zero_unused: bool = True,
+    buffer: ReceiveBuffer,
 ) -> tuple[jax.Array, ...]:
     """Does what `dispatch.dispatch_like` does without `wire` and `into`; returns ([R, H],).
 
@@ -98,10 +89,7 @@ def dispatch_like(
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
-    kernel = _Dispatch.of(
-        plan, capacity, expert_alignment, fabric, channels,
-        routes_known=True, fair=fair, zero_unused=zero_unused,
-    )  # fmt: skip
+    kernel = _Dispatch.of(plan, buffer, fabric, channels, routes_known=True)
     tokens = kernel.call(
         [
             x,
@@ -135,13 +123,23 @@ class _Dispatch:
     routes_known: bool
 
     @classmethod
-    def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
-        """Returns the kernel; `options` are further fields of `ExpertRows`."""
+    def of(
+        cls,
+        plan: LowLatencyPlan,
+        buffer: ReceiveBuffer,
+        fabric: fb.Fabric,
+        channels: Channels,
+        *,
+        routes_known: bool,
+    ) -> _Dispatch:
         of_experts = ExpertRows(
-            fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
+            fabric,
+            plan.num_blocks,
+            plan.num_experts,
+            buffer,
             parts=[(plan.hidden, plan.dtype)],
-            count_arrivals=None if routes_known else plan.warpgroups, **options,
-        )  # fmt: skip
+            count_arrivals=None if routes_known else plan.warpgroups,
+        )
         return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, routes_known)
 
     @property
@@ -161,7 +159,7 @@ class _Dispatch:
     ) -> list[jax.Array]:
         """Runs the kernel; returns the receive buffer's values and then `more_results`."""
         plan = self.rows.plan
-        tokens = jax.ShapeDtypeStruct((self.experts.capacity, plan.hidden), plan.dtype)
+        tokens = jax.ShapeDtypeStruct((self.experts.buffer.capacity, plan.hidden), plan.dtype)
         return fb.kernel(
             self.fabric,
             self,
@@ -277,7 +275,7 @@ class _Dispatch:
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
         for place in places:
-            kept = (place >= 0) & (place < self.experts.capacity)
+            kept = (place >= 0) & (place < self.experts.buffer.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
 
     def _row_of(

@@ -170,6 +170,20 @@ class Sizes:
     num_experts: int  # on all ranks
 
 
+@dataclasses.dataclass(frozen=True)
+class ReceiveBuffer:
+    """Each rank's receive buffer in the expert-major layout, of R rows."""
+
+    capacity: int  # R
+    alignment: int = 1  # the rows of each expert start at a multiple of this number
+    # How a rank drops rows if more than R would arrive. If true, each of its experts keeps at most
+    # q rows, where q is the largest number with which the kept rows fit, and a dispatch's result
+    # `rows` is R for a dropped row. If false, the rank drops the rows that would lie at row R or
+    # beyond.
+    fair: bool = False
+    zero_unused: bool = True  # whether rows past the last expert's are zero; else undefined
+
+
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
     # A dispatch needs room for 3 rows in its rings, a combine for the lists of a step of one token.
     words = _dispatch_words(num_ranks, top_k, num_experts)

@@ -37,17 +37,15 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
         source_type = mosaic.element_of(source_ref)
         pointers = [mosaic.pointer(ref) for ref in (source_ref, values_ref, scales_ref)]
         thread = mosaic.warpgroup_thread()
-        warp, lane = (op(thread, mosaic.i32(WARP)) for op in (arith.divui, arith.remui))
+        warp, lane = mosaic.divided(thread, WARP)
         is_first = mosaic.equal(lane, 0)
         warps = WARPGROUP // WARP
         num_blocks = source.shape[0] // BLOCK // warps
 
         def load(i: int) -> tuple[Value, Value, Value]:
             """Loads this thread's values of its warp's i-th block: (block, column, values)."""
-            block = arith.addi(warp, mosaic.i32(i * warps))
-            column = arith.addi(
-                arith.muli(block, mosaic.i32(BLOCK)), arith.muli(lane, mosaic.i32(_VALUES))
-            )
+            block = mosaic.add(warp, i * warps)
+            column = mosaic.add(mosaic.mul(block, BLOCK), mosaic.mul(lane, _VALUES))
             elements = llvm.load(
                 mosaic.vector_type(_VALUES, source_type),
                 mosaic.element_pointer(pointers[0], column, source_type),
@@ -64,7 +62,7 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
                 with mosaic.when(is_first):
                     llvm.store(scale, mosaic.element_pointer(pointers[2], block, f32))
 
-    mosaic.inline(emit, [source, values, scales], [mosaic.REFERENCE] * 3)
+    mosaic.inline(emit, [source, values, scales])
 
 
 def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int) -> None:
@@ -79,28 +77,22 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
     threads, (hidden,) = BLOCK // elements, values.shape
 
     def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
-        f32, i32 = mosaic.float_type(), mosaic.integer_type(32)
+        f32 = mosaic.float_type()
         registers = mosaic.registers(array)
         places = vectors.pointers(values_ref, elements, len(registers))
-        block, lane_of_block = (
-            op(mosaic.warpgroup_thread(), mosaic.i32(threads)) for op in (arith.divui, arith.remui)
-        )
+        block, lane_of_block = mosaic.divided(mosaic.warpgroup_thread(), threads)
         is_first = mosaic.equal(lane_of_block, 0)
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
             words, scale = _quantize_vector(wire, register, elements, threads)
-            packed = vector.from_elements(mosaic.vector_type(len(words), i32), words)
             # Registers past the end of the row are padding.
-            inside = mosaic.below(
-                mosaic.warpgroup_thread(), mosaic.i32(hidden // elements - i * WARPGROUP)
-            )
+            inside = mosaic.below(mosaic.warpgroup_thread(), hidden // elements - i * WARPGROUP)
             with mosaic.when(inside):
-                llvm.store(packed, place, alignment=elements)
+                mosaic.store_numbers(words, place)
             with mosaic.when(arith.andi(inside, is_first)):
-                index = arith.addi(block, mosaic.i32(i * WARPGROUP // threads))
+                index = mosaic.add(block, i * WARPGROUP // threads)
                 llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), index, f32))
 
-    layouts = [mosaic.strided(row.shape, elements), mosaic.REFERENCE, mosaic.REFERENCE]
-    mosaic.inline(emit, [row, values, scales], layouts)
+    mosaic.inline(emit, [(row, mosaic.strided(row.shape, elements)), values, scales])
 
 
 def _quantize_vector(
@@ -179,11 +171,11 @@ def add_rows(
         rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (WARPGROUP * elements)
         thread = mosaic.warpgroup_thread()
-        first = arith.muli(thread, mosaic.i32(elements))
+        first = mosaic.mul(thread, elements)
 
         def load(i: int) -> list[tuple[list[Value], Value]]:
             """Loads this thread's i-th vector of each row, and the vector's scale."""
-            column = arith.addi(first, mosaic.i32(i * WARPGROUP * elements))
+            column = mosaic.add(first, i * WARPGROUP * elements)
             return [
                 _load_quantized(row, scales_of_row, column, elements, was_sent)
                 for row, scales_of_row, was_sent in zip(rows, of_blocks, taken, strict=True)
@@ -196,10 +188,9 @@ def add_rows(
             totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
 
-    layouts = [mosaic.SCALAR] * num_rows + [mosaic.REFERENCE] * (2 * num_rows)
     array = mosaic.in_registers((hidden,), dtype, elements)
     flags = [was_sent.astype(jnp.int32) for was_sent in sent]
-    return mosaic.inline(emit, [*flags, *values, *scales], layouts, array)
+    return mosaic.inline(emit, [*flags, *values, *scales], array)
 
 
 def elements_of_sum(hidden: int) -> int:
@@ -262,8 +253,8 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
         from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
         # Each thread stores one vector at a time: vector `part` of the row at places[number].
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
-            unit = arith.addi(mosaic.warpgroup_thread(), mosaic.i32(first))
-            number, part = _divided(unit, num_vectors)
+            unit = mosaic.add(mosaic.warpgroup_thread(), first)
+            number, part = mosaic.divided(unit, num_vectors)
             row = mosaic.i32(fb.NOWHERE)
             for i, place in enumerate(places):
                 row = arith.select(mosaic.equal(number, i), mosaic.scalar(place), row)
@@ -272,8 +263,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
                     to_rows, _position(row, num_vectors, part), _load_vector(from_row, part)
                 )
 
-    layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR] * len(rows)
-    mosaic.inline(emit, [source, ref, *rows], layouts)
+    mosaic.inline(emit, [source, ref, *rows])
 
 
 def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
@@ -287,15 +277,13 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
 
     def emit(array: Value, lists_ref: Value, number: Any) -> None:
         rows, words, i32 = mosaic.pointer(array), mosaic.pointer(lists_ref), mosaic.integer_type(32)
-        total = arith.muli(mosaic.scalar(number), mosaic.i32(num_vectors))
+        total = mosaic.mul(mosaic.scalar(number), num_vectors)
         # Each thread copies one vector at a time: vector `part` of the rows of list `entry`.
         with mosaic.loop(mosaic.warpgroup_thread(), total, WARPGROUP) as unit:
-            entry, part = _divided(unit, num_vectors)
-            start = arith.muli(entry, mosaic.i32(top_k))
+            entry, part = mosaic.divided(unit, num_vectors)
+            start = mosaic.mul(entry, top_k)
             listed = [
-                llvm.load(
-                    i32, mosaic.element_pointer(words, arith.addi(start, mosaic.i32(choice)), i32)
-                )
+                llvm.load(i32, mosaic.element_pointer(words, mosaic.add(start, choice), i32))
                 for choice in range(top_k)
             ]
             # The first row of the list, and for each further choice whether a row precedes it.
@@ -309,18 +297,12 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
                     with mosaic.when(arith.andi(has_source, _is_row(row))):
                         _store_vector(rows, _position(row, num_vectors, part), value)
 
-    layouts = [mosaic.REFERENCE] * 2 + [mosaic.SCALAR]
-    mosaic.inline(emit, [ref, lists, count], layouts)
+    mosaic.inline(emit, [ref, lists, count])
 
 
 def _vectors_of(ref: Any) -> int:
     """Returns the number of vectors of 16 bytes in a row of `ref`, [R, n] of a 32-bit dtype."""
     return ref.shape[1] * WORD_BYTES // VECTOR_BYTES
-
-
-def _divided(unit: Value, num_vectors: int) -> tuple[Value, Value]:
-    """Returns the number of the row that has vector `unit`, and the vector's index in the row."""
-    return tuple(op(unit, mosaic.i32(num_vectors)) for op in (arith.divui, arith.remui))
 
 
 def _is_row(row: Value) -> Value:
@@ -329,7 +311,7 @@ def _is_row(row: Value) -> Value:
 
 def _position(row: Value, num_vectors: int, part: Value) -> Value:
     """Returns the index, among the vectors of all rows, of vector `part` of row `row`."""
-    return arith.addi(arith.muli(row, mosaic.i32(num_vectors)), part)
+    return mosaic.add(mosaic.mul(row, num_vectors), part)
 
 
 def _vector_type() -> Any:

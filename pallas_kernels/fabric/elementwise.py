@@ -67,7 +67,7 @@ class Elementwise:
             return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
 
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
-        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
+        return mosaic.inline(emit, [(array, layout) for array in arrays], result)
 
     def emit(self, *values: Value) -> Value:
         """Emits PTX by which each thread applies the function to float32 scalars of its own."""

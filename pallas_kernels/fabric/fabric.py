@@ -182,7 +182,7 @@ class RanksOfMesh:
         return ref
 
     def barrier(self) -> None:
-        mosaic.inline(mosaic.barrier, [], [])
+        mosaic.inline(mosaic.barrier, [])
 
     def rank_and_index_of_rank_0(self, mesh_index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns a device's rank, and the mesh index of rank 0 of its group of ranks."""
@@ -216,7 +216,7 @@ def pause(nanoseconds: Any) -> None:
 
     def emit(duration: Any) -> None:
         i64 = mosaic.integer_type(64)
-        end = arith.addi(mosaic.global_timer(), arith.extui(i64, mosaic.scalar(duration)))
+        end = mosaic.add(mosaic.global_timer(), arith.extui(i64, mosaic.scalar(duration)))
         loop = scf.WhileOp([], [])
         with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
             scf.condition(mosaic.below(mosaic.global_timer(), end), [])
@@ -224,7 +224,7 @@ def pause(nanoseconds: Any) -> None:
             scf.yield_([])
         mosaic.barrier()
 
-    mosaic.inline(emit, [jnp.asarray(nanoseconds, jnp.int32)], [mosaic.SCALAR])
+    mosaic.inline(emit, [jnp.asarray(nanoseconds, jnp.int32)])
 
 
 def kernel(
@@ -357,12 +357,11 @@ def count(bins: Any, values: jax.Array, num_bins: int) -> None:
         base = mosaic.address(bins, 32)
         for of_thread in mosaic.registers(values):
             value = llvm.extractelement(of_thread, mosaic.i32(0))
-            address = arith.addi(base, arith.muli(value, mosaic.i32(4)))
+            address = mosaic.add(base, mosaic.mul(value, 4))
             counted = mosaic.below(value, num_bins)
             mosaic.asm("@$1 red.shared.add.u32 [$0], 1;", "r,b", address, counted)
 
-    layouts = [mosaic.REFERENCE, mosaic.strided(values.shape, 1)]
-    mosaic.inline(emit, [bins, values], layouts)
+    mosaic.inline(emit, [bins, (values, mosaic.strided(values.shape, 1))])
 
 
 def first_peer(fabric: Fabric) -> jax.Array:

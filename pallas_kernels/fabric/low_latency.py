@@ -36,7 +36,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic, vectors
@@ -236,7 +235,7 @@ class TileMemory:
             _store(self._buffer(*where), words)
 
         layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
-        mosaic.inline(emit, [gpu, buffer, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
+        mosaic.inline(emit, [gpu, buffer, (tile, layout)])
 
     def receive(
         self,
@@ -299,7 +298,7 @@ class TileMemory:
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
         scalars = [gpu, rank, *buffers, *peers, *(wanted or ())]
-        return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
+        return mosaic.inline(emit, scalars, [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the values of this GPU's call counters that have the numbers `counters`."""
@@ -311,10 +310,7 @@ class TileMemory:
                 values.append(mosaic.splat(mosaic.load_word(address), is_signed=True))
             return values
 
-        value = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
-        scalars = [gpu, *counters]
-        layouts = [mosaic.SCALAR] * len(scalars)
-        return mosaic.inline(emit, scalars, layouts, [value] * len(counters))
+        return mosaic.inline(emit, [gpu, *counters], [mosaic.INT32] * len(counters))
 
     def write(
         self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
@@ -329,8 +325,7 @@ class TileMemory:
                 for counter, value in zip(numbers[:count], numbers[count:], strict=True):
                     mosaic.store_word(self._counter(mosaic.scalar(gpu), counter), value)
 
-        scalars = [gpu, *counters, *values]
-        mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars))
+        mosaic.inline(emit, [gpu, *counters, *values])
 
     def _as_sent(
         self,
@@ -367,22 +362,22 @@ class TileMemory:
 
     def _start(self, gpu: Value) -> Value:
         """Emits the address of the low-latency protocol's memory in the heap of GPU `gpu`."""
-        return arith.addi(_times(gpu, STRIDE), mosaic.i64(self.base + TILES))
+        return mosaic.add(_times(gpu, STRIDE), self.base + TILES)
 
     def _counter(self, gpu: Value, counter: Value) -> Value:
-        return arith.addi(self._start(gpu), _times(counter, 4))
+        return mosaic.add(self._start(gpu), _times(counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
         # The address of this thread's 16 bytes.
-        start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
+        start = mosaic.add(self._start(gpu), 4 * NUM_COUNTERS)
         part = _times(mosaic.warpgroup_thread(), VECTOR_BYTES)
-        return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
+        return mosaic.add(start, mosaic.add(_times(buffer, TILE_BYTES), part))
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
-        start = arith.addi(self._start(gpu), mosaic.i64(notes))
-        thread = arith.extui(mosaic.integer_type(64), mosaic.warpgroup_thread())
-        return arith.addi(start, arith.addi(_times(buffer, _NOTES_BYTES), thread))
+        start = mosaic.add(self._start(gpu), notes)
+        thread = mosaic.widen(mosaic.warpgroup_thread())
+        return mosaic.add(start, mosaic.add(_times(buffer, _NOTES_BYTES), thread))
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
@@ -390,11 +385,11 @@ def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
 
 
 def _times(value: Value, size: int) -> Value:
-    return arith.muli(arith.extui(mosaic.integer_type(64), value), mosaic.i64(size))
+    return mosaic.mul(mosaic.widen(value), size)
 
 
 def _is(value: int, word: Value) -> Value:
-    return mosaic.equal(word, mosaic.i32(value))
+    return mosaic.equal(word, value)
 
 
 def _any(conditions: Sequence[Value]) -> Value:

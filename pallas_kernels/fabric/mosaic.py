@@ -36,9 +36,11 @@ Value = Any
 # An array in the registers of a warpgroup while MLIR is emitted: Mosaic's FragmentedArray.
 Array = Any
 
-# Layouts of operands of `inline` that are references or scalars; `strided` is for arrays.
+# Layouts of operands of `inline` that are references or scalars.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
+# The type of an int32 that `inline` returns.
+INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
@@ -51,17 +53,16 @@ def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
-def inline(
-    emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
-) -> Any:
+def inline(emit: Callable[..., Any], operands: Sequence[Any], returns: Any = None) -> Any:
     """Inserts MLIR code into the kernel that is being traced.
 
     Args:
       emit: emits the code of one thread when JAX lowers the kernel. Takes a memref for each
         reference and a FragmentedArray for each array in registers; returns arrays of the types in
         `returns`.
-      layouts: of each operand: `REFERENCE` or another `plgpu.RefType`, `SCALAR`, one made by
-        `strided`, `plgpu.Layout.WGMMA`, or `plgpu.Layout.WGMMA.reduce(1)`.
+      operands: references, scalars, and pairs (array, layout), where the layout is one made by
+        `strided`, `plgpu.Layout.WGMMA` or `plgpu.Layout.WGMMA.reduce(1)`, or (reference,
+        `plgpu.RefType`).
       returns: the type of the result, a list of types, or None if there is no result.
     """
 
@@ -69,7 +70,13 @@ def inline(
         results = emit(*values)
         return None if returns is None else results
 
-    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(run)(*operands)
+    pairs = [
+        each if isinstance(each, tuple) else (each, REFERENCE if each.shape else SCALAR)
+        for each in operands
+    ]
+    layouts = tuple(layout for _, layout in pairs)
+    insert = plgpu.inline_mgpu(arg_types=layouts, return_type=returns)(run)
+    return insert(*(operand for operand, _ in pairs))
 
 
 # ------------------------------------------------------------------------- types and constants
@@ -121,6 +128,24 @@ def f32(value: float) -> Value:
     return arith.constant(float_type(), value)
 
 
+# Here, a Python integer b stands for a constant of the type of a.
+
+
+def add(a: Value, *others: Value | int) -> Value:
+    for b in others:
+        a = arith.addi(a, _like(a, b))
+    return a
+
+
+def mul(a: Value, b: Value | int) -> Value:
+    return arith.muli(a, _like(a, b))
+
+
+def divided(a: Value, b: Value | int) -> tuple[Value, Value]:
+    """Emits the quotient and the rest of unsigned integers."""
+    return arith.divui(a, _like(a, b)), arith.remui(a, _like(a, b))
+
+
 def equal(a: Value, b: Value | int) -> Value:
     return arith.cmpi(arith.CmpIPredicate.eq, a, _like(a, b))
 
@@ -135,7 +160,9 @@ def below(a: Value, b: Value | int) -> Value:
 
 
 def _like(a: Value, b: Value | int) -> Value:
-    return arith.constant(a.type, b) if isinstance(b, int) else b
+    if not isinstance(b, int):
+        return b
+    return i32(b) if a.type == integer_type(32) else arith.constant(a.type, b)
 
 
 def within(number: Value, begin: Value, end: Value) -> Value:
@@ -248,10 +275,7 @@ def opaque(words: Sequence[Value]) -> list[Value]:
 
 def opaque_scalar(number: Any) -> Any:
     """Hides from the compiler what is known of an int32 in the kernel that is being traced."""
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-    return inline(
-        lambda value: splat(opaque([scalar(value)])[0], is_signed=True), [number], [SCALAR], result
-    )
+    return inline(lambda value: splat(opaque([scalar(value)])[0], is_signed=True), [number], INT32)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -286,6 +310,21 @@ def element_at(memref: Value, index: Value) -> Value:
     return llvm.load(element_of(memref), pointer_at(memref, index))
 
 
+def load_numbers(pointer: Value, count: int, element: Any = None) -> list[Value]:
+    """Emits a load of `count` adjacent numbers, by default words; they are aligned as a vector."""
+    element = element or integer_type(32)
+    of_all, alignment = vector_type(count, element), count * bytes_of(element)
+    loaded = llvm.load(of_all, pointer, alignment=alignment)
+    return [vector.extract(loaded, [], [i]) for i in range(count)]
+
+
+def store_numbers(numbers: Sequence[Value], pointer: Value) -> None:
+    """Emits a store of adjacent numbers; they are aligned as a vector."""
+    element = numbers[0].type
+    of_all = vector.from_elements(vector_type(len(numbers), element), list(numbers))
+    llvm.store(of_all, pointer, alignment=len(numbers) * bytes_of(element))
+
+
 def entry_of(values: Sequence[Value], index: Value) -> Value:
     """Emits values[index], or values[0] past the end; `index` may differ between threads."""
     value = values[0]
@@ -312,17 +351,10 @@ def low_half(value: Value) -> Value:
 
 def address_at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
     """Emits a 64-bit address: base + offset + index * size of each of `terms`."""
-    address = arith.addi(base, i64(offset))
+    address = add(base, offset)
     for index, size in terms:
-        address = arith.addi(address, arith.muli(widen(index), i64(size)))
+        address = add(address, mul(widen(index), size))
     return address
-
-
-def plus(base: Value, *terms: tuple[Value, int]) -> Value:
-    """Emits a 32-bit number: base + index * size of each of `terms`."""
-    for index, size in terms:
-        base = arith.addi(base, arith.muli(index, i32(size)))
-    return base
 
 
 def load_word(address: Value) -> Value:
@@ -428,7 +460,7 @@ def _array_in(layout: Any, values: Sequence[Value], shape: Sequence[int], kind: 
 def tensor_core_row() -> Value:
     """Emits a thread's first row among 64 in the layout WGMMA; its second is 8 later."""
     of_warp = arith.shrui(arith.andi(warpgroup_thread(), i32(WARP - 1)), i32(2))
-    return arith.addi(arith.muli(arith.divui(warpgroup_thread(), i32(WARP)), i32(16)), of_warp)
+    return add(mul(arith.divui(warpgroup_thread(), i32(WARP)), 16), of_warp)
 
 
 def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
@@ -517,7 +549,7 @@ def poll(
         (polls,) = polling.before.blocks[0].arguments
         pending, values = ask()
         more = arith.andi(pending, in_time(polls))
-        scf.condition(more, [arith.addi(polls, i32(1)), pending, *values])
+        scf.condition(more, [add(polls, 1), pending, *values])
     with ir.InsertionPoint.at_block_begin(polling.after.blocks.append(*results)):
         scf.yield_([polling.after.blocks[0].arguments[0]])
     _, pending, *values = polling.results
@@ -588,7 +620,7 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
             # The layout has offset 0, since the pointer already includes the memref's offset.
             layout = ir.StridedLayoutAttr.get(0, strides)
             type_there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
-            place = arith.addi(address(ref), offset(table, peer))
+            place = add(address(ref), offset(table, peer))
             return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), type_there)
 
         context.to_remote = to_remote

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,9 @@ from pallas_kernels.fabric import memory_map, mosaic
 from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import (
-    REFERENCE,
-    SCALAR,
     Value,
     acquire,
+    add,
     address_at,
     arith,
     below,
@@ -50,8 +49,8 @@ from pallas_kernels.fabric.mosaic import (
     load64,
     load_shared64,
     low_half,
+    mul,
     narrow,
-    plus,
     scalar,
     store64,
     store_shared64,
@@ -83,7 +82,7 @@ class Gpus(RanksOfMesh):
         object.__setattr__(self, "_calls", [])
 
     def async_fence(self) -> None:
-        mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [], [])
+        mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [])
 
     def delay_point(self, number: int) -> None:
         """Delays this rank if a test has set a delay; `enter` has done so for point 0."""
@@ -144,16 +143,14 @@ class Gpus(RanksOfMesh):
         self.hold_back(0, rank)
         num_ranks = self.num_ranks
 
-        def emit(table: Any, here: Any, *args: Any) -> None:
-            here, peers, refs = scalar(here), list(map(scalar, args[:num_ranks])), args[num_ranks:]
+        def emit(at: _Emitted, *refs: Any) -> None:
             thread, block = mosaic.warpgroup_thread(), mosaic.block()
-            heap = self._heap(here)
-            numbers = call.numbers(table)
+            heap = self._heap(at.here)
             # Numbers begin with 1, so that a word of zeros belongs to no call.
-            counter = self._call_counter(heap, entry_of(peers, thread), block)
+            counter = self._call_counter(heap, entry_of(at.peers, thread), block)
             with mosaic.when(below(thread, num_ranks)):
-                number = arith.addi(load64(counter), i64(1))
-                store_shared64(plus(numbers, (thread, 8)), number)
+                number = add(load64(counter), 1)
+                store_shared64(at.number_address(thread), number)
             mosaic.barrier()
             is_block_0 = mosaic.equal(block, 0)
             thread_of_block = mosaic.thread()
@@ -162,25 +159,26 @@ class Gpus(RanksOfMesh):
             # tags have wrapped around, and be taken for a word of the current call.
             sends = below(thread_of_block, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(is_block_0, sends)):
-                self._send_addresses(call, heap, here, peers, refs, numbers, thread)
+                self._send_addresses(at, heap, refs, thread)
             mosaic.block_barrier()
             # All warpgroups of this block have now read the block's call counters, so the first may
             # set them to this call's numbers. The next kernel may have more blocks than this one,
             # so the counters of the blocks that this kernel lacks are set, too: those of indices
             # that are equal to this block's modulo num_blocks.
             in_first_warpgroup = below(thread_of_block, WARPGROUP)
-            for r, peer in enumerate(peers):
-                number = load_shared64(plus(numbers, (i32(r), 8)))
+            for r, peer in enumerate(at.peers):
+                number = at.number(i32(r))
                 for start in range(0, memory_map.MAX_BLOCKS, WARPGROUP * num_blocks):
-                    index = plus(block, (i32(1), start), (thread, num_blocks))
+                    index = add(block, start, mul(thread, num_blocks))
                     counter = self._call_counter(heap, peer, index)
                     exists = below(index, memory_map.MAX_BLOCKS)
                     with mosaic.when(arith.andi(in_first_warpgroup, exists)):
                         store64(counter, number)
 
-        layouts = [REFERENCE, *[SCALAR] * (1 + num_ranks), *[REFERENCE] * len(buffers)]
-        mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
-        mosaic.reach_peers(table, lambda t, entry: load_shared64(plus(call.deltas(t), (entry, 8))))
+        call.inline(emit, *buffers)
+        mosaic.reach_peers(
+            table, lambda t, entry: load_shared64(add(mosaic.address(t, 32), mul(entry, 8)))
+        )
 
     def _check_limits(self, name: str, num_blocks: int, num_buffers: int) -> None:
         if num_blocks > memory_map.MAX_BLOCKS:
@@ -195,13 +193,13 @@ class Gpus(RanksOfMesh):
                 f"{self.num_ranks} ranks."
             )
 
-    def _send_addresses(self, call, heap, here, peers, refs, numbers, thread) -> None:
-        """Emits code by which thread i sends buffer i // N's address to rank i % N."""
-        # `heap` is the address of this GPU's heap, `here` the GPU's number, `peers` those of all
-        # ranks, `refs` the buffers, and `numbers` the shared-memory address of `_Call.numbers`.
-        buffer = arith.divui(thread, i32(self.num_ranks))
-        rank = arith.remui(thread, i32(self.num_ranks))
-        tag = arith.andi(load_shared64(plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
+    def _send_addresses(
+        self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
+    ) -> None:
+        """Emits code by which thread i sends the address of refs[i // N] to rank i % N."""
+        # `heap` is the address of this GPU's heap.
+        buffer, rank = mosaic.divided(thread, self.num_ranks)
+        tag = arith.andi(at.number(rank), i64(_NOT_SHARED - 1))
         start = load64(address_at(heap, 8 * memory_map.POOL_START))
         # A kernel without buffers sends an address, too: the start of the memory pool, for which
         # the flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier
@@ -215,12 +213,12 @@ class Gpus(RanksOfMesh):
         word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
         word = arith.ori(arith.ori(word, flag), tag)
         there = address_at(
-            self._heap(entry_of(peers, rank)),
+            self._heap(entry_of(at.peers, rank)),
             memory_map.ADDRESSES,
-            (here, 8 * memory_map.MAX_BUFFERS),
+            (at.here, 8 * memory_map.MAX_BUFFERS),
             (buffer, 8),
         )
-        store64(there, word, release=call.reads)
+        store64(there, word, release=self._call.reads)
 
     def connect(self) -> None:
         """Waits until every rank has sent its buffers' addresses; stores offsets for `peer`."""
@@ -229,14 +227,11 @@ class Gpus(RanksOfMesh):
         if not call.buffers:
             return
 
-        def emit(table: Any, here: Any, rank: Any, *args: Any) -> None:
-            peers, refs = list(map(scalar, args[:num_ranks])), args[num_ranks:]
-            thread, heap = mosaic.warpgroup_thread(), self._heap(scalar(here))
+        def emit(at: _Emitted, *refs: Any) -> None:
+            thread, heap = mosaic.warpgroup_thread(), self._heap(at.here)
             with mosaic.when(below(thread, len(refs) * num_ranks)):
-                buffer = arith.divui(thread, i32(num_ranks))
-                source = arith.remui(thread, i32(num_ranks))
-                peer = entry_of(peers, source)
-                number = load_shared64(plus(call.numbers(table), (source, 8)))
+                buffer, source = mosaic.divided(thread, num_ranks)
+                peer, number = entry_of(at.peers, source), at.number(source)
                 delta = load64(address_at(heap, 8 * memory_map.DELTA, (peer, 8)))
                 mask = i64(_NOT_SHARED - 1)
                 pointer = address_at(
@@ -255,7 +250,7 @@ class Gpus(RanksOfMesh):
 
                 (word,) = mosaic.poll(
                     ask,
-                    lambda _: mosaic.give_up(call.name, self.timeout_s, scalar(rank), source),
+                    lambda _: mosaic.give_up(call.name, self.timeout_s, at.rank, source),
                     timeout_s=self.timeout_s,
                     types=[mosaic.integer_type(64)],
                 )
@@ -263,19 +258,17 @@ class Gpus(RanksOfMesh):
                 # Within a process, addresses need no delta, and GPUs access all memory.
                 in_other_process = unequal(delta, 0)
                 with mosaic.when(arith.andi(not_shared, in_other_process)):
-                    mosaic.refuse(call.name, scalar(rank), source)
+                    mosaic.refuse(call.name, at.rank, source)
                 address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
                 address_here = entry_of([mosaic.address(ref) for ref in refs], buffer)
-                offset = arith.subi(arith.addi(address, delta), address_here)
-                store_shared64(plus(call.deltas(table), (thread, 8)), offset)
+                offset = arith.subi(add(address, delta), address_here)
+                store_shared64(add(at.deltas(), mul(thread, 8)), offset)
             if call.reads:
                 acquire()
                 mosaic.asm("fence.proxy.async;", "~{memory}")
             mosaic.barrier()
 
-        layouts = [REFERENCE, *[SCALAR] * (2 + num_ranks), *[REFERENCE] * len(call.buffers)]
-        operands = [call.table, call.here, call.rank, *call.peers, *call.buffers]
-        mosaic.inline(emit, operands, layouts)
+        call.inline(emit, *call.buffers)
 
     def peer(self, ref: Any, rank: Any) -> Any:
         base = getattr(ref, "ref", ref)  # the buffer itself, if `ref` is a slice of it
@@ -286,80 +279,68 @@ class Gpus(RanksOfMesh):
                 f"{base.dtype}; name it in `shared`."
             )
         (buffer,) = found
-        # The index of an offset in `_Call.deltas`, which `enter` passes to `reach_peers`.
+        # The index of an offset in `_Call.table`, which `enter` passes to `reach_peers`.
         entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        call = self._call
-
-        def emit(table: Any, here: Any, count: Any, *peers: Any) -> None:
+        def emit(at: _Emitted, count: Any) -> None:
             thread = mosaic.warpgroup_thread()
-            peer = entry_of(list(map(scalar, peers)), thread)
+            peer = entry_of(at.peers, thread)
             # The threads that send the signal begin after all threads' writes.
             mosaic.barrier()
             with mosaic.when(below(thread, self.num_ranks)):
-                word = call.signal(table, thread, scalar(count))
-                store64(self._signal(peer, scalar(here), kind), word, release=release)
+                word = at.signal(thread, scalar(count))
+                store64(self._signal(peer, at.here, kind), word, release=release)
 
-        layouts = [REFERENCE, *[SCALAR] * (2 + self.num_ranks)]
-        operands = [call.table, call.here, jnp.asarray(count, jnp.int32), *call.peers]
-        mosaic.inline(emit, operands, layouts)
+        self._call.inline(emit, jnp.asarray(count, jnp.int32))
 
     def wait(self, kind: int, count: Any, what: str) -> None:
-        call = self._call
-
-        def emit(table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
+        def emit(at: _Emitted, count: Any) -> None:
             thread = mosaic.warpgroup_thread()
-            peer = entry_of(list(map(scalar, peers)), thread)
+            peer = entry_of(at.peers, thread)
             must_wait = unequal(scalar(count), 0)
             with mosaic.when(arith.andi(must_wait, below(thread, self.num_ranks))):
-                target = call.signal(table, thread, scalar(count))
-                pointer = self._signal(scalar(here), peer, kind)
+                target = at.signal(thread, scalar(count))
+                pointer = self._signal(at.here, peer, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
                     return below(load64(pointer), target), []
 
                 mosaic.poll(
                     ask,
-                    lambda _: mosaic.give_up(what, self.timeout_s, scalar(rank), thread),
+                    lambda _: mosaic.give_up(what, self.timeout_s, at.rank, thread),
                     timeout_s=self.timeout_s,
                 )
             acquire()
             mosaic.barrier()
 
-        layouts = [REFERENCE, *[SCALAR] * (3 + self.num_ranks)]
-        operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32), *call.peers]
-        mosaic.inline(emit, operands, layouts)
+        self._call.inline(emit, jnp.asarray(count, jnp.int32))
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
-        call, last = self._call, words.shape[0] - 1
+        last = words.shape[0] - 1
 
-        def emit(table: Any, here: Any, first: Any, words: Any, *peers: Any) -> None:
-            numbers = [
-                load_shared64(plus(call.numbers(table), (i32(r), 8))) for r in range(len(peers))
-            ]
+        def emit(at: _Emitted, first: Any, words: Any) -> None:
+            numbers = [at.number(i32(r)) for r in range(self.num_ranks)]
             for start in range(0, count, WARPGROUP):
-                index = arith.addi(mosaic.warpgroup_thread(), i32(start))
+                index = add(mosaic.warpgroup_thread(), start)
                 with mosaic.when(below(index, count)):
-                    pair = arith.addi(scalar(first), index)
+                    pair = add(scalar(first), index)
                     halves = []
                     for i in range(2):
                         # Past the last word, that word is repeated.
-                        at = arith.minui(plus(i32(i), (pair, 2)), i32(last))
-                        word = mosaic.element_at(words, at)
+                        index_of_half = arith.minui(add(mul(pair, 2), i), i32(last))
+                        word = mosaic.element_at(words, index_of_half)
                         short = low_half(word)
                         word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
                         halves.append(arith.andi(word, i32(0xFFFF)))
                     value = widen(arith.ori(halves[0], arith.shli(halves[1], i32(16))))
                     # The high half of a sent word is the number of the call.
-                    for number, peer in zip(numbers, peers, strict=True):
+                    for number, peer in zip(numbers, at.peers, strict=True):
                         word = arith.ori(arith.shli(number, i64(32)), value)
-                        store64(self._value(scalar(peer), scalar(here), number, pair), word)
+                        store64(self._value(peer, at.here, number, pair), word)
 
-        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
-        first = jnp.asarray(first, jnp.int32)
-        mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
+        self._call.inline(emit, jnp.asarray(first, jnp.int32), words)
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
         (total,) = words.shape
@@ -369,30 +350,27 @@ class Gpus(RanksOfMesh):
         # Even and odd calls use different memory at the receiver: when a sender uses it again, two
         # calls later, the receiver has read it, since a rank receives something from each peer in
         # every call.
-        call, (count,) = self._call, words.shape
+        (count,) = words.shape
         if count > memory_map.MAX_VALUES:
             raise ValueError(
-                f"{call.name}: a rank sends at most {memory_map.MAX_VALUES} values, not {count}."
+                f"{self._call.name}: a rank sends at most {memory_map.MAX_VALUES} values, not "
+                f"{count}."
             )
 
-        def emit(table: Any, here: Any, start: Any, words: Any, *peers: Any) -> None:
+        def emit(at: _Emitted, start: Any, words: Any) -> None:
             i32_type = mosaic.integer_type(32)
-            indices = [
-                arith.addi(mosaic.warpgroup_thread(), i32(i)) for i in range(0, count, WARPGROUP)
-            ]
+            indices = [add(mosaic.warpgroup_thread(), i) for i in range(0, count, WARPGROUP)]
             for index in indices:
                 with mosaic.when(below(index, count)):
                     value = widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
-                    at = arith.addi(scalar(start), index)
+                    index_of_value = add(scalar(start), index)
                     # The high half of a sent word is the number of the call.
-                    for rank, peer in enumerate(peers):
-                        number = load_shared64(plus(call.numbers(table), (i32(rank), 8)))
+                    for rank, peer in enumerate(at.peers):
+                        number = at.number(i32(rank))
                         word = arith.ori(arith.shli(number, i64(32)), value)
-                        store64(self._value(scalar(peer), scalar(here), number, at), word)
+                        store64(self._value(peer, at.here, number, index_of_value), word)
 
-        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
-        start = jnp.asarray(start, jnp.int32)
-        mosaic.inline(emit, [call.table, call.here, start, words, *call.peers], layouts)
+        self._call.inline(emit, jnp.asarray(start, jnp.int32), words)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         self._read(rank, start, words, total=words.shape[0], what=what)
@@ -401,15 +379,12 @@ class Gpus(RanksOfMesh):
         self, rank: Any, start: Any, words: Any, total: int, what: str, *, halves: bool = False
     ) -> None:
         """Waits for `total` values from `rank`; stores them, or their two `halves`, in `words`."""
-        call, (num_words,) = self._call, words.shape
+        (num_words,) = words.shape
 
-        def emit(
-            table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
-            *peers: Any,
-        ) -> None:  # fmt: skip
+        def emit(at: _Emitted, rank: Any, start: Any, words: Any) -> None:
             source = scalar(rank)
-            number = load_shared64(plus(call.numbers(table), (source, 8)))
-            peer = entry_of(list(map(scalar, peers)), source)
+            number = at.number(source)
+            peer = entry_of(at.peers, source)
             words_address = mosaic.address(words, 32)
 
             def ask(pointers: Sequence[Value]) -> tuple[Value, list[Value]]:
@@ -423,7 +398,7 @@ class Gpus(RanksOfMesh):
             def poll(pointers: Sequence[Value]) -> list[Value]:
                 return mosaic.poll(
                     lambda: ask(pointers),
-                    lambda _: mosaic.give_up(what, self.timeout_s, scalar(me), source),
+                    lambda _: mosaic.give_up(what, self.timeout_s, at.rank, source),
                     timeout_s=self.timeout_s,
                     types=[mosaic.integer_type(32)] * len(pointers),
                 )
@@ -432,22 +407,20 @@ class Gpus(RanksOfMesh):
                 parts = [(index, value)]
                 if halves:
                     both = low_half(value), arith.shrsi(value, i32(16))
-                    parts = [(plus(i32(i), (index, 2)), half) for i, half in enumerate(both)]
-                for at, word in parts:
-                    with mosaic.when(below(at, num_words)):
-                        pointer = plus(words_address, (at, 4))
+                    parts = [(add(mul(index, 2), i), half) for i, half in enumerate(both)]
+                for place, word in parts:
+                    with mosaic.when(below(place, num_words)):
+                        pointer = add(words_address, mul(place, 4))
                         mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", pointer, word)
 
             for first in range(0, total, _VALUES_AT_ONCE):
                 count = min(_VALUES_AT_ONCE, total - first)
                 rounds = range(first, first + count, WARPGROUP)
-                indices = [arith.addi(mosaic.warpgroup_thread(), i32(i)) for i in rounds]
+                indices = [add(mosaic.warpgroup_thread(), i) for i in rounds]
                 # Threads past the last value read it too, and store nothing.
                 last = i32(total - 1)
                 pointers = [
-                    self._value(
-                        scalar(here), peer, number, arith.addi(scalar(start), arith.minui(i, last))
-                    )
+                    self._value(at.here, peer, number, add(scalar(start), arith.minui(i, last)))
                     for i in indices
                 ]
 
@@ -459,10 +432,8 @@ class Gpus(RanksOfMesh):
                 for index, value in zip(indices, values, strict=True):
                     store(index, value)
 
-        layouts = [REFERENCE, *[SCALAR] * 4, REFERENCE, *[SCALAR] * self.num_ranks]
         rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))
-        operands = [call.table, call.here, call.rank, rank, start, words, *call.peers]
-        mosaic.inline(emit, operands, layouts)
+        self._call.inline(emit, rank, start, words)
 
     # Addresses in the GPUs' heaps.
 
@@ -483,7 +454,7 @@ class Gpus(RanksOfMesh):
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
         """Emits the address in `owner`'s heap of value `index` from `sender` in call `number`."""
         is_odd = arith.andi(narrow(number), i32(1))
-        of_sender = plus(sender, (is_odd, memory_map.MAX_GPUS))
+        of_sender = add(sender, mul(is_odd, memory_map.MAX_GPUS))
         return address_at(
             self._heap(owner), memory_map.VALUES, (of_sender, 8 * memory_map.MAX_VALUES), (index, 8)
         )
@@ -505,13 +476,38 @@ class _Call:
     name: str
     reads: bool
 
-    def deltas(self, table: Value) -> Value:
-        return mosaic.address(table, 32)
+    def inline(self, emit: Callable[..., None], *operands: Any) -> None:
+        """Inserts what `emit(at, *operands)` emits, where `at` has the emitted values of this."""
+        num_ranks = len(self.peers)
 
-    def numbers(self, table: Value) -> Value:
-        return plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
+        def run(table: Value, here: Any, rank: Any, *others: Any) -> None:
+            peers = list(map(scalar, others[:num_ranks]))
+            at = _Emitted(table, scalar(here), scalar(rank), peers, len(self.buffers))
+            emit(at, *others[num_ranks:])
 
-    def signal(self, table: Value, rank: Value, count: Value) -> Value:
+        mosaic.inline(run, [self.table, self.here, self.rank, *self.peers, *operands])
+
+
+class _Emitted(NamedTuple):
+    """The values of a `_Call` in emitted code."""
+
+    table: Value
+    here: Value
+    rank: Value
+    peers: list[Value]
+    num_buffers: int
+
+    def deltas(self) -> Value:
+        return mosaic.address(self.table, 32)
+
+    def number_address(self, rank: Value) -> Value:
+        numbers = add(self.deltas(), 8 * self.num_buffers * len(self.peers))
+        return add(numbers, mul(rank, 8))
+
+    def number(self, rank: Value) -> Value:
+        """Emits how many calls this rank has made with `rank`, this one included."""
+        return load_shared64(self.number_address(rank))
+
+    def signal(self, rank: Value, count: Value) -> Value:
         """Emits the word of a signal to or from `rank`: number of the call, then `count`."""
-        number = load_shared64(plus(self.numbers(table), (rank, 8)))
-        return arith.ori(arith.shli(number, i64(memory_map.COUNT_BITS)), widen(count))
+        return arith.ori(arith.shli(self.number(rank), i64(memory_map.COUNT_BITS)), widen(count))

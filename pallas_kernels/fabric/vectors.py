@@ -42,7 +42,7 @@ def load(ref: Any, elements: int) -> jax.Array:
         return mosaic.array_of(loaded, ref.shape, elements, is_signed)
 
     array = mosaic.in_registers(ref.shape, ref.dtype, elements)
-    return mosaic.inline(emit, [ref], [mosaic.REFERENCE], array)
+    return mosaic.inline(emit, [ref], array)
 
 
 def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
@@ -67,8 +67,7 @@ def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
                 with guard:
                     llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
-    layouts = [mosaic.strided(value.shape, elements), *[mosaic.REFERENCE] * len(refs)]
-    mosaic.inline(emit, [value, *refs], layouts)
+    mosaic.inline(emit, [(value, mosaic.strided(value.shape, elements)), *refs])
 
 
 def load_each(
@@ -107,9 +106,7 @@ def load_each(
         inside = [
             None
             if (i + 1) * WARPGROUP * elements <= size
-            else mosaic.below(
-                mosaic.warpgroup_thread(), mosaic.i32(size // elements - i * WARPGROUP)
-            )
+            else mosaic.below(mosaic.warpgroup_thread(), size // elements - i * WARPGROUP)
             for i in range(num_vectors)
         ]
         arrays = []
@@ -129,8 +126,7 @@ def load_each(
 
     array = mosaic.in_registers((num_vectors * WARPGROUP * elements,), dtype, elements)
     flags = [h.astype(jnp.int32) for h in held]
-    layouts = [mosaic.SCALAR] * len(refs) + [mosaic.REFERENCE] * len(refs)
-    return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
+    return list(mosaic.inline(emit, [*flags, *refs], [array] * len(refs)))
 
 
 def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
@@ -150,9 +146,7 @@ def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
         return mosaic.array_of(products, value.shape, elements)
 
     array = mosaic.in_registers(value.shape, jnp.float32, elements)
-    return mosaic.inline(
-        emit, [value, factor], [mosaic.strided(value.shape, elements), mosaic.SCALAR], array
-    )
+    return mosaic.inline(emit, [(value, mosaic.strided(value.shape, elements)), factor], array)
 
 
 def constant(size: int, value: float, elements: int) -> jax.Array:
@@ -192,9 +186,9 @@ def _select(
             for a, b in zip(arrays[:half], arrays[half:], strict=True)
         ]
 
-    layouts = [mosaic.SCALAR, *[mosaic.strided(shape, elements)] * (2 * len(no))]
+    operands = [(each, mosaic.strided(shape, elements)) for each in (*yes, *no)]
     arrays = [mosaic.in_registers(shape, dtype, elements)] * len(no)
-    return mosaic.inline(emit, [predicate, *yes, *no], layouts, arrays)
+    return mosaic.inline(emit, [predicate, *operands], arrays)
 
 
 def partial_sums(value: jax.Array, ref: Any, elements: int) -> None:
@@ -218,18 +212,16 @@ def partial_sums(value: jax.Array, ref: Any, elements: int) -> None:
             base = mosaic.pointer(memref)
             llvm.store(total, mosaic.element_pointer(base, warp, mosaic.float_type()))
 
-    layouts = [mosaic.REFERENCE, mosaic.strided(value.shape, elements)]
-    mosaic.inline(emit, [ref, value], layouts)
+    mosaic.inline(emit, [ref, (value, mosaic.strided(value.shape, elements))])
 
 
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
     """Emits pointers to `count` vectors, of `num_bytes` each, of an array, for each thread."""
     # Thread t has the vectors t, t + WARPGROUP and so on.
     thread = mosaic.warpgroup_thread()
-    offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
-    base = arith.addi(mosaic.address(memref), offset)
+    offset = mosaic.widen(mosaic.mul(thread, num_bytes))
+    base = mosaic.add(mosaic.address(memref), offset)
     pointer = llvm.PointerType.get(GLOBAL_MEMORY)
     return [
-        llvm.inttoptr(pointer, arith.addi(base, mosaic.i64(i * WARPGROUP * num_bytes)))
-        for i in range(count)
+        llvm.inttoptr(pointer, mosaic.add(base, i * WARPGROUP * num_bytes)) for i in range(count)
     ]

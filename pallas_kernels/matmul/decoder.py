@@ -130,7 +130,7 @@ class Decoder:
             *memrefs, group, left_edge, step = values
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
             # The step's first code in those of a column.
-            of_step = arith.muli(step, mosaic.i32(SCALES * self.pieces))
+            of_step = mosaic.mul(step, SCALES * self.pieces)
             # If a tile has 64 columns, half of the threads load scales of the second matrix.
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             codes = []
@@ -139,10 +139,10 @@ class Decoder:
                 of_thread = arith.andi(
                     mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
                 )
-                column = arith.addi(left_edge, arith.addi(of_thread, mosaic.i32(first)))
+                column = mosaic.add(left_edge, mosaic.add(of_thread, first))
                 # The last tile may reach past the last column.
                 column = arith.minui(column, mosaic.i32(width - 1))
-                row = arith.addi(arith.muli(group, mosaic.i32(width)), column)
+                row = mosaic.add(mosaic.mul(group, width), column)
                 pointer = pointer_to(memrefs[matrix], row, of_column, of_step, size=1)
                 if self.block_n < WARPGROUP:
                     of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, size=1)
@@ -154,9 +154,7 @@ class Decoder:
             return mosaic.array_of([all_codes], shape, count, is_signed=True)
 
         operands = [*(each.scales for each in self.matrices), group, left_edge, step]
-        layouts = [mosaic.REFERENCE] * len(self.matrices) + [mosaic.SCALAR] * 3
-        result = mosaic.in_registers(shape, jnp.int32, count)
-        return mosaic.inline(emit, operands, layouts, result)
+        return mosaic.inline(emit, operands, mosaic.in_registers(shape, jnp.int32, count))
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
         """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
@@ -166,8 +164,8 @@ class Decoder:
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
-            first = arith.addi(
-                arith.muli(mosaic.scalar(stage), mosaic.i32(of_stage)), mosaic.warpgroup_thread()
+            first = mosaic.add(
+                mosaic.mul(mosaic.scalar(stage), of_stage), mosaic.warpgroup_thread()
             )
             (codes,) = mosaic.registers(codes)
             for i in range(self._of_loader):
@@ -175,13 +173,12 @@ class Decoder:
                     word_index, pair = divmod(piece, pairs_of_word)
                     two_codes = vector.extract(codes, [], [i * self._of_column + word_index])
                     two_codes = arith.shrui(two_codes, mosaic.i32(16 * pair))
-                    at = arith.addi(first, mosaic.i32(piece * self.lines + i * WARPGROUP))
+                    at = mosaic.add(first, piece * self.lines + i * WARPGROUP)
                     place = mosaic.element_pointer(mosaic.pointer(scales), at, word)
                     llvm.store(_scales_of(two_codes), place)
             mosaic.barrier()
 
-        layouts = [mosaic.REFERENCE, mosaic.strided(codes.shape, count), mosaic.SCALAR]
-        mosaic.inline(emit, [self.scales, codes, stage], layouts)
+        mosaic.inline(emit, [self.scales, (codes, mosaic.strided(codes.shape, count)), stage])
 
     # ----------------------------------------------------------------- the compute warpgroups
 
@@ -194,19 +191,17 @@ class Decoder:
         def fill(i: jax.Array, _: None) -> None:
             def emit(table: Value, first: Any) -> None:
                 warp = arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
-                byte = arith.addi(mosaic.scalar(first), arith.muli(warp, mosaic.i32(of_warp)))
+                byte = mosaic.add(mosaic.scalar(first), mosaic.mul(warp, of_warp))
                 word = mosaic.integer_type(32)
                 place = mosaic.element_pointer(mosaic.pointer(table), _entry(byte), word)
                 llvm.store(_bfloat16_of_byte(byte), place)
 
             first = computer * (num_warps * of_warp) + i
-            mosaic.inline(emit, [self.staged.table, first], [mosaic.REFERENCE, mosaic.SCALAR])
+            mosaic.inline(emit, [self.staged.table, first])
 
         lax.fori_loop(0, of_warp, fill, None)
         threads = COMPUTERS * WARPGROUP
-        mosaic.inline(
-            lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [], []
-        )
+        mosaic.inline(lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [])
 
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
@@ -215,17 +210,17 @@ class Decoder:
         pieces, lines = self.pieces, self.lines
 
         def emit(values: Value, scales: Value, table: Value, stage: Any, first_line: Any) -> Any:
-            line_of_stage = arith.addi(mosaic.tensor_core_row(), mosaic.scalar(first_line))
+            line_of_stage = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_line))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
             def start_of(ref: Value, line: Value, words: int) -> Value:
-                at = arith.muli(line, mosaic.i32(words))
+                at = mosaic.mul(line, words)
                 return mosaic.element_pointer(mosaic.pointer(ref), at, word)
 
-            line_of_values = arith.addi(line_of_stage, arith.muli(stage, mosaic.i32(lines)))
+            line_of_values = mosaic.add(line_of_stage, mosaic.mul(stage, lines))
             of_values = start_of(values, line_of_values, _WORDS * pieces)
-            staged = arith.addi(arith.muli(stage, mosaic.i32(pieces)), mosaic.i32(piece))
-            line_of_scales = arith.addi(line_of_stage, arith.muli(staged, mosaic.i32(lines)))
+            staged = mosaic.add(mosaic.mul(stage, pieces), piece)
+            line_of_scales = mosaic.add(line_of_stage, mosaic.mul(staged, lines))
             of_scales = start_of(scales, line_of_scales, 1)
             # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
@@ -240,7 +235,7 @@ class Decoder:
                 of_half = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
                     quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
-                    place = arith.addi(of_half, arith.muli(quad, mosaic.i32(_QUAD)))
+                    place = mosaic.add(of_half, mosaic.mul(quad, _QUAD))
                     for four in _load_words(of_values, place, _QUAD):
                         words.append(look_up(table, four, selector))
                 words += _load_words(of_scales, mosaic.i32(half * APART), count=1)
@@ -248,11 +243,9 @@ class Decoder:
             words = vector.from_elements(of_all, words)
             return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
 
-        operands = [self.values, self.scales, self.staged.table, stage, first_line]
-        of_values = plgpu.RefType(transforms_of_numbers(pieces))
-        layouts = [of_values, *[mosaic.REFERENCE] * 2, *[mosaic.SCALAR] * 2]
-        result = mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD)
-        return mosaic.inline(emit, operands, layouts, result)
+        values = self.values, plgpu.RefType(transforms_of_numbers(pieces))
+        operands = [values, self.scales, self.staged.table, stage, first_line]
+        return mosaic.inline(emit, operands, mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD))
 
     def decode(self, loaded: jax.Array) -> Any:
         """Decodes the result of `load`: returns [64, 64] bfloat16 in the layout WGMMA."""
@@ -268,7 +261,7 @@ class Decoder:
 
         shape = _COLUMNS, STEP
         result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-        return mosaic.inline(emit, [loaded], [mosaic.strided(_LOADED, _PER_THREAD)], result)
+        return mosaic.inline(emit, [(loaded, mosaic.strided(_LOADED, _PER_THREAD))], result)
 
 
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
@@ -292,14 +285,14 @@ def place_of_quad(index: int, line: Value, pieces: int) -> Value:
 
 def own_table(table: Value) -> Value:
     """Emits the address of the first word of this lane's copy of the table."""
-    of_lane = arith.muli(_entry(mosaic.i32(0)), mosaic.i32(WORD_BYTES))
-    return arith.addi(mosaic.address(table, 32), of_lane)
+    of_lane = mosaic.mul(_entry(mosaic.i32(0)), WORD_BYTES)
+    return mosaic.add(mosaic.address(table, 32), of_lane)
 
 
 def look_up(own_table: Value, word: Value, selector: Value) -> Value:
     """Looks up the two numbers of byte `selector` mod 16 of `word`, as two bfloat16 in a word."""
     byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
-    place = arith.addi(own_table, arith.muli(byte, mosaic.i32(WARP * WORD_BYTES)))
+    place = mosaic.add(own_table, mosaic.mul(byte, WARP * WORD_BYTES))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
 
 
@@ -319,10 +312,8 @@ def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:
 
 
 def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
-    word = mosaic.integer_type(32)
-    start = mosaic.element_pointer(pointer, first, word)
-    loaded = llvm.load(mosaic.vector_type(count, word), start, alignment=4 * count)
-    return [vector.extract(loaded, [], [j]) for j in range(count)]
+    start = mosaic.element_pointer(pointer, first, mosaic.integer_type(32))
+    return mosaic.load_numbers(start, count)
 
 
 def _scales_of(codes: Value) -> Value:
@@ -357,7 +348,7 @@ def _operand(pairs: Sequence[Value]) -> Any:
 
 def _entry(byte: Value) -> Value:
     of_lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-    return arith.addi(arith.muli(byte, mosaic.i32(WARP)), of_lane)
+    return mosaic.add(mosaic.mul(byte, WARP), of_lane)
 
 
 # The low and the high bytes of the float4 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bfloat16.

@@ -58,6 +58,7 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
+from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 
@@ -491,7 +492,7 @@ class _Product(Float8Kernel):
         for half, total in enumerate(totals):
 
             def store(total=total, left=left + half * BLOCK):
-                self.store_half(computer, total, top, left, begin - top, end - top)
+                self.store_half(computer, total, Target(top, left, begin - top, end - top))
 
             is_stored = (left + half * BLOCK < self.width) & (top < end)
             if half == 1:
@@ -499,14 +500,13 @@ class _Product(Float8Kernel):
             pl.when(is_stored)(store)
         return used + self.steps, feed
 
-    def store_half(
-        self, computer: Computer, total: jax.Array, top: Any, left: Any, begin: Any, end: Any
-    ) -> None:
-        """Stores rows [begin, end) of `total`, this warpgroup's part of a half, at (top, left)."""
+    def store_half(self, computer: Computer, total: jax.Array, target: Target) -> None:
+        """Stores rows of `total`, this warpgroup's part of a half."""
         (out,), room = computer.outs, computer.scratch["staged"].at[computer.number]
         for i in range(0, BLOCK, self.chunk):
             part = total[:, i : i + self.chunk].astype(self.out_dtype)
-            register_tiles.store_rows_through(room, out, part, top, left + i, begin, end)
+            shifted = target._replace(left=target.left + i)
+            register_tiles.store_rows_through(room, out, part, shifted)
 
     def finish(self, computer: Computer, used_rows: jax.Array) -> None:
         """Zeroes this warpgroup's share of the rows from `used_rows` on, if the kernel is to."""
@@ -524,10 +524,8 @@ class _Product(Float8Kernel):
         def store_zeros(i: jax.Array, _: None) -> None:
             row, column = quotient_and_rest(worker + i * workers, chunk_columns)
             top = (first_chunk_row + row) * ROWS
-            begin, end = used_rows - top, out.shape[0] - top
-            register_tiles.store_rows_through(
-                room, out, zero_chunk, top, column * self.chunk, begin, end
-            )
+            target = Target(top, column * self.chunk, used_rows - top, out.shape[0] - top)
+            register_tiles.store_rows_through(room, out, zero_chunk, target)
 
         chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
         lax.fori_loop(0, chunks_of_worker, store_zeros, None)
@@ -556,18 +554,17 @@ class _GatedProduct(Float8Kernel):
                 computer, used, feed, row, 0, HALVES, self.steps
             )
             room = computer.scratch["staged"].at[computer.number]
-            group_rows = begin - top, end - top
+            target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
 
             def store(rows, index):
                 # Quantizes rows, and stores those of the group to result number `index`.
                 values, scales = _quantize(rows)
                 out, out_scales = computer.outs[2 * index : 2 * index + 2]
-                register_tiles.store_rows_through(room, out, values, top, left_edge, *group_rows)
+                register_tiles.store_rows_through(room, out, values, target)
                 # The scales of the gated product, result 0, are transposed.
-                register_tiles.store_column(
-                    out_scales, scales, top, block, *group_rows, to_row=index == 0
-                )
+                of_scales = target._replace(left=block)
+                register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
             store(self.gating(*products), index=0)
             if self.keep:
@@ -587,7 +584,7 @@ def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         plgpu.ShapeDtypeStruct(rows.shape, jnp.float32, layout=layout),
         plgpu.ShapeDtypeStruct(rows.shape[:1], jnp.float32, layout=layout.reduce(1)),
     ]
-    return tuple(mosaic.inline(_emit_quantize, [rows], [layout], results))
+    return tuple(mosaic.inline(_emit_quantize, [(rows, layout)], results))
 
 
 def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
@@ -608,7 +605,7 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
     # Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
     # maximum ignores NaN, and a NaN stays one when it is multiplied.
     sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
-    is_finite = mosaic.below(max_of(sizes), mosaic.i32(float8.INFINITY))
+    is_finite = mosaic.below(max_of(sizes), float8.INFINITY)
     *numbers, first, second = mosaic.unless(is_finite, without_infinities, [*numbers, *sizes])
     # Four threads have a part of each of the two rows.
     sizes = with_shuffled(with_shuffled([first, second], distance=1), distance=2)

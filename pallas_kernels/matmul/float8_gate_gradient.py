@@ -41,7 +41,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     share,
     shared_numbers,
     shared_words,
-    store_words,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
@@ -135,13 +134,12 @@ class _Tile(Tile):
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
         """Emits the code of one thread: computes, quantizes and stores its part of the tile."""
-        i32 = mosaic.i32
-        down, across = (op(mosaic.thread(), i32(_ACROSS)) for op in (arith.divui, arith.remui))
+        down, across = mosaic.divided(mosaic.thread(), _ACROSS)
         # The first column and row of the thread's patch in the tile.
-        patch_column = arith.muli(across, i32(_COLUMNS))
+        patch_column = mosaic.mul(across, _COLUMNS)
 
         def row_of(turn: Value) -> Value:
-            return arith.addi(arith.muli(turn, i32(_ROWS_OF_TURN)), arith.muli(down, i32(_ROWS)))
+            return mosaic.add(mosaic.mul(turn, _ROWS_OF_TURN), mosaic.mul(down, _ROWS))
 
         with mosaic.repeat(_TURNS) as turn:
             self.compute(ins, outs, shared, turn, row_of(turn), patch_column)
@@ -159,9 +157,9 @@ class _Tile(Tile):
         """Computes the thread's patch of a turn, from (row, column) on; keeps it in `shared`."""
         # It also keeps the largest magnitude of each warp and 1 / scale of each row in `shared`,
         # and stores the scales and the sums of rows.
-        i32, f32, word = mosaic.i32, mosaic.float_type(), mosaic.integer_type(32)
-        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
-        left = arith.addi(arith.muli(self.column, i32(BLOCK)), column)
+        f32, word = mosaic.float_type(), mosaic.integer_type(32)
+        warp, lane = mosaic.divided(mosaic.thread(), WARP)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
 
         # largest[result][row] is the bits of the largest magnitude of a row of a result.
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
@@ -175,50 +173,47 @@ class _Tile(Tile):
                 largest[result].append(BFLOAT16.largest(words))
 
         largest_of_warp = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
-        with mosaic.when(mosaic.equal(lane, i32(0))):
-            at = arith.addi(arith.muli(turn, i32(_WARPS)), warp)
+        with mosaic.when(mosaic.equal(lane, 0)):
+            at = mosaic.add(mosaic.mul(turn, _WARPS), warp)
             for result, size in enumerate(largest_of_warp):
-                share(shared, arith.addi(at, i32(_total_of(result))), [size])
+                share(shared, mosaic.add(at, _total_of(result)), [size])
 
         # The threads that have elements of the same rows find each row's largest magnitudes and its
         # sum. The first `_ROWS` of them then have those of a row each.
         sizes = [_of_rows(largest[i], arith.maxui) for i in range(_WITH_ROWS)]
         total = _of_rows(sums, sum_of_words)
-        across = arith.divui(column, i32(_COLUMNS))
-        row = arith.addi(row, _row_of(across))
+        across = arith.divui(column, mosaic.i32(_COLUMNS))
+        row = mosaic.add(row, _row_of(across))
         scales_and_factors = [scale_of(size) for size in sizes]
-        with mosaic.when(mosaic.below(across, i32(_ROWS))):
+        with mosaic.when(mosaic.below(across, _ROWS)):
             for result, (_, factor) in enumerate(scales_and_factors):
-                at = arith.addi(row, i32(_FACTORS + result * BLOCK))
+                at = mosaic.add(row, _FACTORS + result * BLOCK)
                 share(shared, at, [arith.bitcast(word, factor)])
             with mosaic.when(mosaic.below(row, self.count)):
                 scales = [scale for scale, _ in scales_and_factors]
                 numbers = [*scales, arith.bitcast(f32, total)]
-                row = arith.addi(self.first, row)
+                row = mosaic.add(self.first, row)
                 for number, out in zip(numbers, (outs[1], outs[3], outs[-1]), strict=True):
                     llvm.store(number, pointer_to(out, self.column, self.num_rows, row, size=4))
 
     def store_rows(self, outs: Any, shared: Any, turn: Value, row: Value, column: Value) -> None:
         """Rounds the patch that `compute` has kept, stores its rows, and keeps it transposed."""
-        i32 = mosaic.i32
-        left = arith.addi(arith.muli(self.column, i32(BLOCK)), column)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
         for result in range(_RESULTS):
             numbers = [
                 BFLOAT16.numbers(shared_words(shared, _own_place(turn, result, i), _WORDS))
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
-                factors = shared_numbers(
-                    shared, arith.addi(row, i32(_FACTORS + result * BLOCK)), _ROWS
-                )
+                factors = shared_numbers(shared, mosaic.add(row, _FACTORS + result * BLOCK), _ROWS)
                 start = pointer_to(
-                    outs[2 * result], arith.addi(self.first, row), self.width, left, size=1
+                    outs[2 * result], mosaic.add(self.first, row), self.width, left, size=1
                 )
                 for i, factor in enumerate(factors):
-                    with mosaic.when(mosaic.below(arith.addi(row, i32(i)), self.count)):
+                    with mosaic.when(mosaic.below(mosaic.add(row, i), self.count)):
                         words = rounded_words(numbers[i], [factor] * _COLUMNS)
-                        store_words(words, past(start, i * self.width))
-            (factor,) = shared_numbers(shared, i32(_total_of(result)), count=1)
+                        mosaic.store_numbers(words, past(start, i * self.width))
+            (factor,) = shared_numbers(shared, mosaic.i32(_total_of(result)), count=1)
             by_columns = [number for four in zip(*numbers, strict=True) for number in four]
             # A word has the four rows of a column. The words replace two rows of the patch.
             words = rounded_words(by_columns, [factor] * len(by_columns))
@@ -228,34 +223,37 @@ class _Tile(Tile):
 
     def store_columns(self, outs: Any, shared: Any) -> None:
         """Stores the transposed results, which `store_rows` has left in shared memory."""
-        i32, thread = mosaic.i32, mosaic.thread()
+        thread = mosaic.thread()
         # The thread's first column in the tile, and the first of the 16 rows of its pieces.
-        piece, first = arith.remui(thread, i32(_PIECES)), arith.divui(thread, i32(_PIECES))
-        row = arith.muli(piece, i32(_PIECE))
-        turn, row_of_turn = (op(row, i32(_ROWS_OF_TURN)) for op in (arith.divui, arith.remui))
-        top = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
-        left = arith.addi(arith.muli(self.column, i32(BLOCK)), first)
+        piece, first = (
+            arith.remui(thread, mosaic.i32(_PIECES)),
+            arith.divui(thread, mosaic.i32(_PIECES)),
+        )
+        row = mosaic.mul(piece, _PIECE)
+        turn, row_of_turn = mosaic.divided(row, _ROWS_OF_TURN)
+        top = mosaic.add(mosaic.mul(self.block, BLOCK), row)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), first)
         # The thread whose patch has the column and the piece's first rows, and where in its patch
         # the word with the column is.
-        down = arith.divui(row_of_turn, i32(_ROWS))
-        across, column = (op(first, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
-        owner = arith.addi(arith.muli(down, i32(_ACROSS)), across)
-        slot, word = (op(column, i32(_WORDS)) for op in (arith.divui, arith.remui))
+        down = arith.divui(row_of_turn, mosaic.i32(_ROWS))
+        across, column = mosaic.divided(first, _COLUMNS)
+        owner = mosaic.add(mosaic.mul(down, _ACROSS), across)
+        slot, word = mosaic.divided(column, _WORDS)
         # The block's threads store this many columns at a time.
         at_once = _THREADS // _PIECES
         for result in range(_RESULTS):
             start = pointer_to(outs[4 + 2 * result], left, self.height, top, size=1)
-            base = arith.addi(_place_of(turn, result, 0, owner), word)
-            base = arith.addi(base, arith.muli(slot, i32(_OF_ROW)))
+            base = mosaic.add(_place_of(turn, result, 0, owner), word)
+            base = mosaic.add(base, mosaic.mul(slot, _OF_ROW))
             for i in range(0, BLOCK, at_once):
                 # Further columns are those of the next patches to the right, and the piece's other
                 # rows those of the next patches below.
                 to_right = i // _COLUMNS * _WORDS
                 words = [
-                    word_at(shared, arith.addi(base, i32(to_right + k * _ACROSS * _WORDS)))
+                    word_at(shared, mosaic.add(base, to_right + k * _ACROSS * _WORDS))
                     for k in range(_PIECE // _ROWS)
                 ]
-                store_words(words, past(start, i * self.height))
+                mosaic.store_numbers(words, past(start, i * self.height))
 
     def load(self, ins: Any, row: Value, left: Value) -> list[tuple[Any, ...]]:
         """Loads what `compute_row` takes of each row of a patch, from (row, left) on."""
@@ -270,7 +268,7 @@ class _Tile(Tile):
 
         rows = []
         for i in range(_ROWS):
-            exists, source = self.find(arith.addi(row, mosaic.i32(i)))
+            exists, source = self.find(mosaic.add(row, i))
             words = words_at(dhidden, source, 2)
             values = [words_at(each, source, 1) for each in (gate, up)]
             scales = [scale_at(each, source) for each in (gate_scales, up_scales)]
@@ -305,17 +303,17 @@ class _Tile(Tile):
 
     def finish_transposed(self, shared: Any, outs: Any) -> None:
         """Computes and stores the scale of each transposed result, from the warps' maxima."""
-        i32, word = mosaic.i32, mosaic.integer_type(32)
-        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        word = mosaic.integer_type(32)
+        warp, lane = mosaic.divided(mosaic.thread(), WARP)
         tiles = self.width // BLOCK
         for result in range(_RESULTS):
             # One warp finds the scale of each result, and keeps 1 / scale for `store_rows`.
-            with mosaic.when(mosaic.equal(warp, i32(result))):
-                base = i32(_total_of(result))
+            with mosaic.when(mosaic.equal(warp, result)):
+                base = mosaic.i32(_total_of(result))
                 # Each lane reads a maximum; some lanes read the same.
-                at = arith.addi(base, arith.remui(lane, i32(_TURNS * _WARPS)))
+                at = mosaic.add(base, arith.remui(lane, mosaic.i32(_TURNS * _WARPS)))
                 largest = mosaic.warp_max(word_at(shared, at))
-                with mosaic.when(mosaic.equal(lane, i32(0))):
+                with mosaic.when(mosaic.equal(lane, 0)):
                     scale, factor = scale_of(largest)
                     share(shared, base, [arith.bitcast(word, factor)])
                     at = pointer_to(outs[5 + 2 * result], self.block, tiles, self.column, size=4)
@@ -336,11 +334,10 @@ def _place_of(turn: Value, result: int, row: int, thread: Value) -> Value:
     """Returns the index in shared memory at which `thread` keeps row `row` of its patch."""
     # Each piece of 16 rows before the patch's shifts the patch by _WORDS, so that the threads that
     # store the pieces access different banks. Pieces of an earlier turn count, too.
-    i32 = mosaic.i32
-    start = arith.muli(turn, i32(_RESULTS * _ROWS * _OF_ROW + _PIECES // _TURNS * _WORDS))
-    start = arith.addi(start, i32((result * _ROWS + row) * _OF_ROW))
-    piece = arith.divui(thread, i32(_ACROSS * _PIECE // _ROWS))
-    return arith.addi(start, arith.muli(arith.addi(thread, piece), i32(_WORDS)))
+    start = mosaic.mul(turn, _RESULTS * _ROWS * _OF_ROW + _PIECES // _TURNS * _WORDS)
+    start = mosaic.add(start, (result * _ROWS + row) * _OF_ROW)
+    piece = arith.divui(thread, mosaic.i32(_ACROSS * _PIECE // _ROWS))
+    return mosaic.add(start, mosaic.mul(mosaic.add(thread, piece), _WORDS))
 
 
 def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
@@ -364,10 +361,10 @@ def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> Va
 
 def _row_of(across: Value) -> Value:
     """Returns the row of a patch whose word `_of_rows` returns in the thread of index `across`."""
-    i32, row, distance = mosaic.i32, mosaic.i32(0), 1
+    row, distance = mosaic.i32(0), 1
     while distance < _ROWS:
-        half = i32(_ROWS // distance // 2)
-        row = arith.addi(row, arith.select(_is_odd(across, distance), half, i32(0)))
+        half = mosaic.i32(_ROWS // distance // 2)
+        row = mosaic.add(row, arith.select(_is_odd(across, distance), half, mosaic.i32(0)))
         distance *= 2
     return row
 
@@ -375,4 +372,4 @@ def _row_of(across: Value) -> Value:
 def _is_odd(across: Value, divisor: int) -> Value:
     """Returns whether `across` / `divisor`, rounded down, is odd, as i1."""
     bit = arith.remui(arith.divui(across, mosaic.i32(divisor)), mosaic.i32(2))
-    return mosaic.equal(bit, mosaic.i32(1))
+    return mosaic.equal(bit, 1)

@@ -31,7 +31,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     load_words,
     on_tiles,
     pointer_to,
-    store_words,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, row_blocks
 
@@ -108,28 +107,28 @@ class _Tile(Tile):
 
     def emit(self, weights: Any, dhidden: Any, gate: Any, up: Any, sums: Any) -> None:
         """Emits the code of one thread; overwrites dhidden, gate and up, and stores rows' sums."""
-        i32, f32, word = mosaic.i32, mosaic.float_type(), mosaic.integer_type(32)
-        down, across = (op(mosaic.thread(), i32(_ACROSS)) for op in (arith.divui, arith.remui))
-        left = arith.addi(arith.muli(self.column, i32(BLOCK)), arith.muli(across, i32(_COLUMNS)))
+        f32, word = mosaic.float_type(), mosaic.integer_type(32)
+        down, across = mosaic.divided(mosaic.thread(), _ACROSS)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), mosaic.mul(across, _COLUMNS))
         with mosaic.repeat(BLOCK // _ROWS_AT_ONCE) as step:
-            exists, row = self.find(arith.addi(arith.muli(step, i32(_ROWS_AT_ONCE)), down))
+            exists, row = self.find(mosaic.add(mosaic.mul(step, _ROWS_AT_ONCE), down))
             places = [
                 pointer_to(each, row, self.width, left, size=2) for each in (dhidden, gate, up)
             ]
-            weight = llvm.load(f32, pointer_to(weights, row, 1, i32(0), size=4))
+            weight = llvm.load(f32, pointer_to(weights, row, 1, mosaic.i32(0), size=4))
             words = [load_words(place, _WORDS) for place in places]
             grads, *pre = map(BFLOAT16.numbers, words)
             (dgate, dup, hidden), total = gradients_of_row(self.gating, grads, pre, weight)
             with mosaic.when(exists):
                 for place, numbers in zip(places, (hidden, dgate, dup), strict=True):
                     pairs = zip(numbers[::2], numbers[1::2], strict=True)
-                    store_words([bfloat16s(*pair) for pair in pairs], place)
+                    mosaic.store_numbers([bfloat16s(*pair) for pair in pairs], place)
             # The threads of a row add up their sums, and the first of them stores the result.
             total, distance = arith.bitcast(word, total), 1
             while distance < _ACROSS:
                 total, distance = sum_of_words(total, mosaic.shuffle(total, distance)), 2 * distance
             with mosaic.when(exists):
-                with mosaic.when(mosaic.equal(across, i32(0))):
+                with mosaic.when(mosaic.equal(across, 0)):
                     at = pointer_to(sums, self.column, self.num_rows, row, size=4)
                     llvm.store(arith.bitcast(f32, total), at)
 

@@ -51,7 +51,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     shared_numbers,
     shared_words,
     sides_of,
-    store_words,
     transposed_bytes,
     warps_of,
     with_shuffled,
@@ -95,14 +94,14 @@ def quantize_rows(
             patch.share_largest_of_rows(shared, largest)
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
-        with mosaic.when(mosaic.equal(patch.place.thread, mosaic.i32(0))):
+        with mosaic.when(mosaic.equal(patch.place.thread, 0)):
             llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, size=4))
         if kept:
             # The rows themselves get a scale for each row, the transposed rows one for the tile.
             patch.finish_rows(shared, kept[1], num_rows)
             mosaic.block_barrier()
             patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
-        top = arith.addi(arith.muli(patch.block, mosaic.i32(BLOCK)), patch.place.row)
+        top = mosaic.add(mosaic.mul(patch.block, BLOCK), patch.place.row)
         height = num_row_blocks * BLOCK
         start = pointer_to(transposed, patch.left, height, top, size=1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
@@ -135,7 +134,6 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     packed, tile_columns, tile_rows = Packed(matrices.dtype), width // BLOCK, height // BLOCK
 
     def emit(memrefs: Any, *of_tile: Value) -> None:
-        i32 = mosaic.i32
         source, values, transposed, scales, transposed_scales, shared = memrefs
         patch = _Patch.of_thread(packed, width, *of_tile, is_full=True)
         rows = patch.load(source)
@@ -143,15 +141,15 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
         # The tile is in row `tile_row` of the tiles of its matrix.
-        matrix, tile_row = (op(patch.block, i32(tile_rows)) for op in (arith.divui, arith.remui))
-        with mosaic.when(mosaic.equal(patch.place.thread, i32(0))):
+        matrix, tile_row = mosaic.divided(patch.block, tile_rows)
+        with mosaic.when(mosaic.equal(patch.place.thread, 0)):
             llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, size=4))
-            scale_row = arith.addi(arith.muli(matrix, i32(tile_columns)), patch.column)
+            scale_row = mosaic.add(mosaic.mul(matrix, tile_columns), patch.column)
             llvm.store(scale, pointer_to(transposed_scales, scale_row, tile_rows, tile_row, size=4))
         rounded = patch.rounded(rows, [factor] * len(rows))
         patch.store_rows(values, rounded)
-        column = arith.addi(arith.muli(matrix, i32(width)), patch.left)
-        row = arith.addi(arith.muli(tile_row, i32(BLOCK)), patch.place.row)
+        column = mosaic.add(mosaic.mul(matrix, width), patch.left)
+        row = mosaic.add(mosaic.mul(tile_row, BLOCK), patch.place.row)
         patch.store_transposed(pointer_to(transposed, column, height, row, size=1), height, rounded)
 
     values, transposed, scales, transposed_scales = on_tiles(
@@ -217,16 +215,16 @@ class _Patch(Tile):
     ) -> _Patch:
         """Returns this thread's patch of the tile with the fields `block` to `count` of `Tile`."""
         place = place_of(_rows_of(packed), _COLUMNS)
-        left = arith.addi(arith.muli(column, mosaic.i32(BLOCK)), place.column)
+        left = mosaic.add(mosaic.mul(column, BLOCK), place.column)
         return cls(block, column, first, count, packed, width, is_full, place, left)
 
     def load(self, source: Any) -> list[list[Value]]:
         """Loads the words of each row, with NaN for infinities, and zeros past the tile's rows."""
         rows, size = [], self.packed.size
         for i in range(_rows_of(self.packed)):
-            row = arith.addi(self.place.row, mosaic.i32(i))
+            row = mosaic.add(self.place.row, i)
             if self.is_full:
-                exists, row = None, arith.addi(self.first, row)
+                exists, row = None, mosaic.add(self.first, row)
             else:
                 exists, row = self.find(row)
             at = pointer_to(source, row, self.width, self.left, size)
@@ -238,8 +236,8 @@ class _Patch(Tile):
 
     def share_largest(self, shared: Any, largest: Value) -> None:
         largest = mosaic.warp_max(largest)
-        with mosaic.when(mosaic.equal(self.place.lane, mosaic.i32(0))):
-            share(shared, arith.addi(self.place.warp, mosaic.i32(_SIDES * BLOCK)), [largest])
+        with mosaic.when(mosaic.equal(self.place.lane, 0)):
+            share(shared, mosaic.add(self.place.warp, _SIDES * BLOCK), [largest])
 
     def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
         """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
@@ -252,29 +250,26 @@ class _Patch(Tile):
         # The `ACROSS` threads that have the same rows are neighbours.
         for distance in (1, 2):
             largest = with_shuffled(largest, distance)
-        at = arith.addi(arith.muli(self.place.side, mosaic.i32(BLOCK)), self.place.row)
-        with mosaic.when(
-            mosaic.equal(arith.remui(self.place.lane, mosaic.i32(ACROSS)), mosaic.i32(0))
-        ):
+        at = mosaic.add(mosaic.mul(self.place.side, BLOCK), self.place.row)
+        with mosaic.when(mosaic.equal(arith.remui(self.place.lane, mosaic.i32(ACROSS)), 0)):
             for i in range(0, len(largest), 4):
-                share(shared, arith.addi(at, mosaic.i32(i)), largest[i : i + 4])
+                share(shared, mosaic.add(at, i), largest[i : i + 4])
 
     def finish_rows(self, shared: Any, scales: Any, num_rows: int) -> None:
         """Stores the scale of each row to `scales`, [K / 128, R], and 1 / scale to `shared`."""
-        i32 = mosaic.i32
-        with mosaic.when(mosaic.below(self.place.thread, i32(BLOCK))):
-            sides = [arith.addi(self.place.thread, i32(side * BLOCK)) for side in range(_SIDES)]
+        with mosaic.when(mosaic.below(self.place.thread, BLOCK)):
+            sides = [mosaic.add(self.place.thread, side * BLOCK) for side in range(_SIDES)]
             scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
             share(shared, self.place.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
             with mosaic.when(mosaic.below(self.place.thread, self.count)):
-                row = arith.addi(self.first, self.place.thread)
+                row = mosaic.add(self.first, self.place.thread)
                 llvm.store(scale, pointer_to(scales, self.column, num_rows, row, size=4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
         return [
             factor
             for i in range(0, _rows_of(self.packed), 4)
-            for factor in shared_numbers(shared, arith.addi(self.place.row, mosaic.i32(i)), count=4)
+            for factor in shared_numbers(shared, mosaic.add(self.place.row, i), count=4)
         ]
 
     def rounded(self, rows: list[list[Value]], factors: Sequence[Value]) -> list[list[Value]]:
@@ -286,15 +281,15 @@ class _Patch(Tile):
 
     def store_rows(self, out: Any, rounded: list[list[Value]]) -> None:
         """Stores the patch's rounded rows, as far as the tile has them."""
-        row = arith.addi(self.first, self.place.row)
+        row = mosaic.add(self.first, self.place.row)
         start = pointer_to(out, row, self.width, self.left, size=1)
         for i, words in enumerate(rounded):
             at = past(start, i * self.width)
             if self.is_full:
-                store_words(words, at)
+                mosaic.store_numbers(words, at)
                 continue
-            with mosaic.when(mosaic.below(arith.addi(self.place.row, mosaic.i32(i)), self.count)):
-                store_words(words, at)
+            with mosaic.when(mosaic.below(mosaic.add(self.place.row, i), self.count)):
+                mosaic.store_numbers(words, at)
 
     def store_transposed(self, start: Value, height: int, rounded: list[list[Value]]) -> None:
         """Stores the patch's columns as rows of `height` bytes; the first begins at `start`."""
@@ -306,7 +301,7 @@ def _store_columns(words: Sequence[Value], start: Value, height: int, first: int
     """Stores four columns of a patch, given a word of each row; `start` is that of column 0."""
     squares = [transposed_bytes(words[i : i + PER_WORD]) for i in range(0, len(words), PER_WORD)]
     for i, of_column in enumerate(zip(*squares, strict=True)):
-        store_words(of_column, past(start, (first + i) * height))
+        mosaic.store_numbers(of_column, past(start, (first + i) * height))
 
 
 def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
@@ -344,30 +339,30 @@ class _Transposed(Tile):
     height: int
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
-        (num_rows, num_columns), i32, f32 = _TRANSPOSED, mosaic.i32, mosaic.float_type()
+        (num_rows, num_columns), f32 = _TRANSPOSED, mosaic.float_type()
         thread, _, lane, _, row, place = place_of(*_TRANSPOSED)
-        left = arith.addi(arith.muli(self.column, i32(BLOCK)), place)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), place)
 
-        words = [self.load_words(values, arith.addi(row, i32(i)), left) for i in range(num_rows)]
+        words = [self.load_words(values, mosaic.add(row, i), left) for i in range(num_rows)]
         # The scales of the rows lie far from each other in memory, so each thread loads one.
         row_scale = self.load_scale(scales, thread)
         share(shared, thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
         mosaic.block_barrier()
         # Each warp finds the largest scale. Positive float32 numbers compare like their bits.
-        of_lane = [word_at(shared, arith.addi(lane, i32(start))) for start in range(0, BLOCK, WARP)]
+        of_lane = [word_at(shared, mosaic.add(lane, start)) for start in range(0, BLOCK, WARP)]
         bits = mosaic.warp_max(max_of(of_lane))
         largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
         inverse = float8.reciprocal(largest)
         factors = [
             arith.mulf(scale, inverse)
             for start in range(0, num_rows, 4)
-            for scale in shared_numbers(shared, arith.addi(row, i32(start)), count=4)
+            for scale in shared_numbers(shared, mosaic.add(row, start), count=4)
         ]
-        with mosaic.when(mosaic.equal(thread, i32(0))):
+        with mosaic.when(mosaic.equal(thread, 0)):
             at = pointer_to(out_scales, self.block, self.width // BLOCK, self.column, size=4)
             llvm.store(largest, at)
 
-        row_of_out = arith.addi(arith.muli(self.block, i32(BLOCK)), row)
+        row_of_out = mosaic.add(mosaic.mul(self.block, BLOCK), row)
         start = pointer_to(out, left, self.height, row_of_out, size=1)
         for word in range(num_columns // PER_WORD):
             rounded = [

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import compiler, float8, mosaic
 from pallas_kernels.fabric.fabric import update_in_place
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -75,9 +75,7 @@ def on_tiles(
             arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
 
         def run() -> None:
-            memrefs = [*arrays, *scratch.values()]
-            layouts = [mosaic.REFERENCE] * len(memrefs) + [mosaic.SCALAR] * len(numbers)
-            mosaic.inline(emit_tile, [*memrefs, *numbers], layouts)
+            mosaic.inline(emit_tile, [*arrays, *scratch.values(), *numbers])
 
         if blocks is None:
             run()
@@ -119,7 +117,7 @@ class Tile:
         """Returns whether the block has row `row` of the tile (i1), and which row to read."""
         # The operands may end after the block, so past its last row the row to read is its first.
         exists = mosaic.below(row, self.count)
-        return exists, arith.addi(self.first, arith.select(exists, row, mosaic.i32(0)))
+        return exists, mosaic.add(self.first, arith.select(exists, row, mosaic.i32(0)))
 
 
 class Place(NamedTuple):
@@ -146,20 +144,20 @@ def warps_of(num_rows: int, num_columns: int) -> int:
 
 def place_of(num_rows: int, num_columns: int) -> Place:
     """Returns where the patch of this thread lies, if it has `num_rows` by `num_columns`."""
-    i32, thread = mosaic.i32, mosaic.thread()
-    warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
-    strip, side = (op(warp, i32(sides_of(num_columns))) for op in (arith.divui, arith.remui))
-    down, across = (op(lane, i32(ACROSS)) for op in (arith.divui, arith.remui))
-    row = arith.muli(arith.addi(arith.muli(strip, i32(_DOWN)), down), i32(num_rows))
-    column = arith.addi(arith.muli(side, i32(ACROSS)), across)
-    return Place(thread, warp, lane, side, row, arith.muli(column, i32(num_columns)))
+    thread = mosaic.thread()
+    warp, lane = mosaic.divided(thread, WARP)
+    strip, side = mosaic.divided(warp, sides_of(num_columns))
+    down, across = mosaic.divided(lane, ACROSS)
+    row = mosaic.mul(mosaic.add(mosaic.mul(strip, _DOWN), down), num_rows)
+    column = mosaic.add(mosaic.mul(side, ACROSS), across)
+    return Place(thread, warp, lane, side, row, mosaic.mul(column, num_columns))
 
 
 def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
     """Emits a pointer to element (row, column), of `size` bytes, of an array [rows, width]."""
     wide = mosaic.integer_type(64)
-    at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
-    at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
+    at = mosaic.mul(arith.extui(wide, row), width)
+    at = mosaic.mul(mosaic.add(at, arith.extui(wide, column)), size)
     return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
 
 
@@ -175,9 +173,7 @@ def word_at(ref: Any, at: Value) -> Value:
 def share(ref: Any, at: Value, numbers: list[Value]) -> None:
     """Stores 32-bit numbers to `ref` in shared memory: to consecutive elements from `at` on."""
     word = mosaic.integer_type(32)
-    pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
-    of_all = mosaic.vector_type(len(numbers), word)
-    llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
+    mosaic.store_numbers(numbers, mosaic.element_pointer(mosaic.pointer(ref), at, word))
 
 
 def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
@@ -188,8 +184,7 @@ def shared_numbers(ref: Any, at: Value, count: int, element: Any = None) -> list
     """Loads up to 4 consecutive numbers, float32 by default, from `ref[at:]` in shared memory."""
     element = element or mosaic.float_type()
     pointer = mosaic.element_pointer(mosaic.pointer(ref), at, element)
-    loaded = llvm.load(mosaic.vector_type(count, element), pointer, alignment=4 * count)
-    return [vector.extract(loaded, [], [j]) for j in range(count)]
+    return mosaic.load_numbers(pointer, count, element)
 
 
 def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
@@ -197,9 +192,9 @@ def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
     # 2^-127, the scale with code 0, is subnormal; code 255 is NaN.
     half = 1 << (fraction_bits - 1)
     bits = arith.shli(code, mosaic.i32(fraction_bits))
-    bits = arith.select(mosaic.equal(code, mosaic.i32(0)), mosaic.i32(half), bits)
+    bits = arith.select(mosaic.equal(code, 0), mosaic.i32(half), bits)
     nan = mosaic.i32(255 << fraction_bits | half)
-    return arith.select(mosaic.equal(code, mosaic.i32(255)), nan, bits)
+    return arith.select(mosaic.equal(code, 255), nan, bits)
 
 
 def max_of(sizes: Any) -> Value:
@@ -232,18 +227,10 @@ def rounded_words(numbers: Sequence[Value], factors: Sequence[Value]) -> list[Va
 
 def load_words(pointer: Value, count: int) -> list[Value]:
     """Loads adjacent 32-bit words: one, two, or a multiple of four."""
-    at_once = min(count, _MOST_WORDS)
-    of_all, found = mosaic.vector_type(at_once, mosaic.integer_type(32)), []
+    at_once, found = min(count, _MOST_WORDS), []
     for i in range(0, count, at_once):
-        loaded = llvm.load(of_all, past(pointer, 4 * i), alignment=4 * at_once)
-        found += [vector.extract(loaded, [], [j]) for j in range(at_once)]
+        found += mosaic.load_numbers(past(pointer, 4 * i), at_once)
     return found
-
-
-def store_words(words: Sequence[Value], pointer: Value) -> None:
-    """Stores adjacent 32-bit words; `pointer` must be a multiple of their number of bytes."""
-    of_all = mosaic.vector_type(len(words), mosaic.integer_type(32))
-    llvm.store(vector.from_elements(of_all, words), pointer, alignment=4 * len(words))
 
 
 def transposed_bytes(rows: Sequence[Value]) -> list[Value]:

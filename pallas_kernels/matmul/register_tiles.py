@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,20 @@ from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
 
 
-def store_rows(
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    left: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    layout: Any,
-) -> None:
-    """Stores rows [begin, end) of a tile of 16-bit floats from registers to global memory.
+class Target(NamedTuple):
+    """Where a tile is stored: element [0, 0] at (top, left), and of its rows only [begin, end)."""
 
-    Element [0, 0] belongs to out[top, left], whose address must be a multiple of the size of a
-    vector. In the register layout `layout`, a thread's vectors are neighbouring elements of a row.
+    top: jax.Array
+    left: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
+def store_rows(out: Any, values: jax.Array, target: Target, layout: Any) -> None:
+    """Stores rows of a tile of 16-bit floats from registers to global memory.
+
+    The address of out[top, left] must be a multiple of the size of a vector. In the register layout
+    `layout`, a thread's vectors are neighbouring elements of a row.
     """
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
@@ -36,12 +37,12 @@ def store_rows(
         word, width = mosaic.integer_type(32), mosaic.i64(mosaic.width_of(out))
 
         def wide(number: Value) -> Value:
-            return arith.extui(mosaic.integer_type(64), number)
+            return mosaic.widen(number)
 
         for register, (row, column) in mosaic.placed_registers(values):
             inside = mosaic.within(row, begin, end)
-            first = arith.muli(wide(arith.addi(top, row)), width)
-            offset = arith.addi(first, wide(arith.addi(left, column)))
+            first = mosaic.mul(wide(mosaic.add(top, row)), width)
+            offset = mosaic.add(first, wide(mosaic.add(left, column)))
             # One store of a register's words, without a branch, if the row is in the range.
             count = mosaic.vector_length_of(register) // 2
             words = vector.bitcast(mosaic.vector_type(count, word), register)
@@ -55,21 +56,11 @@ def store_rows(
                 *(vector.extract(words, [], [i]) for i in range(count)),
             )
 
-    numbers = [top, left, begin, end]
-    layouts = [mosaic.REFERENCE, layout, *[mosaic.SCALAR] * len(numbers)]
-    mosaic.inline(emit, [out, values, *numbers], layouts)
+    mosaic.inline(emit, [out, (values, layout), *target])
 
 
-def store_rows_through(
-    room: Any,
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    left: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-) -> None:
-    """Stores rows [begin, end) of an array from registers to global memory, through shared memory.
+def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -> None:
+    """Stores rows of an array from registers to global memory, through shared memory.
 
     In registers, each thread has pieces of several rows. Each warp puts its 16 rows into shared
     memory, and reads them such that 8 threads store 128 bytes of a row. The warps need not wait for
@@ -97,11 +88,11 @@ def store_rows_through(
             # Units of 16 bytes are swizzled, so that a warp's threads access different banks.
             unit = arith.xori(arith.shrui(column, shift), arith.andi(row, seven))
             offset = arith.ori(arith.shli(unit, shift), arith.andi(column, fifteen))
-            return arith.addi(arith.muli(row, row_bytes), offset)
+            return mosaic.add(mosaic.mul(row, row_bytes), offset)
 
         registers = list(mosaic.placed_registers(values))
         of_number = mosaic.i32(size)
-        offsets = [in_room(row, arith.muli(column, of_number)) for _, (row, column) in registers]
+        offsets = [in_room(row, mosaic.mul(column, of_number)) for _, (row, column) in registers]
         # A register has a pair of neighbouring numbers of a row, float32 if `out` is float8.
         for (pair, _), offset in zip(registers, offsets, strict=True):
             if size == 1:
@@ -109,8 +100,8 @@ def store_rows_through(
                 kind = float8.PTX_TYPES[jnp.dtype(out_dtype)]
                 text = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
                 pair = mosaic.asm(text, "=h,f,f", *numbers, returns=half)
-            place = mosaic.element_pointer(start_of_room, offset, byte)
-            llvm.store(pair, place, alignment=2 * size)
+            pointer = mosaic.element_pointer(start_of_room, offset, byte)
+            llvm.store(pair, pointer, alignment=2 * size)
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
         # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
@@ -118,14 +109,14 @@ def store_rows_through(
         thread = mosaic.warpgroup_thread()
         # The thread's first row is 16 * its warp + its lane / 8; its column is counted in bytes.
         first = arith.shli(arith.shrui(thread, mosaic.i32(5)), mosaic.i32(4))
-        first = arith.addi(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
+        first = mosaic.add(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
         column = arith.shli(arith.andi(thread, mosaic.i32(7)), mosaic.i32(4))
         stride = mosaic.width_of(out) * size
-        offset = arith.muli(arith.extui(wide, arith.addi(top, first)), mosaic.i64(stride))
-        left_bytes = arith.addi(arith.muli(left, mosaic.i32(size)), column)
-        start = arith.addi(offset, arith.extui(wide, left_bytes))
+        offset = mosaic.mul(arith.extui(wide, mosaic.add(top, first)), stride)
+        left_bytes = mosaic.add(mosaic.mul(left, size), column)
+        start = mosaic.add(offset, arith.extui(wide, left_bytes))
         start = llvm.ptrtoint(wide, mosaic.element_pointer(mosaic.pointer(out), start, byte))
-        rows = [arith.addi(first, mosaic.i32(i)) for i in range(0, 16, 4)]
+        rows = [mosaic.add(first, i) for i in range(0, 16, 4)]
         offsets = [in_room(row, column) for row in rows]
         places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
         lines = [llvm.load(line, place, alignment=16) for place in places]
@@ -134,50 +125,37 @@ def store_rows_through(
                 "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
                 " @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
                 "l,r,r,r,r,r",
-                arith.addi(start, mosaic.i64(4 * i * stride)),
+                mosaic.add(start, 4 * i * stride),
                 arith.extui(word, mosaic.within(row, begin, end)),
                 *[vector.extract(loaded, [], [j]) for j in range(4)],
             )
         # The warp's next call overwrites its rows in `room`.
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
-    numbers = [top, left, begin, end]
-    layouts = [*[mosaic.REFERENCE] * 2, plgpu.Layout.WGMMA, *[mosaic.SCALAR] * len(numbers)]
-    mosaic.inline(emit, [room, out, values, *numbers], layouts)
+    mosaic.inline(emit, [room, out, (values, plgpu.Layout.WGMMA), *target])
 
 
-def store_column(
-    out: Any,
-    values: jax.Array,
-    top: jax.Array,
-    column: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    *,
-    to_row: bool = False,
-) -> None:
-    """Stores values[i] to out[top + i, column] for begin <= i < end, and nothing else.
+def store_column(out: Any, values: jax.Array, target: Target, *, to_row: bool = False) -> None:
+    """Stores values[i] to out[top + i, left] for begin <= i < end, and nothing else.
 
     `values` is float32 in the layout `WGMMA.reduce(1)`. With `to_row`, `out` is transposed.
     """
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
-        top, column, begin, end = map(mosaic.scalar, scalars)
+        top, left, begin, end = map(mosaic.scalar, scalars)
         # Each element has a register in four neighbouring threads. The first of them stores it.
-        is_first = mosaic.equal(arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3)), mosaic.i32(0))
+        is_first = mosaic.equal(arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3)), 0)
         for register, (row,) in mosaic.placed_registers(values):
             inside = arith.andi(is_first, mosaic.within(row, begin, end))
             # The element's indices in `out`.
-            first, second = arith.addi(top, row), column
+            first, second = mosaic.add(top, row), left
             if to_row:
                 first, second = second, first
-            offset = arith.addi(arith.muli(first, mosaic.i32(mosaic.width_of(out))), second)
+            offset = mosaic.add(mosaic.mul(first, mosaic.width_of(out)), second)
             with mosaic.when(inside):
                 llvm.store(vector.extract(register, [], [0]), mosaic.pointer_at(out, offset))
 
-    numbers = [top, column, begin, end]
-    layouts = [mosaic.REFERENCE, plgpu.Layout.WGMMA.reduce(1), *[mosaic.SCALAR] * len(numbers)]
-    mosaic.inline(emit, [out, values, *numbers], layouts)
+    mosaic.inline(emit, [out, (values, plgpu.Layout.WGMMA.reduce(1)), *target])
 
 
 def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
@@ -192,14 +170,14 @@ def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
         kind, row, values = mosaic.element_of(ref), mosaic.tensor_core_row(), []
         for tile in range(0, count, 64):
             for half in (0, 8):
-                index = arith.addi(arith.addi(mosaic.scalar(first), row), mosaic.i32(tile + half))
+                index = mosaic.add(mosaic.add(mosaic.scalar(first), row), tile + half)
                 value = mosaic.element_at(ref, arith.minui(index, mosaic.i32(last)))
                 is_wide = kind == mosaic.float_type()
                 values.append(value if is_wide else arith.extf(mosaic.float_type(), value))
         return mosaic.tensor_core_rows(values, count, mosaic.float_type())
 
     result = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(1))
-    return mosaic.inline(emit, [ref, first], [mosaic.REFERENCE, mosaic.SCALAR], result)
+    return mosaic.inline(emit, [ref, first], result)
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:
@@ -228,27 +206,26 @@ def zero_rows_outside(
     def emit(ref: Value, first: Array, *scalars: Array) -> None:
         begin, end, count = map(mosaic.scalar, scalars)
         # Each thread zeroes a piece: number `index` of those in the rows to zero.
-        index = arith.addi(mosaic.scalar(first), mosaic.warpgroup_thread())
+        index = mosaic.add(mosaic.scalar(first), mosaic.warpgroup_thread())
         row = arith.divui(index, mosaic.i32(pieces))
         piece = arith.remui(index, mosaic.i32(pieces))
         # The rows to zero are numbered without those of [begin, end).
         is_before = mosaic.below(row, begin)
-        row = arith.select(is_before, row, arith.addi(row, arith.subi(end, begin)))
-        block = arith.addi(
-            arith.muli(arith.divui(row, mosaic.i32(8)), mosaic.i32(blocks)),
-            arith.divui(piece, mosaic.i32(8)),
+        row = arith.select(is_before, row, mosaic.add(row, arith.subi(end, begin)))
+        block = mosaic.add(
+            mosaic.mul(arith.divui(row, mosaic.i32(8)), blocks), arith.divui(piece, mosaic.i32(8))
         )
-        offset = arith.addi(
-            arith.muli(block, mosaic.i32(1024)),
-            arith.addi(
-                arith.muli(arith.remui(row, mosaic.i32(8)), mosaic.i32(128)),
-                arith.muli(arith.remui(piece, mosaic.i32(8)), mosaic.i32(16)),
+        offset = mosaic.add(
+            mosaic.mul(block, 1024),
+            mosaic.add(
+                mosaic.mul(arith.remui(row, mosaic.i32(8)), 128),
+                mosaic.mul(arith.remui(piece, mosaic.i32(8)), 16),
             ),
         )
         mosaic.asm(
             "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {$2, $2, $2, $2}; }",
             "r,r,r",
-            arith.addi(mosaic.address(ref, 32), offset),
+            mosaic.add(mosaic.address(ref, 32), offset),
             arith.extui(mosaic.integer_type(32), mosaic.below(index, count)),
             mosaic.i32(0),
         )
@@ -257,8 +234,7 @@ def zero_rows_outside(
 
     def step(i: jax.Array, _: None) -> None:
         numbers = [(i * num_workers + worker) * WARPGROUP, begin, end, count]
-        layouts = [plgpu.RefType(tuple(transforms)), *[mosaic.SCALAR] * len(numbers)]
-        mosaic.inline(emit, [ref, *numbers], layouts)
+        mosaic.inline(emit, [(ref, plgpu.RefType(tuple(transforms))), *numbers])
 
     at_once = num_workers * WARPGROUP
     lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), step, None)
@@ -277,15 +253,12 @@ def write_registers(room: Any, values: jax.Array) -> None:
             for pair in mosaic.registers(values)
         ]
         for first, count, place in _own_words(room, len(words)):
-            several = vector.from_elements(
-                mosaic.vector_type(count, word), words[first : first + count]
-            )
-            llvm.store(several, place, alignment=4 * count)
+            mosaic.store_numbers(words[first : first + count], place)
         # The compiler must not move the stores past the barrier.
         mosaic.asm("", "~{memory}")
         mosaic.barrier()
 
-    mosaic.inline(emit, [room, values], [mosaic.REFERENCE, plgpu.Layout.WGMMA])
+    mosaic.inline(emit, [room, (values, plgpu.Layout.WGMMA)])
 
 
 def read_registers(room: Any) -> jax.Array:
@@ -300,8 +273,7 @@ def read_registers(room: Any) -> jax.Array:
         # The compiler must not move the loads before the caller's wait.
         mosaic.asm("", "~{memory}")
         for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * WARPGROUP)):
-            several = llvm.load(mosaic.vector_type(count, word), place, alignment=4 * count)
-            words += [vector.extract(several, [], [i]) for i in range(count)]
+            words += mosaic.load_numbers(place, count)
         # The words must have arrived before the barrier.
         words = mosaic.opaque(words)
         mosaic.barrier()
@@ -310,7 +282,7 @@ def read_registers(room: Any) -> jax.Array:
         return mosaic.tensor_core_array(pairs, shape, kind)
 
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
-    return mosaic.inline(emit, [room], [mosaic.REFERENCE], result)
+    return mosaic.inline(emit, [room], result)
 
 
 def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
@@ -318,8 +290,6 @@ def _own_words(room: Value, num_words: int) -> Iterator[tuple[int, int, Value]]:
     # Neighbouring threads have neighbouring places, so that a warp accesses all banks.
     count = math.gcd(num_words, 4)
     for first in range(0, num_words, count):
-        at = arith.addi(
-            arith.muli(mosaic.warpgroup_thread(), mosaic.i32(count)), mosaic.i32(first * WARPGROUP)
-        )
+        at = mosaic.add(mosaic.mul(mosaic.warpgroup_thread(), count), first * WARPGROUP)
         pointer = mosaic.element_pointer(mosaic.pointer(room), at, mosaic.integer_type(32))
         yield first, count, pointer

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, WARP
@@ -158,15 +157,15 @@ def _rows_and_tiles_before(
         end_group, height = (mosaic.scalar(number) for number in numbers)
         zero, most, word = mosaic.i32(0), mosaic.i32(num_rows), mosaic.integer_type(32)
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-        first = arith.muli(lane, mosaic.i32(groups_of_thread))
+        first = mosaic.mul(lane, groups_of_thread)
 
         def added(a: Value, b: Value) -> Value:
             # Adds numbers of rows, cut off at `num_rows`.
-            return arith.minsi(arith.addi(a, b), most)
+            return arith.minsi(mosaic.add(a, b), most)
 
         group_rows = []
         for i in range(groups_of_thread):
-            group = arith.addi(first, mosaic.i32(i))
+            group = mosaic.add(first, i)
             # Groups from `end_group` on have no rows here; indices past the last group are clamped.
             within = arith.minui(group, mosaic.i32(num_groups - 1))
             place = mosaic.element_pointer(mosaic.pointer(sizes), within, word)
@@ -186,19 +185,16 @@ def _rows_and_tiles_before(
             end = added(start, size)
             # The first tile begins at a multiple of 8 rows, up to 7 rows above the group.
             above = arith.andi(start, mosaic.i32(ROW_ALIGNMENT - 1))
-            to_cover = arith.addi(above, arith.subi(end, start))
-            to_cover = arith.addi(to_cover, arith.subi(height, mosaic.i32(1)))
+            to_cover = mosaic.add(above, arith.subi(end, start))
+            to_cover = mosaic.add(to_cover, arith.subi(height, mosaic.i32(1)))
             of_group = arith.divui(to_cover, height)
-            tiles = arith.addi(tiles, arith.select(mosaic.equal(start, end), zero, of_group))
+            tiles = mosaic.add(tiles, arith.select(mosaic.equal(start, end), zero, of_group))
             start = end
         # The last thread has the rows of all groups before `end_group`.
         rows = mosaic.warp_max(start)
         return [mosaic.splat(each, is_signed=True) for each in (rows, mosaic.warp_total(tiles))]
 
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
-    layouts = [mosaic.REFERENCE, *[mosaic.SCALAR] * 2]
-    rows, tiles = mosaic.inline(emit, [sizes, end_group, height], layouts, [scalar] * 2)
-    return rows, tiles
+    return mosaic.inline(emit, [sizes, end_group, height], [mosaic.INT32] * 2)
 
 
 # Jitted, so that a program with several matmuls traces the kernel only once.

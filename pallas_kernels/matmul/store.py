@@ -37,6 +37,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
+from pallas_kernels.matmul.register_tiles import Target
 
 # A compute warpgroup stores this many rows of an output tile at a time.
 STORED_ROWS = 32
@@ -93,7 +94,6 @@ class Store:
         row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
         inside = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
         top, left_edge = position.top + row * STORED_ROWS, position.left_edge + column * CHUNK
-        # The rows [begin, end) of the chunk are stored.
         begin = jnp.clip(position.begin - top, 0, STORED_ROWS)
         end = jnp.where(inside, jnp.clip(position.end - top, 0, STORED_ROWS), begin)
         buffers = [
@@ -118,56 +118,39 @@ class Store:
             plgpu.wait_smem_to_gmem(num_buffers - len(self.outs), wait_read_only=True)
             run_one([functools.partial(write, *chunk) for chunk in chunks], number)
             plgpu.commit_smem()
-            self._copy(buffers, top, left_edge, begin, end)
+            self._copy(buffers, Target(top, left_edge, begin, end))
 
-    def _copy(
-        self,
-        buffers: Sequence[Any],
-        top: jax.Array,
-        left_edge: jax.Array,
-        begin: jax.Array,
-        end: jax.Array,
-    ) -> None:
-        """Copies rows [begin, end) of each output's chunk from its buffer to (top, left_edge)."""
+    def _copy(self, buffers: Sequence[Any], target: Target) -> None:
+        """Copies each output's chunk from its buffer."""
         # The last chunks of a tile may have fewer rows. TMA copies a chunk at once if all of its
         # rows are to be copied.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
-        at_once = [(begin == 0) & (end == height) for height in heights]
+        at_once = [(target.begin == 0) & (target.end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
-            pl.when(whole)(functools.partial(self._copy_whole, buffers, top, left_edge, height))
+            pl.when(whole)(functools.partial(self._copy_whole, buffers, target, height))
+        some = jnp.logical_not(functools.reduce(jnp.logical_or, at_once))
+        pl.when(some)(lambda: self._copy_rows(buffers, target))
 
-        @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, at_once)))
-        def _():
-            for buffer, out in zip(buffers, self.outs, strict=True):
-                self._copy_rows(buffer, out, top, left_edge, begin, end)
-
-    def _copy_whole(
-        self, buffers: Sequence[Any], top: jax.Array, left_edge: jax.Array, height: int
-    ) -> None:
-        where = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
+    def _copy_whole(self, buffers: Sequence[Any], target: Target, height: int) -> None:
+        columns = pl.ds(pl.multiple_of(target.left, CHUNK), CHUNK)
+        where = pl.ds(aligned(target.top), height), columns
         for buffer, out in zip(buffers, self.outs, strict=True):
             plgpu.copy_smem_to_gmem(buffer.at[:height], out.at[where])
 
-    def _copy_rows(
-        self,
-        buffer: Any,
-        out: Any,
-        top: jax.Array,
-        left_edge: jax.Array,
-        begin: jax.Array,
-        end: jax.Array,
-    ) -> None:
-        """Copies rows [begin, end) of a buffer, which may begin and end anywhere, to `out`."""
+    def _copy_rows(self, buffers: Sequence[Any], target: Target) -> None:
+        """Copies rows of the buffers, which may begin and end anywhere, to the outputs."""
+        top, left, begin, end = target
 
-        def eight_rows(i: jax.Array, _: None) -> None:
+        def eight_rows(buffer: Any, out: Any, i: jax.Array, _: None) -> None:
             row = i * ROW_ALIGNMENT
             values = plgpu.load(buffer.at[pl.ds(row, ROW_ALIGNMENT)], layout=EIGHT_ROWS)
-            register_tiles.store_rows(
-                out, values, top + row, left_edge, begin - row, end - row, EIGHT_ROWS
-            )
+            target_of_rows = Target(top + row, left, begin - row, end - row)
+            register_tiles.store_rows(out, values, target_of_rows, EIGHT_ROWS)
 
-        stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
-        lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)
+        for pair in zip(buffers, self.outs, strict=True):
+            stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
+            first = lax.div(begin, jnp.int32(ROW_ALIGNMENT))
+            lax.fori_loop(first, stop, functools.partial(eight_rows, *pair), None)
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
         """Zeroes the outputs' rows from `start` on: warpgroup `worker`'s share of `num_workers`."""
@@ -187,22 +170,15 @@ class Store:
             top = (first_chunk_row + row) * STORED_ROWS
             begin = jnp.maximum(start - top, 0)
             end = jnp.minimum(num_rows - top, STORED_ROWS)
-            self._zero_chunk(buffer, top, column * CHUNK, begin, end)
+            self._zero_chunk(buffer, Target(top, column * CHUNK, begin, end))
 
         chunks_of_worker = lax.div(chunk_rows * chunk_columns - worker + (workers - 1), workers)
         lax.fori_loop(0, chunks_of_worker, one_chunk, None)
 
-    def _zero_chunk(
-        self, buffer: Any, top: jax.Array, left_edge: jax.Array, begin: jax.Array, end: jax.Array
-    ) -> None:
-        """Copies rows [begin, end) of a buffer of zeros to (top, left_edge) of each output."""
+    def _zero_chunk(self, buffer: Any, target: Target) -> None:
+        """Copies rows of a buffer of zeros to each output."""
         buffers = [buffer] * len(self.outs)
-
-        @pl.when(end - begin == STORED_ROWS)
-        def _whole():
-            self._copy_whole(buffers, top, left_edge, STORED_ROWS)
-
-        @pl.when(end - begin < STORED_ROWS)
-        def _some():
-            for out in self.outs:
-                self._copy_rows(buffer, out, top, left_edge, begin, end)
+        is_whole = target.end - target.begin == STORED_ROWS
+        pl.when(is_whole)(lambda: self._copy_whole(buffers, target, STORED_ROWS))
+        is_part = target.end - target.begin < STORED_ROWS
+        pl.when(is_part)(lambda: self._copy_rows(buffers, target))

@@ -80,13 +80,12 @@ def add_float8_products(
     ]
     tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
     layout = plgpu.Layout.WGMMA
-    operands = [left, right, *offsets, jnp.int32(count), *totals, *block_scales]
-    layouts = [tile, tile, *[mosaic.SCALAR] * 3, *[layout] * num, *[mosaic.SCALAR] * num]
+    old_totals = [(total, layout) for total in totals]
+    operands = [(left, tile), (right, tile), *offsets, jnp.int32(count), *old_totals, *block_scales]
     if row_scales is not None:
-        operands.append(row_scales)
-        layouts.append(layout.reduce(1))
+        operands.append((row_scales, layout.reduce(1)))
     result = plgpu.ShapeDtypeStruct((64, _COLUMNS), jnp.float32, layout=layout)
-    return tuple(mosaic.inline(emit, operands, layouts, [result] * num))
+    return tuple(mosaic.inline(emit, operands, [result] * num))
 
 
 def _emit_float8_products(
@@ -155,8 +154,8 @@ def _emit_float8_products(
 def _descriptor(ref: Value, offset: Array) -> Value:
     """Returns the descriptor of wgmma's operand at byte `offset` of `ref`."""
     wide = mosaic.integer_type(64)
-    place = arith.trunci(mosaic.integer_type(32), mosaic.address(ref))
-    place = arith.addi(place, mosaic.scalar(offset))
+    place = mosaic.narrow(mosaic.address(ref))
+    place = mosaic.add(place, mosaic.scalar(offset))
     start = arith.shrui(arith.andi(place, mosaic.i32(0x3FFFF)), mosaic.i32(4))
     # Addresses count 16 bytes: tiles of 8 rows, 1024 bytes apart (64 << 32), swizzled (1 << 62).
     return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))

@@ -110,19 +110,14 @@ def add_products(
     # The number of each part's first column among a stage's lines; see `Decoder.lines`.
     lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
     operands = [
-        *(decoder.values, decoder.scales, decoder.staged.table, left, stage),
-        *lines,
-        totals,
-    ]
-    layouts = [
-        plgpu.RefType(transforms_of_numbers(pieces)),
-        *[mosaic.REFERENCE] * 2,
-        plgpu.RefType(ROW_TRANSFORMS),
-        *[mosaic.SCALAR] * (1 + len(lines)),
-        plgpu.Layout.WGMMA,
+        (decoder.values, plgpu.RefType(transforms_of_numbers(pieces))),
+        *(decoder.scales, decoder.staged.table),
+        (left, plgpu.RefType(ROW_TRANSFORMS)),
+        *(stage, *lines),
+        (totals, plgpu.Layout.WGMMA),
     ]
     result = plgpu.ShapeDtypeStruct(totals_shape, jnp.float32, layout=plgpu.Layout.WGMMA)
-    return mosaic.inline(emit, operands, layouts, result)
+    return mosaic.inline(emit, operands, result)
 
 
 class _Thread:
@@ -135,7 +130,7 @@ class _Thread:
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
         # Where the thread's word is in a block of a column, in bytes.
-        self.word = arith.muli(quad, mosaic.i32(WORD_BYTES))
+        self.word = mosaic.mul(quad, WORD_BYTES)
         self.stage = stage
         self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
         self.table = own_table(table)
@@ -144,15 +139,15 @@ class _Thread:
         # The number of tiles side by side in a stage.
         self.tiles_of_rows = self.pieces * _BLOCKS
         # The address of the thread's 16 bytes in the stage's first tile.
-        self.rows = _sum(
+        self.rows = mosaic.add(
             mosaic.address(rows, 32),
-            arith.muli(stage, mosaic.i32(block_m // _ROWS * self.tiles_of_rows * _TILE_BYTES)),
-            arith.muli(self.down, mosaic.i32(_LINE_BYTES)),
-            arith.muli(place, mosaic.i32(VECTOR_BYTES)),
+            mosaic.mul(stage, block_m // _ROWS * self.tiles_of_rows * _TILE_BYTES),
+            mosaic.mul(self.down, _LINE_BYTES),
+            mosaic.mul(place, VECTOR_BYTES),
         )
 
     def first_column(self, line: Value) -> Value:
-        return _sum(line, mosaic.tensor_core_row())
+        return mosaic.add(line, mosaic.tensor_core_row())
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
         """Loads 8 numbers of a row of tile `tile` in a block: four words of two bfloat16."""
@@ -161,40 +156,31 @@ class _Thread:
 
     def load_scales(self, column: Value, piece: int) -> list[list[Value]]:
         """Loads the two scales of a piece, as float32, for each of both columns."""
-        of_piece = arith.muli(
-            _sum(arith.muli(self.stage, mosaic.i32(self.pieces)), mosaic.i32(piece)),
-            mosaic.i32(self.lines),
+        of_piece = mosaic.mul(
+            mosaic.add(mosaic.mul(self.stage, self.pieces), mosaic.i32(piece)), self.lines
         )
-        at = arith.muli(_sum(of_piece, column), mosaic.i32(WORD_BYTES))
-        start = _sum(self.scales, at)
+        at = mosaic.mul(mosaic.add(of_piece, column), WORD_BYTES)
+        start = mosaic.add(self.scales, at)
         loaded = [_load(start, i * APART * WORD_BYTES, count=1)[0] for i in range(2)]
         return [BFLOAT16.numbers([word]) for word in loaded]
 
     def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
         """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""
-        line = _sum(arith.muli(self.stage, mosaic.i32(self.lines)), column)
-        start = _sum(self.values, arith.muli(line, mosaic.i32(self.line_bytes)), self.word)
+        line = mosaic.add(mosaic.mul(self.stage, self.lines), column)
+        start = mosaic.add(self.values, mosaic.mul(line, self.line_bytes), self.word)
         place = place_of_quad(piece * _BLOCKS + block, self.down, self.pieces)
-        start = _sum(start, arith.muli(place, mosaic.i32(VECTOR_BYTES)))
+        start = mosaic.add(start, mosaic.mul(place, VECTOR_BYTES))
         (word,) = _load(start, i * APART * self.line_bytes, count=1)
         return [look_up(self.table, word, mosaic.i32(0x4440 + j)) for j in range(_COLUMN_BYTES)]
-
-
-def _sum(*values: Value) -> Value:
-    total = values[0]
-    for value in values[1:]:
-        total = arith.addi(total, value)
-    return total
 
 
 def _load(address: Value, offset: int, count: int) -> list[Value]:
     """Loads `count` words of shared memory from byte `offset` past `address` on."""
     word = mosaic.integer_type(32)
-    pointer = mosaic.shared_pointer(_sum(address, mosaic.i32(offset)) if offset else address)
+    pointer = mosaic.shared_pointer(mosaic.add(address, mosaic.i32(offset)) if offset else address)
     if count == 1:
         return [llvm.load(word, pointer, alignment=WORD_BYTES)]
-    loaded = llvm.load(mosaic.vector_type(count, word), pointer, alignment=WORD_BYTES * count)
-    return [vector.extract(loaded, [], [i]) for i in range(count)]
+    return mosaic.load_numbers(pointer, count)
 
 
 def _added(

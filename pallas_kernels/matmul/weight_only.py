@@ -232,9 +232,8 @@ class _Job:
         # Computes a block's columns of the output's rows from `first` on, round by round. Rows are
         # scaled in the first round, and stay in shared memory.
         def compute(round_index: Any, is_first: bool) -> None:
-            numbers = [group, round_index, first]
-            layouts = [mosaic.REFERENCE] * len(refs) + [mosaic.SCALAR] * len(numbers)
-            mosaic.inline(functools.partial(self.emit, is_first), [*refs, *numbers], layouts)
+            emit = functools.partial(self.emit, is_first)
+            mosaic.inline(emit, [*refs, group, round_index, first])
 
         compute(block * self.rounds, is_first=True)
         if self.rounds > 1:
@@ -249,9 +248,9 @@ class _Job:
         *memrefs, out, rows, scales, sums = values[:-3]
         group, round_index, first = (mosaic.scalar(each) for each in values[-3:])
         thread = mosaic.thread()
-        warp, lane = _divided(thread, WARP)
-        part, split = _divided(warp, self.splits)
-        down, across = _divided(lane, _QUAD)
+        warp, lane = mosaic.divided(thread, WARP)
+        part, split = mosaic.divided(warp, self.splits)
+        down, across = mosaic.divided(lane, _QUAD)
         column = arith.minui(self.column(round_index, part), mosaic.i32(self.width - _COLUMNS))
         operands = []
         for i in range(self.num_matrices):
@@ -268,8 +267,8 @@ class _Job:
                 chunks.append(self.load_chunk(memrefs[0], first, warp, lane, i))
             for i, words in zip(starts, chunks, strict=True):
                 self.scale_chunk(words, rows, scales, warp, lane, i)
-            with mosaic.when(mosaic.below(thread, mosaic.i32(_ZEROS // WORD_BYTES))):
-                share(rows, _plus(thread, self.zeros // WORD_BYTES), [mosaic.i32(0)])
+            with mosaic.when(mosaic.below(thread, _ZEROS // WORD_BYTES)):
+                share(rows, mosaic.add(thread, self.zeros // WORD_BYTES), [mosaic.i32(0)])
         # All threads have stored their part of the rows, or read the sums of the last round.
         mosaic.block_barrier()
         for step in range(self.steps):
@@ -287,8 +286,8 @@ class _Job:
         mosaic.block_barrier()
         results = self.parts * self.num_rows * _COLUMNS
         for start in range(0, results, _WARPS * WARP):
-            index = _plus(thread, start)
-            with mosaic.when(mosaic.below(index, mosaic.i32(results))):
+            index = mosaic.add(thread, start)
+            with mosaic.when(mosaic.below(index, results)):
                 self.finish(memrefs, out, sums, group, round_index, first, index)
 
     def share_sums(
@@ -298,21 +297,21 @@ class _Job:
         for i, operand in enumerate(operands):
             for row in range(self.num_rows):
                 totals = [mosaic.warp_sum(each, _QUAD) for each in operand.totals[row]]
-                with mosaic.when(mosaic.equal(across, mosaic.i32(0))):
+                with mosaic.when(mosaic.equal(across, 0)):
                     for j, total in enumerate(totals):
-                        at = self.place(warp, i, row, _plus(down, j * _APART))
+                        at = self.place(warp, i, row, mosaic.add(down, j * _APART))
                         share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
 
     def column(self, round_index: Value, part: Value) -> Value:
-        index = arith.addi(arith.muli(round_index, mosaic.i32(self.parts)), part)
-        return arith.muli(index, mosaic.i32(_COLUMNS))
+        index = mosaic.add(mosaic.mul(round_index, self.parts), part)
+        return mosaic.mul(index, _COLUMNS)
 
     def place(self, warp: Value, matrix: int, row: Any, column: Value) -> Value:
         """Returns the index in shared memory of a warp's sum for a matrix, a row and a column."""
         row = mosaic.i32(row) if isinstance(row, int) else row
-        of_warp = _plus(arith.muli(warp, mosaic.i32(self.num_matrices)), matrix)
-        at = arith.addi(arith.muli(of_warp, mosaic.i32(self.num_rows)), row)
-        return arith.addi(arith.muli(at, mosaic.i32(_COLUMNS)), column)
+        of_warp = mosaic.add(mosaic.mul(warp, self.num_matrices), matrix)
+        at = mosaic.add(mosaic.mul(of_warp, self.num_rows), row)
+        return mosaic.add(mosaic.mul(at, _COLUMNS), column)
 
     @property
     def zeros(self) -> int:
@@ -325,11 +324,11 @@ class _Job:
         """Returns which four numbers a thread scales: (chunk, exists, row, first number)."""
         # Chunks are numbered through all rows, and the warps take turns at them, from `start` on.
         # Past the last chunk, the row and the numbers are those of the last.
-        count, index = self.num_rows * self.chunks, _plus(warp, start)
-        exists = mosaic.below(index, mosaic.i32(count))
+        count, index = self.num_rows * self.chunks, mosaic.add(warp, start)
+        exists = mosaic.below(index, count)
         index = arith.minui(index, mosaic.i32(count - 1))
-        row, chunk_of_row = _divided(index, self.chunks)
-        number = arith.addi(_times(chunk_of_row, _CHUNK), _times(lane, 4))
+        row, chunk_of_row = mosaic.divided(index, self.chunks)
+        number = mosaic.add(mosaic.mul(chunk_of_row, _CHUNK), mosaic.mul(lane, 4))
         return index, exists, row, number
 
     def load_chunk(
@@ -337,9 +336,9 @@ class _Job:
     ) -> list[Value]:
         """Loads the numbers of `chunk_of_row`, two in a word; zeros past the end of the row."""
         _, _, row, number = self.chunk_of_row(warp, lane, start)
-        inside = mosaic.below(number, mosaic.i32(self.depth))
+        inside = mosaic.below(number, self.depth)
         number = arith.select(inside, number, mosaic.i32(0))
-        row = row if self.shared_rows else arith.addi(first, row)
+        row = row if self.shared_rows else mosaic.add(first, row)
         address = _address(source, row, self.depth, number, size=2)
         words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
@@ -367,27 +366,27 @@ class _Job:
         scaled = [arith.mulf(each, inverse) for each in numbers]
         # Of each 8 numbers of a row, the order is that of `_Operand.decode`.
         pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
-        byte = _times(arith.addi(_times(row, self.chunks * _CHUNK), number), 2)
+        byte = mosaic.mul(mosaic.add(mosaic.mul(row, self.chunks * _CHUNK), number), 2)
         if not self.is_float8:
             # Of the two threads that have 8 numbers, the second one's pairs follow the first one's.
             byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
-            at = _plus(byte, i * (4 if self.is_float8 else 8))
+            at = mosaic.add(byte, i * (4 if self.is_float8 else 8))
             pointer = mosaic.element_pointer(mosaic.pointer(rows), at, mosaic.integer_type(8))
             both = _float16_pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
                 llvm.store(both, pointer, alignment=4)
-        with mosaic.when(arith.andi(exists, mosaic.equal(lane, mosaic.i32(0)))):
+        with mosaic.when(arith.andi(exists, mosaic.equal(lane, 0))):
             share(scales, index, [scale])
 
     def inside(self, step: int, split: Value, across: Value) -> Value | None:
         """Returns whether a thread's numbers of a step exist (i1), or None if those of all do."""
         if (step + 1) * self.splits * _CHUNK <= self.depth:
             return None
-        chunk = _plus(split, step * self.splits)
-        in_chunk = _times(across, 0 if self.is_float8 else self.format.block[1])
-        number = arith.addi(_times(chunk, _CHUNK), in_chunk)
-        return mosaic.below(number, mosaic.i32(self.depth))
+        chunk = mosaic.add(split, step * self.splits)
+        in_chunk = mosaic.mul(across, 0 if self.is_float8 else self.format.block[1])
+        number = mosaic.add(mosaic.mul(chunk, _CHUNK), in_chunk)
+        return mosaic.below(number, self.depth)
 
     def load_rows(
         self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
@@ -395,17 +394,17 @@ class _Job:
         """Loads a thread's 16 words of row `first` or the next, and the chunks' scales of both."""
         # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
         # at the places of thread `down` / 2 of a quad.
-        down, across = _divided(lane, _QUAD)
-        of_thread, row = _divided(down, _TOGETHER)
+        down, across = mosaic.divided(lane, _QUAD)
+        of_thread, row = mosaic.divided(down, _TOGETHER)
         count = min(_TOGETHER, self.num_rows - first)
-        row = arith.minui(_plus(row, first), mosaic.i32(first + count - 1))
-        chunk = _plus(split, step * self.splits)
+        row = arith.minui(mosaic.add(row, first), mosaic.i32(first + count - 1))
+        chunk = mosaic.add(split, step * self.splits)
         if (step + 1) * self.splits > self.chunks:
             chunk = arith.minui(chunk, mosaic.i32(self.chunks - 1))
         # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
-        in_chunk = _times(across, 16 if self.is_float8 else 32)
-        at = arith.addi(_times(row, self.chunks), chunk)
-        at = _times(arith.addi(_times(at, _CHUNK), in_chunk), 2)
+        in_chunk = mosaic.mul(across, 16 if self.is_float8 else 32)
+        at = mosaic.add(mosaic.mul(row, self.chunks), chunk)
+        at = mosaic.mul(mosaic.add(mosaic.mul(at, _CHUNK), in_chunk), 2)
         # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
         is_own = mosaic.equal(of_thread, across)
         if (inside := self.inside(step, split, across)) is not None:
@@ -417,10 +416,10 @@ class _Job:
         words = []
         for i in range(2):
             for j in range(0, 32, VECTOR_BYTES):
-                start = _plus(at if i == 0 else arith.addi(at, apart), j)
+                start = mosaic.add(at if i == 0 else mosaic.add(at, apart), j)
                 words += _load_shared(rows, start)
         row_scales = [
-            shared_numbers(scales, _plus(chunk, (first + i) * self.chunks), count=1)[0]
+            shared_numbers(scales, mosaic.add(chunk, (first + i) * self.chunks), count=1)[0]
             for i in range(count)
         ]
         return words, row_scales
@@ -437,15 +436,15 @@ class _Job:
     ) -> None:
         """Computes number `index` of a round's results from the warps' sums, and stores it."""
         # `index` is (part * T + row) * 16 + column of the part.
-        index, down = _divided(index, _COLUMNS)
-        part, row = _divided(index, self.num_rows)
-        column = arith.addi(self.column(round_index, part), down)
+        index, down = mosaic.divided(index, _COLUMNS)
+        part, row = mosaic.divided(index, self.num_rows)
+        column = mosaic.add(self.column(round_index, part), down)
         biases = iter(memrefs[1 + 2 * self.num_matrices :])
         numbers = []
         for i, has_bias in enumerate(self.has_bias):
             of_warps = []
             for split in range(self.splits):
-                warp = _plus(arith.muli(part, mosaic.i32(self.splits)), split)
+                warp = mosaic.add(mosaic.mul(part, self.splits), split)
                 of_warps += shared_numbers(sums, self.place(warp, i, row, down), count=1)
             number = _rounded(functools.reduce(arith.addf, of_warps))
             if has_bias:
@@ -455,8 +454,8 @@ class _Job:
             numbers.append(number)
         result = numbers[0] if self.gating is None else self.gating.emit(*numbers)
         narrow = mosaic.element_type(jnp.bfloat16)
-        with mosaic.when(mosaic.below(column, mosaic.i32(self.width))):
-            pointer = pointer_to(out, arith.addi(first, row), self.width, column, size=2)
+        with mosaic.when(mosaic.below(column, self.width)):
+            pointer = pointer_to(out, mosaic.add(first, row), self.width, column, size=2)
             llvm.store(arith.truncf(narrow, result), pointer)
 
     def bias(self, memref: Value, group: Value, column: Value) -> Value:
@@ -481,25 +480,24 @@ class _Operand:
     ) -> None:
         # `column` is the first of the warp's 16; the thread has `down` and `down` + 8 of these.
         self.job, self.split = job, split
-        down, self.across = _divided(lane, _QUAD)
+        down, self.across = mosaic.divided(lane, _QUAD)
         # All groups' columns are numbered one after the other.
-        of_group = arith.muli(group, mosaic.i32(job.width))
-        thread_column = arith.addi(of_group, arith.addi(column, down))
+        of_group = mosaic.mul(group, job.width)
+        thread_column = mosaic.add(of_group, mosaic.add(column, down))
         # The bytes of a chunk, and of a column.
         self.chunk_bytes = _CHUNK // job.format.numbers_per_value
         self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
-        begin = arith.addi(
-            arith.muli(split, mosaic.i32(self.chunk_bytes)),
-            _times(self.across, VECTOR_BYTES),
+        begin = mosaic.add(
+            mosaic.mul(split, self.chunk_bytes), mosaic.mul(self.across, VECTOR_BYTES)
         )
         self.values = _address(values, thread_column, self.column_bytes, begin, size=1)
         if job.is_float8:
-            block = arith.divui(arith.addi(of_group, column), mosaic.i32(_CHUNK))
+            block = arith.divui(mosaic.add(of_group, column), mosaic.i32(_CHUNK))
             self.scales = _address(scales, block, job.chunks, split, size=4)
         else:
             # The scales of a column: up to four for each chunk, one for each thread of a quad.
             self.column_scales = job.depth // job.format.block[1]
-            begin = arith.addi(_times(split, _QUAD), self.across)
+            begin = mosaic.add(mosaic.mul(split, _QUAD), self.across)
             self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
@@ -611,18 +609,6 @@ def _load_shared(memref: Value, at: Value) -> list[Value]:
     return _load("ld.shared.v4.b32", 4, "r", address, 0)
 
 
-def _divided(value: Value, by: int) -> tuple[Value, Value]:
-    return arith.divui(value, mosaic.i32(by)), arith.remui(value, mosaic.i32(by))
-
-
-def _plus(value: Value, number: int) -> Value:
-    return arith.addi(value, mosaic.i32(number))
-
-
-def _times(value: Value, number: int) -> Value:
-    return arith.muli(value, mosaic.i32(number))
-
-
 def _address(memref: Value, row: Value, width: int, column: Value, size: int) -> Value:
     pointer = pointer_to(memref, row, width, column, size)
     return llvm.ptrtoint(mosaic.integer_type(64), pointer)
@@ -639,7 +625,7 @@ def _load(
     """Loads `count` numbers, a list if several, from `address` + `offset` by an `instruction`."""
     # Where not `inside`, loads from `address` itself, which exists; the caller ignores the numbers.
     if inside is not None:
-        address = arith.addi(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
+        address = mosaic.add(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
         offset = 0
     element = mosaic.float_type() if constraint == "f" else mosaic.integer_type(32)
     names = ", ".join(f"${i}" for i in range(count))

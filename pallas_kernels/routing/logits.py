@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 
 _THREADS = 256
 _WARPS = _THREADS // WARP
@@ -61,9 +61,7 @@ def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     job = _Job(num_tokens, hidden, num_experts, jnp.dtype(gate.dtype))
 
     def kernel(x_ref: Any, gate_ref: Any, out: Any, shared: Any) -> None:
-        operands = [x_ref, gate_ref, out, shared, lax.axis_index("columns")]
-        layouts = [mosaic.REFERENCE] * 4 + [mosaic.SCALAR]
-        mosaic.inline(job.emit, operands, layouts)
+        mosaic.inline(job.emit, [x_ref, gate_ref, out, shared, lax.axis_index("columns")])
 
     return compiler.kernel(
         kernel,
@@ -93,7 +91,7 @@ class _Job:
         self, x_ref: Value, gate_ref: Value, out: Value, shared: Value, block: mosaic.Array
     ) -> None:
         thread = mosaic.thread()
-        column = arith.muli(mosaic.scalar(block), mosaic.i32(_COLUMNS))
+        column = mosaic.mul(mosaic.scalar(block), _COLUMNS)
         sums = self.sums_of_thread(x_ref, gate_ref, thread, column)
         self.add_up(sums, shared, out, thread, column)
 
@@ -119,30 +117,30 @@ class _Job:
         self, sums: list[list[Value]], shared: Value, out: Value, thread: Value, column: Value
     ) -> None:
         """Stores to `out` the logits of the block: the sums of all its threads."""
-        i32, f32 = mosaic.i32, mosaic.float_type()
+        f32 = mosaic.float_type()
         # Each warp adds up its threads' sums, and its first lane writes them to `shared`, an array
         # [_WARPS, block_logits].
-        warp, lane = (op(thread, i32(WARP)) for op in (arith.divui, arith.remui))
+        warp, lane = mosaic.divided(thread, WARP)
         totals = [mosaic.warp_sum(each, WARP) for of_token in sums for each in of_token]
         base = mosaic.pointer(shared)
-        with mosaic.when(mosaic.equal(lane, i32(0))):
+        with mosaic.when(mosaic.equal(lane, 0)):
             for i, total in enumerate(totals):
-                at = arith.addi(arith.muli(warp, i32(self.block_logits)), i32(i))
+                at = mosaic.add(mosaic.mul(warp, self.block_logits), i)
                 llvm.store(total, mosaic.element_pointer(base, at, f32))
         mosaic.block_barrier()
         # Thread i then adds up the warps' sums of the block's logit i.
-        with mosaic.when(mosaic.below(thread, i32(self.block_logits))):
-            places = (arith.addi(thread, i32(i * self.block_logits)) for i in range(_WARPS))
+        with mosaic.when(mosaic.below(thread, self.block_logits)):
+            places = (mosaic.add(thread, i * self.block_logits) for i in range(_WARPS))
             parts = [llvm.load(f32, mosaic.element_pointer(base, at, f32)) for at in places]
-            token, number = (op(thread, i32(_COLUMNS)) for op in (arith.divui, arith.remui))
-            at = arith.addi(arith.muli(token, i32(self.num_experts)), arith.addi(column, number))
+            token, number = mosaic.divided(thread, _COLUMNS)
+            at = mosaic.add(mosaic.mul(token, self.num_experts), mosaic.add(column, number))
             total = functools.reduce(arith.addf, parts)
             llvm.store(total, mosaic.element_pointer(mosaic.pointer(out), at, f32))
 
     def row(self, thread: Value, step: int) -> tuple[Value, Value | None]:
         """Returns the row of the gate that a thread reads in a step, and whether it exists."""
         # None means that the rows of all threads exist. Past the last row, a thread reads row 0.
-        row = arith.addi(thread, mosaic.i32(step * _THREADS))
+        row = mosaic.add(thread, step * _THREADS)
         if (step + 1) * _THREADS <= self.hidden:
             return row, None
         exists = mosaic.below(row, self.hidden)
@@ -154,18 +152,15 @@ class _Job:
         """Loads number `row` of each token, and 4 of the gate's `row` from `column`, as float32."""
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
-        at = arith.addi(arith.muli(row, mosaic.i32(self.num_experts)), column)
+        at = mosaic.add(mosaic.mul(row, self.num_experts), column)
         pointer = mosaic.element_pointer(mosaic.pointer(gate_ref), at, element)
-        four = llvm.load(
-            mosaic.vector_type(_COLUMNS, element), pointer, alignment=_COLUMNS * self.dtype.itemsize
-        )
-        gate = [vector.extract(four, [], [i]) for i in range(_COLUMNS)]
+        gate = mosaic.load_numbers(pointer, _COLUMNS, element)
         if self.dtype != jnp.float32:
             gate = [arith.extf(f32, each) for each in gate]
         bfloat16 = mosaic.element_type(jnp.bfloat16)
         numbers = []
         for token in range(self.num_tokens):
-            at = arith.addi(row, mosaic.i32(token * self.hidden))
+            at = mosaic.add(row, token * self.hidden)
             pointer = mosaic.element_pointer(mosaic.pointer(x_ref), at, bfloat16)
             numbers.append(arith.extf(f32, llvm.load(bfloat16, pointer)))
         if exists is not None:

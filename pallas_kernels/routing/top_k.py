@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP
-from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing
 
 # The number of rows that a thread block handles: one for each warp.
@@ -143,13 +143,12 @@ class _TopK:
     has_one_bias: bool  # whether the bias is [1, E], the same for all rows
 
     def __call__(self, *refs: Any) -> None:
-        layouts = [mosaic.SCALAR, *[mosaic.REFERENCE] * len(refs)]
-        mosaic.inline(self.emit, [lax.axis_index("block"), *refs], layouts)
+        mosaic.inline(self.emit, [lax.axis_index("block"), *refs])
 
     def emit(self, block: Any, *refs: Value) -> None:
         # The number of the row that this warp handles.
-        row = arith.addi(
-            arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
+        row = mosaic.add(
+            mosaic.mul(mosaic.scalar(block), _ROWS),
             arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP)),
         )
         with mosaic.when(mosaic.below(row, self.rows)):
@@ -364,31 +363,29 @@ class _Lanes:
     def load(self, ref: Value, row: Value) -> list[Value]:
         """Loads this lane's columns of a row of `ref` [T, E]; past the last column, that one."""
         i32 = mosaic.integer_type(32)
-        first = arith.muli(self.lane, mosaic.i32(self.width))
-        start = arith.muli(row, mosaic.i32(self.columns))
+        first = mosaic.mul(self.lane, self.width)
+        start = mosaic.mul(row, self.columns)
         base = mosaic.pointer(ref)
         if self.columns % WARP == 0:
             # Vectors of 4, 2 or 1 words; the lane's columns begin at a multiple of their length.
             length = math.gcd(self.width, 4)
-            of_vector = mosaic.vector_type(length, i32)
-            start = arith.addi(start, first)
+            start = mosaic.add(start, first)
             bits = []
             for i in range(0, self.width, length):
-                pointer = mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), i32)
-                loaded = llvm.load(of_vector, pointer, alignment=4 * length)
-                bits += [vector.extract(loaded, [], [j]) for j in range(length)]
+                pointer = mosaic.element_pointer(base, mosaic.add(start, i), i32)
+                bits += mosaic.load_numbers(pointer, length)
             return bits
         last = mosaic.i32(self.columns - 1)
-        columns = [arith.minui(arith.addi(first, mosaic.i32(i)), last) for i in range(self.width)]
-        places = [arith.addi(start, column) for column in columns]
+        columns = [arith.minui(mosaic.add(first, i), last) for i in range(self.width)]
+        places = [mosaic.add(start, column) for column in columns]
         return [llvm.load(i32, mosaic.element_pointer(base, place, i32)) for place in places]
 
     def pairs(self, keys: Sequence[Value]) -> list[_Pair]:
         """Returns the pairs of this lane's columns, by their keys; zeros past the last column."""
-        first = arith.muli(self.lane, mosaic.i32(self.width))
+        first = mosaic.mul(self.lane, self.width)
         columns = []
         for i, key in enumerate(keys):
-            column = arith.addi(first, mosaic.i32(i))
+            column = mosaic.add(first, i)
             pair = key, _complement(column)
             if self.columns % WARP:
                 is_column, none = mosaic.below(column, self.columns), mosaic.i32(0)
@@ -400,8 +397,8 @@ class _Lanes:
         """Returns the words of this lane's columns, with zeros past the last column."""
         if self.columns % WARP == 0:
             return list(words)
-        first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
-        columns = [arith.addi(first, mosaic.i32(i)) for i in range(self.width)]
+        first, last = mosaic.mul(self.lane, self.width), mosaic.i32(self.columns)
+        columns = [mosaic.add(first, i) for i in range(self.width)]
         return [
             arith.select(mosaic.below(column, last), word, mosaic.i32(0))
             for column, word in zip(columns, words, strict=True)
@@ -409,32 +406,30 @@ class _Lanes:
 
     def gather(self, ref: Value, row: Value, column: Value) -> Value:
         """Loads ref[row, column]; each lane has a column of its own. `ref` is [T, E]."""
-        place = arith.addi(arith.muli(row, mosaic.i32(self.columns)), column)
+        place = mosaic.add(mosaic.mul(row, self.columns), column)
         i32 = mosaic.integer_type(32)
         return llvm.load(i32, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
 
     def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
         """Stores `word` of lane i to ref[row, i], for each lane i < k; `ref` is [T, k]."""
         with mosaic.when(mosaic.below(self.lane, k)):
-            place = arith.addi(arith.muli(row, mosaic.i32(k)), self.lane)
+            place = mosaic.add(mosaic.mul(row, k), self.lane)
             i32 = mosaic.integer_type(32)
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
         """Stores the words of the columns that this lane holds to row `row` of ref [T, E]."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
-        first = arith.muli(self.lane, mosaic.i32(self.width))
-        start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
+        first = mosaic.mul(self.lane, self.width)
+        start = mosaic.add(mosaic.mul(row, self.columns), first)
         if self.columns % WARP == 0:
             length = math.gcd(self.width, 4)
-            of_vector = mosaic.vector_type(length, i32)
             for i in range(0, self.width, length):
-                pointer = mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), i32)
-                values = vector.from_elements(of_vector, list(words[i : i + length]))
-                llvm.store(values, pointer, alignment=4 * length)
+                pointer = mosaic.element_pointer(base, mosaic.add(start, i), i32)
+                mosaic.store_numbers(words[i : i + length], pointer)
             return
         for i, word in enumerate(words):
-            column = arith.addi(first, mosaic.i32(i))
+            column = mosaic.add(first, i)
             with mosaic.when(mosaic.below(column, self.columns)):
-                place = arith.addi(start, mosaic.i32(i))
+                place = mosaic.add(start, i)
                 llvm.store(word, mosaic.element_pointer(base, place, i32))

@@ -110,17 +110,23 @@ class Emulator:
             vector_length_of=len,
             array_of=lambda vectors, shape, elements: vectors,
             in_registers=lambda shape, dtype, elements: None,
+            add=lambda *numbers: functools.reduce(np.add, numbers),
+            mul=np.multiply,
+            divided=np.divmod,
+            widen=lambda value: value.astype(np.uint64),
             equal=np.equal,
             unequal=np.not_equal,
             below=np.less,
             thread=lambda: self.thread,
             warpgroup_thread=lambda: self.thread % np.uint32(_WARPGROUP),
             scalar=lambda array: array,
-            inline=lambda emit, operands, *layouts: emit(*operands),
-            REFERENCE=None,
-            SCALAR=None,
+            inline=lambda emit, operands, returns=None: emit(*map(_array_of, operands)),
             pointer=lambda memory: Pointer(memory, np.zeros((1, 1), np.int64)),
             element_pointer=_element_pointer,
+            load_numbers=self.load_numbers,
+            store_numbers=lambda numbers, pointer: self.store(
+                Vector(numbers), pointer, alignment=len(numbers) * 4
+            ),
             when=self.when,
             repeat=self.repeat,
             loop=self.loop,
@@ -245,6 +251,10 @@ class Emulator:
             found.append(loaded.view(dtype)[..., 0])
         return found if isinstance(kind, VectorType) else found[0]
 
+    def load_numbers(self, pointer: Pointer, count: int, element: Any = None) -> Any:
+        kind = VectorType(count, element or np.dtype(np.uint32))
+        return self.load(kind, pointer, alignment=kind.itemsize)
+
     def store(self, value: Any, pointer: Pointer, alignment: int = 0) -> None:
         elements = value if isinstance(value, list) else [value]
         size = elements[0].dtype.itemsize
@@ -279,6 +289,11 @@ class Emulator:
 
     def _of_all(self, word: Any) -> Any:
         return np.broadcast_to(word, np.broadcast_shapes(np.shape(word), self.thread.shape))
+
+
+def _array_of(operand: Any) -> Any:
+    """Returns an operand of `mosaic.inline` without its layout."""
+    return operand[0] if isinstance(operand, tuple) else operand
 
 
 _ARITHMETIC: dict[Any, tuple[str, ...]] = {

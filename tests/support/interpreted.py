@@ -135,19 +135,17 @@ def _each_row(begin: Any, end: Any, num_rows: int, store: Callable[[Any], None])
     lax.fori_loop(0, num_rows, one_row, None)
 
 
-def _store_rows(
-    out: Any, values: Any, top: Any, left: Any, begin: Any, end: Any, layout: Any
-) -> None:
+def _store_rows(out: Any, values: Any, target: register_tiles.Target, layout: Any) -> None:
+    top, left, begin, end = target
+
     def store(row: Any) -> None:
         out[top + row, pl.ds(left, values.shape[1])] = values[row]
 
     _each_row(begin, end, values.shape[0], store)
 
 
-def _store_rows_through(
-    room: Any, out: Any, values: Any, top: Any, left: Any, begin: Any, end: Any
-) -> None:
-    num_rows, columns = values.shape
+def _store_rows_through(room: Any, out: Any, values: Any, target: register_tiles.Target) -> None:
+    (top, left, begin, end), (num_rows, columns) = target, values.shape
     room[...] = values.astype(room.dtype)
     whole = (begin <= 0) & (end >= num_rows)
 
@@ -162,10 +160,12 @@ def _store_rows_through(
 
 
 def _store_column(
-    out: Any, values: Any, top: Any, column: Any, begin: Any, end: Any, *, to_row: bool = False
+    out: Any, values: Any, target: register_tiles.Target, *, to_row: bool = False
 ) -> None:
+    top, left, begin, end = target
+
     def store(row: Any) -> None:
-        out[(column, top + row) if to_row else (top + row, column)] = values[row]
+        out[(left, top + row) if to_row else (top + row, left)] = values[row]
 
     _each_row(begin, end, values.shape[0], store)
 

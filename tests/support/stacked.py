@@ -15,7 +15,7 @@ from jax_ep.exchange import routes
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
-from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.exchange.plan import Plan, ReceiveBuffer
 from pallas_kernels.fabric.fabric import Fabric
 from pallas_kernels.formats import FLOAT8_ROWS
 from support.contract import (
@@ -290,24 +290,27 @@ def _call(kernel: Any, *arrays: np.ndarray | None, **options: Any) -> Any:
     return functools.partial(kernel, *operands, **options)
 
 
-def _of_groups(problem: Problem) -> dict[str, Any]:
-    """Returns the options of a dispatch that say which rows there are, and which are kept."""
+def receive_buffer(problem: Problem, zero_unused: bool = True) -> ReceiveBuffer:
     fair = problem.overflow == "fair"
-    return dict(capacity=problem.num_rows, expert_alignment=problem.alignment, fair=fair)
+    return ReceiveBuffer(problem.num_rows, problem.alignment, fair, zero_unused)
 
 
-def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+def dispatch(
+    problem: Problem, plan: Plan, fabric: Fabric, *, zero_unused: bool = True, **options: Any
+) -> Any:
     """Returns a call of the dispatch kernel."""
     options |= dict(fabric=fabric, plan=plan, num_experts=problem.num_experts)
-    kernel = dispatch_kernel.expert_dispatch
-    return _call(kernel, problem.x, problem.topk_idx, **_of_groups(problem), **options)
+    options["buffer"] = receive_buffer(problem, zero_unused)
+    return _call(dispatch_kernel.expert_dispatch, problem.x, problem.topk_idx, **options)
 
 
-def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+def dispatch_like(
+    problem: Problem, plan: Plan, fabric: Fabric, *, zero_unused: bool = True, **options: Any
+) -> Any:
     """Returns a call of the kernel that dispatches x along the routes `rows` and `counts`."""
-    options |= dict(fabric=fabric, plan=plan)
+    options |= dict(fabric=fabric, plan=plan, buffer=receive_buffer(problem, zero_unused))
     arrays = problem.x, problem.rows, problem.counts
-    return _call(dispatch_kernel.dispatch_like, *arrays, **_of_groups(problem), **options)
+    return _call(dispatch_kernel.dispatch_like, *arrays, **options)
 
 
 def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from support.stacked import (
     check_dispatch_like,
     check_parts,
     check_rank_combine,
+    receive_buffer,
     with_unused_rows,
 )
 
@@ -62,7 +63,7 @@ class Calls:
     memory: TileContents = dataclasses.field(default_factory=TileContents)
     detect_races: bool = True
 
-    def run(self, kernel: Any, *arrays: Any, by_expert: bool = True, **options: Any) -> Any:
+    def run(self, kernel: Any, *arrays: Any, **options: Any) -> Any:
         problem = self.problem
         ranks, races = problem.num_ranks, self.detect_races
         plan = LowLatencyPlan(
@@ -76,34 +77,32 @@ class Calls:
             **self.limits,
         )
         assert plan.fits()
-        if by_expert:
-            options["expert_alignment"] = problem.alignment
-            options["fair"] = problem.overflow == "fair"
         channels = simulated_channels([(1, ranks)], range(ranks), self.memory, detect_races=races)
         fabric = simulated_ranks(ranks, detect_races=races)
         operands = [None if a is None else jnp.asarray(a) for a in arrays]
         options |= dict(fabric=fabric, channels=channels, plan=plan)
         return simulate(functools.partial(kernel, *operands, **options))
 
-    def dispatch(self, **options: Any) -> Any:
+    def dispatch(self, zero_unused: bool = True) -> Any:
         kernel, problem = low_latency_dispatch.low_latency_dispatch, self.problem
-        return self.run(kernel, problem.x, problem.topk_idx, capacity=problem.num_rows, **options)
+        buffer = receive_buffer(problem, zero_unused)
+        return self.run(kernel, problem.x, problem.topk_idx, buffer=buffer)
 
     def dispatch_like(self) -> Any:
         kernel, problem = low_latency_dispatch.dispatch_like, self.problem
         arrays = problem.x, problem.topk_idx, problem.rows, problem.counts
-        return self.run(kernel, *arrays, capacity=problem.num_rows)
+        return self.run(kernel, *arrays, buffer=receive_buffer(problem))
 
     def combine(self) -> Any:
         kernel, problem = low_latency_combine.combine, self.problem
         arrays = problem.y, problem.weights, problem.topk_idx, problem.rows
-        return self.run(kernel, *arrays, by_expert=False)
+        return self.run(kernel, *arrays)
 
     def rank_combine(self) -> Any:
         kernel, problem = low_latency_combine.combine, self.problem
         sums = problem.sums.reshape(problem.num_ranks, -1, problem.hidden)
         arrays = sums, None, problem.topk_idx, problem.local_topk_idx
-        return self.run(kernel, *arrays, by_expert=False, by_rank=True)
+        return self.run(kernel, *arrays, by_rank=True)
 
     def check(self, *kernels: str) -> None:
         """Runs kernels one after another, and compares their results with the reference's."""
