@@ -35,22 +35,6 @@ def test_every_method_is_compared(trace, tmp_path):
     assert rows["affinity"]["wire_rows"] < in_order["wire_rows"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--trace is required: name an .npz file"),
-        (["--trace=nowhere.npz"], "--trace: 'nowhere.npz': "),
-        (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: must be a multiple of 4 ranks"),
-        (["--trace=TRACE", "--ranks=4", "--slots=1000000"], "--slots: must be "),
-        (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 3 does not divide --ranks=4"),
-    ],
-)
-def test_wrong_flags_are_refused(arguments, message, trace, capsys):
-    arguments = [argument.replace("TRACE", trace) for argument in arguments]
-    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 CHOICES = np.arange(64).reshape(4, 2, 4, 2) % 8
 
 

@@ -140,17 +140,6 @@ def test_inside_a_shard_map(experts, check_vma):
 
 
 @pytest.mark.slow
-def test_inside_a_shard_map_of_a_mesh_without_the_expert_axis():
-    layer = jax.shard_map(
-        functools.partial(moe.moe_layer, config=CONFIG),
-        mesh=expert_mesh(4, "data"),
-        in_specs=(P(), P("data")),
-        out_specs=(P("data"), P()),
-    )
-    assert_close(jax.jit(layer)(make_params(), make_x()), unsharded()[0][1])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_small_capacity_drops_and_says_so(num_ranks):
     config = config_with(capacity_factor=0.5)

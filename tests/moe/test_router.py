@@ -216,6 +216,14 @@ def test_what_a_router_of_ones_own_does_not_see_is_refused(bias, call, message):
         moe_layer(PARAMS._replace(bias=bias), X, config, **call)
 
 
+def test_a_router_is_not_called_where_choices_and_weights_are_given():
+    def router(x, logits):
+        raise AssertionError("called")
+
+    out, _ = moe_layer(PARAMS, X, dataclasses.replace(CONFIG, router=router), **BOTH)
+    np.testing.assert_allclose(out, weighted_experts(IDX, WEIGHTS), atol=1e-5)
+
+
 def test_a_bias_among_the_gates_parameters_is_named():
     """A gate.bias among Linen's parameters must be refused, since Linen would ignore it."""
     linen = jax_ep.linen.MoE(mlp_dim=F, num_experts=E, num_experts_per_token=K)
