@@ -35,18 +35,6 @@ def test_a_step_is_timed_and_checked(tmp_path):
     assert rows[0]["speedup_over_xla"] == pytest.approx(faster)
 
 
-@pytest.mark.slow
-def test_float8_experts_and_rematerialization_are_timed(tmp_path):
-    path = tmp_path / "train.json"
-    flags = "--baselines=", "--matmul_dtype=float8_e4m3fn", "--remat=none,full", "--check"
-    assert run("--ranks=1", *flags, f"--json={path}", "--shapes=deepseek-v3-like") == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["remat"] for row in rows] == ["none", "full"]
-    for row in rows:
-        assert row["checked"] and row["matmul_dtype"] == "float8_e4m3fn"
-        assert row["tflops_per_rank"] > 0
-
-
 ROW = {
     "shape": "qwen3-30b-a3b",
     "ranks": 2,

@@ -169,6 +169,16 @@ def test_where_the_kernels_cannot_be_imported_there_is_a_reason(monkeypatch):
         assert "mosaic_gpu" not in lower(exchanged(None), "cuda")
 
 
+def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
+    def loads_mosaic() -> None:
+        raise AssertionError("this loads Mosaic")
+
+    monkeypatch.setattr(availability, "mosaic_unavailable_reason", loads_mosaic)
+    monkeypatch.setattr(jax_compat, "multimem_unavailable_reason", loads_mosaic)
+    jax.clear_caches()
+    assert programs("cpu")
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_multimem_takes_arrays_that_jaxs_tiles_do_not_divide(dtype):
