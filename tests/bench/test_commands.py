@@ -64,16 +64,6 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert "wall" in unasked and not unasked["checked"]
 
 
-def test_operands_that_do_not_fit_fail_every_row():
-    class TooLarge(Doubling):
-        def prepare(self, row):
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-
-    case = TooLarge("right", "wrong")
-    rows = case.measure(case.rows)
-    assert [row["error"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 2
-
-
 @pytest.mark.slow
 def test_decoding_is_measured_in_every_format(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"

@@ -496,6 +496,23 @@ def test_the_jaxpr_names_the_collective():
         assert f"ep_{op}[" in str(jaxpr) and not jaxpr.effects
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["residual", "scale"])
+def test_kernels_refuse_operands_of_other_dtypes(name):
+    shapes = dict(x=(4, 8), residual=(4, 8), scale=(8,))
+    dtypes = dict.fromkeys(shapes, jnp.bfloat16) | {name: jnp.float8_e4m3b11fnuz}
+    arrays = [jax.ShapeDtypeStruct(shape, dtypes[each]) for each, shape in shapes.items()]
+
+    def traced(algorithm):
+        norm = functools.partial(all_reduce_rms_norm, axis_name=AXIS, algorithm=algorithm)
+        return str(jax.make_jaxpr(on_cuda_mesh(norm, REPLICATED))(*arrays))
+
+    for algorithm in set(ALGORITHMS["all_reduce_rms_norm"].names) - {"xla", "unfused"}:
+        with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {name} is float8'):
+            traced(algorithm)
+    assert "ep_all_reduce_rms_norm" in traced("unfused")
+
+
 def test_a_program_without_kernels_asks_no_table(monkeypatch):
     """A program without kernels must not look into the table, so that sizes may be symbolic."""
     (rows,) = jax.export.symbolic_shape("rows")
