@@ -110,6 +110,10 @@ VALUES_ON_RANKS = {
         lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="data"),
         "axis_name ('data',) is not bound here",
     ),
+    "router_z_loss": (
+        lambda: losses.router_z_loss(LOGITS, axis_name="data"),
+        "axis_name ('data',) is not bound here",
+    ),
 }
 # Calls outside of a shard_map.
 TYPES = {
