@@ -144,6 +144,28 @@ def test_a_layer_on_a_mesh_is_that_without(shape, axes, options):
         assert error_of_norm(mine, theirs) < (2.0**-10 if i < 2 else 2 * 2**0.5 * 2.0**-5)
 
 
+@pytest.mark.slow
+def test_masked_tokens_may_hold_anything():
+    params, x = make_params(), make_x()
+    mask = np.arange(TOKENS) % 2 == 0
+
+    def with_masked(factor):
+        def run(params, x):
+            out, _ = jax_ep.moe_layer(params, x, CONFIG, mask)
+            return jnp.where(mask[:, None], out, 0)
+
+        masked = jnp.where(mask[:, None], x, x * factor)
+        out, _, *dshared = results(run, params, masked)
+        return out, dshared
+
+    want = with_masked(0.0)
+    for factor in (1e4, np.nan):
+        got = with_masked(factor)
+        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.abs(theirs).max() > 0
+            np.testing.assert_array_equal(mine, theirs)
+
+
 def test_experts_without_a_gate_and_with_a_shared_gate():
     params = make_params()._replace(wi_1=None, shared_wi_1=None)
     shared = [np.asarray(w)[None] for w in (params.shared_wi_0, params.shared_wo)]
