@@ -367,22 +367,6 @@ def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bia
     assert (largest < K * N) == bool(kernels)
 
 
-def test_products_that_a_program_does_not_use_are_not_kept():
-    """As in the first pass of `jax.checkpoint`, whose backward pass computes the products again."""
-
-    def loss(x, stored, sizes):
-        none = [None, None]
-        hidden, *products = weight_only.product_of_stored(
-            x, stored, none, sizes, gating=swiglu, implementation=None, keep=True, zero_unused=False
-        )
-        return hidden.astype(jnp.float32).sum()
-
-    x, stored, _, sizes, _ = case(FORMATS["mxfp4"])
-    gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))
-    text = gradient.trace(x, tuple(stored), sizes).jaxpr.pretty_print()
-    assert re.findall(r"keep=(\w+)", text) == ["False"]
-
-
 def test_rows_that_choose_groups_have_no_gradient():
     x, stored, biases, groups, _ = case(FORMATS["mxfp4"], 3)
 
