@@ -151,8 +151,11 @@ def test_what_is_stored_in_the_asked_format_keeps_its_bytes(tmp_path):
     publish(tmp_path, *float8())
     kept, asked, other = (
         checkpoints.load_moe_params(tmp_path, 1, quantized=each)[1]
-        for each in ("keep", FLOAT8_MATRICES, MXFP4)
+        for each in ("keep", "float8", "mxfp4")
     )
+    of_model = checkpoints.load_model(tmp_path, quantized="float8").moe[1]
+    assert bytes_of(of_model) == bytes_of(asked)
+    assert asked.wi_0.format == Transposed.of(FLOAT8_MATRICES)
     for name in MATRICES:
         assert bytes_of(getattr(asked, name)) == bytes_of(getattr(kept, name))
         decoded = np.asarray(getattr(kept, name).dequantize(jnp.float32))
