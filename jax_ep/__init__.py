@@ -29,6 +29,7 @@ from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.lora import init_lora, merge_lora
 from jax_ep.moe.losses import (
     BalanceSums,
+    balance_sums,
     load_balance_loss,
     pooled_load_balance_loss,
     router_z_loss,
@@ -63,6 +64,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_rms_norm",
     "all_to_all",
+    "balance_sums",
     "checkpoints",
     "combine",
     "dispatch",

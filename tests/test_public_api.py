@@ -25,7 +25,7 @@ TESTED_IN = {
     "group_by_expert reference sum_by_token workspace_bytes",
     "formats": "Format QuantizedArray formats quantize",
     "matmul": "grouped_matmul",
-    "moe": "BalanceSums MoEConfig MoEMetrics MoEParams Routing expert_mlp init_lora "
+    "moe": "BalanceSums MoEConfig MoEMetrics MoEParams Routing balance_sums expert_mlp init_lora "
     "load_balance_loss merge_lora moe_layer pooled_load_balance_loss quantize_experts "
     "routed_experts router_z_loss top_k_routing update_expert_bias",
     "placement": "placement",
