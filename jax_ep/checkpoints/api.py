@@ -408,10 +408,15 @@ def _arrays_to_save(layer_or_params: MoE | MoEParams) -> dict[str, Any]:
             "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
             f"{checks.described(params)}."
         )
+    return arrays_by_name(params, "layer_or_params")
+
+
+def arrays_by_name(params: MoEParams, subject: str) -> dict[str, Any]:
+    """Returns the parameters that are not None; ValueError, about `subject`, for adapters."""
     given = {name: value for name, value in params._asdict().items() if value is not None}
     if adapters := [name for name in ADAPTERS if name in given]:
         raise ValueError(
-            f"layer_or_params must have no adapters, which no published model has, but has "
+            f"{subject} must have no adapters, which no published model has, but has "
             f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
         )
     return given
