@@ -34,12 +34,11 @@ from jax_ep.checkpoints.encodings import (
     Quantization,
     Scaled,
     float8_tensors,
-    format_of,
     is_stored,
     mxfp4_tensors,
     open_tensor,
 )
-from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
@@ -147,7 +146,7 @@ class Block:
 
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
         """Returns the quantized format of `param` in `tensor`, which `encoding` has opened."""
-        format = format_of(encoding)
+        format = encoding.format
         letters = tensor.axes.replace("G", "").replace(" ", "")
         same_order = letters[-2:] == PARAMETER_AXES[param][-2:]
         return format if format is None or same_order else Transposed.of(format)
@@ -200,7 +199,10 @@ class Block:
 
     def in_its_modules(self) -> list[str]:
         """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
-        modules = {name.partition(".")[0] for name in _names(self.architecture)}
+        modules = set()
+        for item in self.architecture.tensors:
+            for layout in item.layouts if isinstance(item, OneOf) else ((item,),):
+                modules |= {tensor.name.partition(".")[0] for tensor in layout}
         begins = tuple(f"{self.prefix}{module}." for module in modules)
         return [name for name in self.directory.files if name.startswith(begins)]
 
@@ -272,22 +274,25 @@ class Block:
                 into = _entry(out, slot - taken["E"].start)
             where, letters = _place(tensor, param, part, self.sizes)
             encoding = self.open(tensor, expert or 0)
-            if isinstance(into, QuantizedArray):
-                _copy_quantized(
-                    encoding,
-                    where,
-                    into,
-                    same_format=self._format(encoding, tensor, param) == into.format,
-                    same_order=letters[-2:] == axes[-2:],
-                )
-            else:
+            if not isinstance(into, QuantizedArray):
                 # A view in the order of the stored axes, which `_copy` fills.
                 into = _in_order(into, axes if expert is None else axes[1:], letters)
                 _copy(encoding, where, into)
+            else:
+                if self._format(encoding, tensor, param) == into.format:
+                    assert not isinstance(encoding, Plain | Scaled)
+                    parts = encoding.read_parts(where)
+                else:
+                    numbers = encoding.read(where).astype(np.float32)
+                    numbers = numbers.reshape(numbers.shape[-2:])
+                    is_transposed = letters[-2:] != axes[-2:]
+                    parts = into.format.encode(numbers.T if is_transposed else numbers)
+                for stored, values in zip(jax.tree.leaves(into), parts, strict=True):
+                    stored[...] = values.reshape(stored.shape)
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
         slots = range(taken["E"].start, taken["E"].stop) if self.is_by_expert(tensor) else [None]
-        _for_each(read_part, slots)
+        for_each(read_part, slots)
         return out
 
     def open_others(self) -> dict[str, Encoding]:
@@ -337,7 +342,7 @@ class Block:
                 part = {param: _entry(a, expert - experts.start) for param, a in arrays.items()}
             self._write_part(tensor, part, expert)
 
-        _for_each(write, [None] if experts is None else experts)
+        for_each(write, [None] if experts is None else experts)
 
     def _write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -353,7 +358,7 @@ class Block:
             for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
         )
         # Arrays in the tensor's own format are written as they are.
-        if format_of(encoding) is not None and all(
+        if encoding.format is not None and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
             for param, array in arrays.items()
         ):
@@ -384,7 +389,7 @@ class Block:
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    ) -> TensorTypes:
         """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
@@ -641,11 +646,6 @@ def _stored(
     )
 
 
-def _names(row: Architecture) -> list[str]:
-    layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
-    return [tensor.name for options in layouts for layout in options for tensor in layout]
-
-
 def _size(token: str, sizes: Mapping[str, int]) -> int:
     """Returns the size of an axis of a stored tensor from its letters: for "GF", 2 * F."""
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
@@ -705,28 +705,12 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
             into[first:last, tile] = values[:, tile]
 
 
-def _copy_quantized(
-    encoding: Encoding, index: Index, into: QuantizedArray, same_format: bool, same_order: bool
-) -> None:
-    """Reads a slice of a stored tensor into a quantized matrix; `same_order`: not transposed."""
-    # A tensor in the format of `into` is copied; another is decoded and quantized.
-    if same_format:
-        assert not isinstance(encoding, Plain | Scaled)
-        parts = encoding.read_parts(index)
-    else:
-        numbers = encoding.read(index).astype(np.float32)
-        numbers = numbers.reshape(numbers.shape[-2:])
-        parts = into.format.encode(numbers if same_order else numbers.T)
-    for part, values in zip(jax.tree.leaves(into), parts, strict=True):
-        part[...] = values.reshape(part.shape)
-
-
 def _entry(array: Parameter, i: int) -> Any:
     """Returns a view of `array[i]`; of a `QuantizedArray`, of its values and scales."""
     return jax.tree.map(lambda part: part[i], array)
 
 
-def _for_each(function: Callable[[int | None], None], items: Sequence[int | None]) -> None:
+def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
     """Calls `function` with each of `items`, in threads, since NumPy releases the GIL."""
     if len(items) == 1:
         function(items[0])

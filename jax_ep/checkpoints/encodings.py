@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import formats
-from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
 
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS, SCALES, PACKED = "_blocks", "_scales", "_packed"
@@ -31,6 +31,7 @@ class Plain:
 
     directory: Directory
     name: str
+    format = None
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -270,9 +271,7 @@ class MXFP4(_InBlocks):
     uint8 the scales, which are exponents of two.
     """
 
-    @property
-    def format(self) -> formats.Format:
-        return formats.MXFP4
+    format = formats.MXFP4
 
     @property
     def _scales(self) -> str:
@@ -320,6 +319,7 @@ class Scaled:
     directory: Directory
     name: str  # in the file, perhaps with "_packed" at the end
     scales: str  # the name of the scales
+    format = None  # since no `QuantizedArray` has the tensor's format
 
     @property
     def _values(self) -> str:
@@ -456,11 +456,6 @@ class Quantization:
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
 
 
-def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the quantized format of a stored tensor; None if it is plain or `Scaled`."""
-    return None if isinstance(encoding, Plain | Scaled) else encoding.format
-
-
 def is_stored(directory: Directory, name: str) -> bool:
     """Returns whether a directory has a tensor, under its name or as packed numbers."""
     return name in directory.files or name + PACKED in directory.files
@@ -508,14 +503,14 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
 
 def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
-) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor as float8."""
     format = formats.Float8.of(_FLOAT8, block, scale_dtype)
     scales = format.scale_dtype, format.scales_shape(shape)
     return {name: (format.dtype, shape), name + SCALE_SUFFIX: scales}
 
 
-def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
     format, block = formats.MXFP4, formats.MXFP4.row_block
     if shape[-1] % block:

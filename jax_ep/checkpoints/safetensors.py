@@ -49,6 +49,8 @@ _DTYPES = {name: np.dtype(kind) for name, kind in _TYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Index = tuple[slice, ...]
+# The dtype and the shape of each tensor, by its name.
+TensorTypes = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Entry:
 class Directory:
     """Reads and writes the tensors in a directory of safetensors files, by name; thread-safe.
 
-    `files` maps tensors to names of files; `bytes_read` counts the bytes of tensors read so far.
+    `files` maps tensors to names of files.
     """
 
     def __init__(
@@ -88,7 +90,6 @@ class Directory:
     ):
         """Lists the tensors of a directory, from its index or its single safetensors file."""
         self.path = Path(path)
-        self.bytes_read = 0
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
@@ -123,10 +124,7 @@ class Directory:
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads a slice of the tensor `name` from its file; returns a copy in C order."""
         with self._slice(name, index) as view:
-            out = view.copy(order="C")
-        with self._lock:
-            self.bytes_read += out.nbytes
-        return out
+            return view.copy(order="C")
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
         """Writes `values`, of the tensor's dtype, to a slice of the tensor `name` in its file."""
@@ -249,7 +247,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+def create(file: Path, tensors: TensorTypes) -> None:
     """Creates a safetensors file of zeros, with the dtypes and shapes of `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -289,10 +287,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 
 @contextlib.contextmanager
 def adding(
-    directory: Directory,
-    file: str,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    removed: Iterable[str] = (),
+    directory: Directory, file: str, tensors: TensorTypes, removed: Iterable[str] = ()
 ) -> Iterator[Directory]:
     """Yields a writable `Directory` of a new file with tensors of zeros.
 
@@ -325,10 +320,7 @@ def adding(
 
 
 def _metadata(
-    directory: Directory,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    kept: Iterable[str],
+    directory: Directory, metadata: Mapping[str, Any], tensors: TensorTypes, kept: Iterable[str]
 ) -> dict[str, Any]:
     """Returns an index's "metadata" after tensors were added or replaced; others are `kept`."""
     # If a file is missing, as after a partial download, "total_size" changes by differences alone.

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +53,9 @@ from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes
+
+# A hint in errors.
+_ANY_DTYPE = "(the collectives of jax.lax take any)"
 
 
 def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -167,7 +169,7 @@ def all_reduce_rms_norm(
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     for name, array in (("x", x), ("residual", residual), ("scale", scale)):
-        _check_floating(name, array)
+        checks.check_array(name, array, None, jnp.floating, _ANY_DTYPE)
     if x.ndim < 1 or residual.shape != x.shape or scale.shape != x.shape[-1:]:
         raise ValueError(
             "x and residual must have one shape [..., H], and scale the shape [H], but x has shape "
@@ -183,7 +185,7 @@ def all_reduce_rms_norm(
     # these axes, and x over the summed axes, too.
     unsummed_axes = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(unsummed_axes))
-    (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
+    x = match_varying(x, (*axes, *varying_axes(residual)))
     return _fused(axes, num_ranks, float(eps), algorithm, x, residual, scale)
 
 
@@ -229,7 +231,7 @@ def _linear(
     """Checks the arguments of collective `op`; computes it by `by_xla` or by its primitive."""
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
-    _check_floating("x", x)
+    checks.check_array("x", x, None, jnp.floating, _ANY_DTYPE)
     if op != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % num_ranks:
@@ -238,7 +240,7 @@ def _linear(
             f"but x has shape {x.shape}; pad it."
         )
     runs_on_xla = _runs_on_xla(op, algorithm, (x,), num_ranks, axes)
-    (x,) = match_varying((x,), axes)
+    x = match_varying(x, axes)
     if 0 in x.shape and op in ("all_gather", "reduce_scatter"):
         # `jax.lax` refuses an empty axis, for which the result only has another shape.
         rows = x.shape[0] * num_ranks if op == "all_gather" else x.shape[0] // num_ranks
@@ -253,16 +255,6 @@ def _linear(
         algorithm=algorithm,
     )
     return out
-
-
-def _check_floating(name: str, array: Any) -> None:
-    checks.check_array(
-        name,
-        array,
-        ndim=None,
-        kind=jnp.floating,
-        shape="(the collectives of jax.lax take any)",  # a hint in errors; no shape is wrong
-    )
 
 
 def _runs_on_xla(

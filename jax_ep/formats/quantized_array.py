@@ -1,10 +1,10 @@
-"""Defines `QuantizedArray`, a pytree of quantized values and scales with their format."""
+"""Defines `QuantizedArray`, a pytree of quantized values and scales, and `Transposed` formats."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,55 @@ from jax.sharding import PartitionSpec
 
 from jax_ep import checks
 from jax_ep.dtypes import not_folded
-from jax_ep.formats.transposed import Transposed
 from jax_ep.runtime.jax_compat import register_for_export
-from pallas_kernels.formats import Float8, Format
+from pallas_kernels.formats import Array, DType, Float8, Format
 from pallas_kernels.mxfp4 import MXFP4
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Format):
+    """A format of matrices [..., R, C], whose transposes [..., C, R] are stored in another format.
+
+    Published models store a layer's matrix as [out, in], whereas this library takes it as [in,
+    out]. A byte and a block of MXFP4 hold several numbers along the last axis of the stored matrix,
+    `in`, so the stored arrays cannot be transposed. Instead, values and scales keep the axes [out,
+    in]; `QuantizedArray.specs` returns their PartitionSpecs.
+
+    Attributes:
+      transposes: the format in which the transposes are stored.
+    """
+
+    transposes: Format
+
+    @classmethod
+    def of(cls, format: Format) -> Transposed:
+        """Returns the format of matrices whose transposes are stored in `format`."""
+        rows, columns = format.block
+        return cls(format.name, format.dtype, format.scale_dtype, (columns, rows), format)
+
+    @property
+    def relative_error(self) -> float:
+        return self.transposes.relative_error
+
+    def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Swaps the last two of a sequence with an item for each axis, such as a shape."""
+        return *of_axes[:-2], *of_axes[-2:][::-1]
+
+    def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.transposes.values_shape(self.stored_order(shape))
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.transposes.scales_shape(self.stored_order(shape))
+
+    def numbers_shape(self, values_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.stored_order(self.transposes.numbers_shape(values_shape))
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        self.check_shape("x", x.shape)
+        return self.transposes.encode(x.swapaxes(-2, -1))
+
+    def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
+        return self.transposes.decode(parts, dtype).swapaxes(-2, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +89,7 @@ class QuantizedArray:
     dtype: Any = jnp.dtype(jnp.bfloat16)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, Format):
-            raise TypeError(
-                "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
-                f"{checks.described(self.format)}."
-            )
+        _check_is_format(self.format)
         object.__setattr__(self, "dtype", checks.as_floating("dtype", self.dtype))
         for name in ("values", "scales"):
             array = getattr(self, name)
@@ -91,8 +132,8 @@ class QuantizedArray:
             raise IndexError(f"index has {len(index)} axes, but the shape is {self.shape}.")
         is_of_rows = self.format.block[0] == 1 and not isinstance(self.format, Transposed)
         num_axes = self.ndim - (1 if is_of_rows else 2)
-        within = [part for part in index[num_axes:] if not _is_whole(part)]
-        if within or any(part is None for part in index):
+        are_whole = (isinstance(part, slice) and part == slice(None) for part in index[num_axes:])
+        if not all(are_whole) or any(part is None for part in index):
             raise TypeError(
                 f"index must select along the first {max(num_axes, 0)} axes of a QuantizedArray of "
                 f"shape {self.shape}, whose other axes are stored in blocks of {self.format.block} "
@@ -134,8 +175,12 @@ class QuantizedArray:
         return self.format.decode((self.values, self.scales), dtype)
 
 
-def _is_whole(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
+def _check_is_format(format: Any) -> None:
+    if not isinstance(format, Format):
+        raise TypeError(
+            "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
+            f"{checks.described(format)}."
+        )
 
 
 def _flatten(array: QuantizedArray) -> tuple[tuple[Any, Any], tuple[Format, Any]]:
@@ -194,11 +239,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
       ValueError: the format's blocks do not divide the shape of x.
       TypeError: x is not a floating array, or `format` is not a `jax_ep.Format`.
     """
-    if not isinstance(format, Format):
-        raise TypeError(
-            "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
-            f"{checks.described(format)}."
-        )
+    _check_is_format(format)
     checks.check_array("x", x, None, jnp.floating, "[..., R, C]")
     if isinstance(x, jax.Array):
         x = not_folded(lax.stop_gradient(x))
