@@ -97,8 +97,8 @@ def load_model(
             dequantized.
         partial: whether MoE blocks may have tensors that the layer does not hold
             (`jax_ep.checkpoints.load_others`). They become `weights`.
-        sharding: a function (name, shape) -> `jax.sharding.Sharding` for weights outside of MoE
-            blocks. None: they are replicated on the mesh.
+        sharding: a function (name, shape) -> `jax.sharding.Sharding` for `weights`. None: they are
+            replicated on the mesh.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.

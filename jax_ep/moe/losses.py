@@ -121,8 +121,7 @@ def pooled_load_balance_loss(
 
     Adds the choices and probabilities of all layers before multiplying them, as the package
     transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
-    "deepseek_v3" adds nothing: it is the mean of the "switch" losses of all sequences with tokens,
-    and layers.
+    "deepseek_v3" adds nothing: it is the mean "switch" loss of all layers' sequences with tokens.
 
     Args:
         sums: one or several `BalanceSums`, such as `MoEMetrics.balance` of each layer; or one whose
