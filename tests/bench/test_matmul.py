@@ -9,9 +9,8 @@ from support.selection import quick
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench
-from jax_ep.bench import matmul_operations as operations
 
-(CASE,) = operations.SMALL_CASES
+(CASE,) = bench.SMALL_CASES
 
 
 def run(*args: str) -> int:
@@ -25,7 +24,7 @@ def one_case(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", operations.OPERATIONS)
+@pytest.mark.parametrize("op", bench.OPERATIONS)
 def test_float8_is_measured_next_to_the_operands_own_dtype(op, tmp_path):
     path = tmp_path / "out.json"
     flags = "--matmul_dtype=none,float8_e4m3fn", "--implementations=xla", f"--ops={op}"
