@@ -158,6 +158,12 @@ def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
     return read
 
 
+def holds_model(path: Path) -> bool:
+    """Returns whether a directory has files of a model, even of one that is not complete."""
+    patterns = CONFIG, "*.safetensors*", "*.bin*"
+    return any(any(path.glob(pattern)) for pattern in patterns)
+
+
 def save_model(
     directory: PathLike,
     config: Mapping[str, Any],
@@ -186,16 +192,18 @@ def save_model(
         dtype: the dtype in which floating-point weights but selection biases are written. None:
             their own; quantized matrices are dequantized.
         max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
-        overwrite: whether the model may take the place of one that is in the directory.
+        overwrite: whether the model may take the place of one that is in the directory: of
+            config.json and of the files in its index. Other files stay.
         progress: as in `load_model`, of the bytes written.
 
     Raises:
-        ValueError: the directory holds a model, and `overwrite` is False; the architecture is
-            unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
-            that of the published block.
+        ValueError: the directory has config.json, safetensors files or files "*.bin", perhaps of an
+            interrupted call, and `overwrite` is False; the architecture is unknown; `config` has a
+            `quantization_config`; or a parameter's name or shape is not that of the published
+            block.
     """
     path = Path(directory)
-    if not overwrite and any((path / name).exists() for name in (INDEX, ONE_FILE)):
+    if not overwrite and holds_model(path):
         raise ValueError(f"{path} must hold no model, but does; overwrite=True replaces it.")
     if config.get("quantization_config"):
         raise ValueError(
