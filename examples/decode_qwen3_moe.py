@@ -26,10 +26,11 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jax_ep import QuantizedArray, formats
+from jax_ep.flags import Flags, at_least, integer, number
 from jax_ep.models import generation, published
 from jax_ep.models.config import PUBLISHED, DecoderConfig
 from jax_ep.models.generation import GREEDY, Model, Sampling, State, Times
-from jax_ep.models.launch import Flags, at_least, blamed_flag
+from jax_ep.models.launch import blamed_flag
 from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
@@ -43,25 +44,25 @@ def ids(text: str) -> list[int]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    flags = Flags(__doc__)
-    flag, count = flags.add, at_least(1)
-    flag("checkpoint", Path, None, "Directory of a published model.")
-    flag("model", sorted(PUBLISHED), "tiny", "Without --checkpoint: a shape for random weights.")
+    flags = Flags(None, __doc__.partition("\n")[0])
+    flag = flags.add
+    flag("checkpoint", None, "Directory of a published model.", Path)
+    flag("model", "tiny", "Without --checkpoint: a shape for random weights.", choices=PUBLISHED)
     held = "How experts stay in memory; keep: as the files hold them. Default: not quantized."
-    flag("quantized", ["keep", *FORMATS], None, held)
+    flag("quantized", None, held, choices=["keep", *FORMATS])
     needs = "Dtype that experts multiply; needs experts that --quantized holds as float8."
-    flag("matmul_dtype", ["float8_e4m3fn"], None, needs)
-    flag("prompt", ids, None, "Token ids by commas; may be given several times.", action="append")
-    flag("text", str, None, "Text of a prompt; may be given several times.", action="append")
-    flag("prompt_length", ids, "32", "Without prompts: lengths of random ones, by commas.")
-    flag("padding", ["left", "right"], "left", "Side on which shorter prompts are padded.")
-    flag("batch_size", count, None, "Sequences. Default: one for each prompt, or 8 random ones.")
-    flag("steps", count, 32, "Most tokens to decode for each sequence.")
-    flag("temperature", at_least(0, float), 0.0, "0 takes the likeliest token, above 0 draws one.")
-    flag("seed", at_least(0), 0, "Seed that tokens are drawn from.")
-    flag("stop_tokens", ids, None, "Ids that end a sequence. Default: those of the checkpoint.")
-    flag("chunk", count, 512, "Tokens of each prompt that prefill reads at a time.")
-    flag("loop", ["device", "host"], "device", "host: Python launches each step.")
+    flag("matmul_dtype", None, needs, choices=["float8_e4m3fn"])
+    flag("prompt", None, "Token ids by commas; may be given several times.", ids, action="append")
+    flag("text", None, "Text of a prompt; may be given several times.", action="append")
+    flag("prompt_length", "32", "Without prompts: lengths of random ones, by commas.", ids)
+    flag("padding", "left", "Side on which shorter prompts are padded.", choices=["left", "right"])
+    flag("batch_size", None, "Sequences. Default: one for each prompt, or 8 random ones.", integer)
+    flag("steps", 32, "Most tokens to decode for each sequence.", integer)
+    flag("temperature", 0.0, "0 takes the likeliest token, above 0 draws one.", number)
+    flag("seed", 0, "Seed that tokens are drawn from.", at_least(0))
+    flag("stop_tokens", None, "Ids that end a sequence. Default: those of the checkpoint.", ids)
+    flag("chunk", 512, "Tokens of each prompt that prefill reads at a time.", integer)
+    flag("loop", "device", "host: Python launches each step.", choices=["device", "host"])
     return flags.parse_args(argv)
 
 

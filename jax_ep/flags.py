@@ -1,4 +1,4 @@
-"""Parses and checks the flags of the `python -m jax_ep` commands."""
+"""Parses and checks the flags of programs, such as the `python -m jax_ep` commands."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any, NoReturn
 
 Args = argparse.Namespace
 _IMAGES = (".pdf", ".png", ".svg")
-_MOST = 2**31 - 1
 
 
-class Error(Exception):
-    """A command line that cannot be followed. The command line prints it and exits with 2."""
+class Error(SystemExit):
+    """A command line that cannot be followed: ends the program with one line that says why."""
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of one command."""
+    """The flags of a program."""
 
-    def __init__(self, command: str, summary: str) -> None:
-        super().__init__(f"python -m jax_ep {command}", description=summary, allow_abbrev=False)
+    def __init__(self, program: str | None, summary: str) -> None:
+        super().__init__(program, description=summary, allow_abbrev=False)
 
-    def add(self, name: str, default: Any, help: str, type: Callable[[str], Any] = str) -> None:
+    def add(
+        self, name: str, default: Any, help: str, type: Callable[[str], Any] = str, **how: Any
+    ) -> None:
         """Adds the flag --`name`. A default that is a string is parsed like a value."""
         if default not in (None, ""):
             help += " Default: %(default)s."
-        self.add_argument(f"--{name}", default=default, type=type, help=help)
+        self.add_argument(f"--{name}", default=default, type=type, help=help, **how)
 
     def switch(self, name: str, help: str) -> None:
         self.add_argument(f"--{name}", action="store_true", help=help)
@@ -41,20 +42,23 @@ class Flags(argparse.ArgumentParser):
         raise Error(message.removeprefix("argument "))
 
 
-def integer(text: str, least: int = 1) -> int:
-    if not (text.isdecimal() and least <= int(text) <= _MOST):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to 2^31 - 1")
-    return int(text)
+def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
+    """Returns a parser of numbers, int or float, from `least` to 2^31 - 1."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < 2**31:
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to 2^31 - 1")
+        return value
+
+    return parse
 
 
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, not negative")
-    return value
+integer, number = at_least(1), at_least(0, float)
 
 
 def choice(allowed: Iterable[str]) -> Callable[[str], str]:

@@ -271,8 +271,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     given: dict[str, Any] = dict(spmd.get_logical_axis_rules())
     fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))
     expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
-    missing = [axis for axis in axes if axis is not None and axis not in given]
-    defaults = _default_rules(missing, fsdp, expert_axes, mesh, config)
+    defaults = _default_rules(fsdp, given, mesh, config)
     rules = given | defaults
     if "exp" in axes and not expert_axes:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
@@ -293,19 +292,22 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 
 
 def _default_rules(
-    missing: Sequence[str],
     fsdp: Mapping[str | None, tuple[str, ...]],  # by logical axis, its axes of `fsdp_axes`
-    expert_axes: tuple[str, ...],  # all mesh axes that split the experts
+    given: Mapping[str, Any],
     mesh: Mesh | AbstractMesh,
     config: MoEConfig,
 ) -> dict[str, Any]:
-    """Returns the mesh axes of each logical axis in `missing`, for which there is no rule."""
-    defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
-    if "exp" in defaults:
-        defaults["exp"] = expert_axes or None
-    for axis, tensor_axes in (("mlp", config.tensor_axis or ()), ("embed", ())):
-        if axis in defaults and (named_axes := (*as_axes(tensor_axes), *fsdp.get(axis, ()))):
+    """Returns the mesh axes of each logical axis of a parameter that has no rule in `given`."""
+    options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
+    defaults: dict[str, Any] = {}
+    for axis, further in fsdp.items():
+        if axis is None or axis in given:
+            continue
+        named_axes = (*as_axes(options.get(axis, ())), *further)
+        if named_axes or axis == "exp":
             defaults[axis] = _axes_of(mesh, named_axes) or None
+        else:
+            defaults[axis] = axis if axis in mesh.axis_names else None
     return defaults
 
 

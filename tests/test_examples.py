@@ -345,8 +345,8 @@ def test_a_process_whose_flag_is_wrong_ends_at_once():
 
 
 TRAINING_FLAGS = {
-    "number": (["--capacity_factor=-1"], "capacity_factor: must be at least 1e-09, but is -1"),
-    "no number": (["--batch_size=eight"], "batch_size: invalid"),
+    "number": (["--capacity_factor=-1"], "capacity_factor: '-1' is not a number from 1e-09"),
+    "no number": (["--batch_size=eight"], "batch_size: 'eight' is not an integer from 1"),
     "choice": (["--remat=all"], "remat: invalid choice: 'all'"),
     "unknown": (["--step=3"], "unrecognized arguments: --step=3"),
     "data": (["--data=/none.npy"], "data=/none.npy: .*No such file"),
@@ -456,7 +456,7 @@ DECODING_FLAGS = {
     "words": (["--prompt=one"], "prompt: invalid ids value: 'one'"),
     "stop": (["--stop_tokens=300"], "stop_tokens must be token ids below 256"),
     "text": (["--text="], "text must not be empty"),
-    "seed": (["--seed=-1"], "seed: must be at least 0"),
+    "seed": (["--seed=-1"], "seed: '-1' is not an integer from 0"),
     "lengths": (["--prompt_length=0"], "prompt_length must be at least 1"),
     "checkpoint": (["--checkpoint=/none"], "checkpoint=/none: /none must hold config.json"),
 }

@@ -34,7 +34,7 @@ def test_values_are_parsed_and_defaults_too(flags):
     [
         ("--tokens=3,x", "--tokens: 'x' is not an integer from 1 to 2^31 - 1"),
         ("--ops=sing", "--ops: 'sing' is not one of send, receive"),
-        ("--factor=inf", "--factor: 'inf' is not a finite number, not negative"),
+        ("--factor=inf", "--factor: 'inf' is not a number from 0 to 2^31 - 1"),
         ("--tokens=", "--tokens: name one value or more, or leave the flag out"),
         ("--json=/no/folder/out", "--json: cannot write '/no/folder/out'"),
         ("--plot=out.number", "--plot: 'out.number' does not end in one of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import subprocess
@@ -30,6 +31,12 @@ FIGURES = plot.read_figures()
 FIELDS = (
     "title gpu num_gpus date jax commit recorded_in shapes dtypes unit statistic commands".split()
 )
+
+
+def has_commit(figure: dict[str, Any]) -> bool:
+    """Whether it is recorded of which commit each number of a figure is."""
+    commit = figure["commit"]
+    return all(commit.values()) if isinstance(commit, dict) else bool(commit)
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -80,6 +87,10 @@ def test_a_figure_has_its_fields_and_the_page_has_it(name):
         assert f"](_static/performance/{name}.svg)" in PAGE
     else:
         assert all(f"\n| {' | '.join(row)} |\n" in PAGE for row in rows)
+    if not has_commit(figure):
+        current = PAGE[: PAGE.index("\n## Older measurements\n")]
+        assert f"/{name}.svg" not in current
+        assert kind == "plot" or f"\n| {' | '.join(rows[1])} |\n" not in current
     machine = f"{plot.gpus(figure)}, jax {figure['jax']}, {figure['date']}"
     assert machine in lines(PAGE) or name == "tokamax" and plot.gpus(figure) in PAGE
     assert all(command in lines(PAGE) for command in figure["commands"])
@@ -100,14 +111,27 @@ def test_plots_are_drawn_from_their_figures(tmp_path):
         assert sorted(texts(drawn)) == sorted(texts(svg)), name
 
 
+@pytest.mark.parametrize("name", [name for name in FIGURES if "plot" in FIGURES[name]])
+def test_the_legend_of_a_plot_names_each_color(name):
+    panels = FIGURES[name]["plot"].get("panels", [{"series": FIGURES[name]["plot"].get("lines")}])
+    series = {(one["color"], one["name"]) for panel in panels for one in panel["series"]}
+    if len(series) == 1:
+        return
+    colors, names = zip(*series, strict=True)
+    assert len(set(colors)) == len(set(names)) == len(series), "a color has one name"
+    shown = html.unescape((plot.PLOTS / f"{name}.svg").read_text(encoding="utf-8"))
+    legend = [text.partition(", last 100 steps")[0] for text in texts(shown)]
+    assert set(names) <= set(legend)
+
+
 def test_the_readme_shows_a_plot_and_a_table_of_figures_before_installing():
     first = README[: README.index("\n## Install")]
-    (image,) = re.findall(r"!\[[^]]*\]\((docs/_static/performance/\w+\.svg)\)", first)
-    assert (REPOSITORY / image).is_file() and "](docs/performance.md)" in first
+    (image,) = re.findall(r"!\[[^]]*\]\(docs/_static/performance/(\w+)\.svg\)", first)
+    assert has_commit(FIGURES[image]) and "](docs/performance.md)" in first
     _, _, *rows = re.findall(r"^\|(.*)\|$", first, re.M)
     known = {
         (plot.gpus(figure).split()[-1], figure["unit"], value)
-        for figure in FIGURES.values()
+        for figure in filter(has_commit, FIGURES.values())
         for value in values(figure)
     }
     assert len(rows) >= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,11 @@ TESTED_IN = {
 
 
 def test_every_public_name_has_a_check():
-    assert sorted(" ".join(TESTED_IN.values()).split()) == sorted(jax_ep.__all__)
+    tested = set(" ".join(TESTED_IN.values()).split())
+    public = {name for name in vars(jax_ep) if not name.startswith("_")}
+    assert {name for name in public if not isinstance(getattr(jax_ep, name), ModuleType)} == {
+        name for name in tested if not isinstance(getattr(jax_ep, name), ModuleType)
+    }
     for folder, names in TESTED_IN.items():
         files = set((Path(__file__).parent / folder).glob("*.py")) - {Path(__file__)}
         text = "\n".join(path.read_text(encoding="utf-8") for path in files)

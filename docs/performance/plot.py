@@ -120,7 +120,6 @@ def _panel(axis: Any, panel: dict[str, Any]) -> float:
     for number, one in enumerate(series):
         offset = (number - (len(series) - 1) / 2) * height
         for row, value in enumerate(one["values"]):
-            color = one["color"] if isinstance(one["color"], str) else one["color"][row]
             pieces = value if isinstance(value, list) else [value]
             start = 0.0
             for i, piece in enumerate(pieces):
@@ -130,7 +129,7 @@ def _panel(axis: Any, panel: dict[str, Any]) -> float:
                     piece or 0,
                     0.88 * height,
                     left=start,
-                    color=COLORS[color],
+                    color=COLORS[one["color"]],
                     alpha=1 if last else 0.5,
                     label=one["name"] if last and row == 0 else None,
                 )

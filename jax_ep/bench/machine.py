@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.flags import Error
-from jax_ep.runtime import environment, jax_compat
+from jax_ep.runtime import jax_compat
 
 # Peak dense bfloat16 FLOP/s by the beginning of a device's `device_kind`. NVIDIA's data sheets list
 # figures with sparsity, which are twice as large.
@@ -42,15 +42,9 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
         except RuntimeError:  # JAX has started
             pass
     try:
-        devices = jax_compat.devices()
+        return jax_compat.devices()
     except RuntimeError as error:
         raise Error(f"JAX finds no device: {error}") from error
-    try:
-        # Raises ValueError if JAX_EP_DEVICES_PER_HOST is malformed.
-        environment.hosts_of(devices)
-    except ValueError as error:
-        raise Error(str(error)) from error
-    return devices
 
 
 def devices_in_words(devices: Sequence[jax.Device]) -> str:

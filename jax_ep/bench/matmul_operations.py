@@ -92,7 +92,7 @@ class Float8Operands(NamedTuple):
     group_sizes: Any
 
 
-def random_operands(case: Case, dtype: Any = jnp.bfloat16) -> Operands:
+def random_operands(case: Case) -> Operands:
     """Draws operands, with groups of random sizes and a leading axis of one rank."""
     equal = np.full(case.num_groups, 1 / case.num_groups)
     sizes = np.random.default_rng(0).multinomial(case.live, equal)
@@ -100,7 +100,7 @@ def random_operands(case: Case, dtype: Any = jnp.bfloat16) -> Operands:
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
     def array(stream: int, *shape: int) -> jax.Array:
-        return normal(jax.random.key(stream), (1, *shape), dtype)
+        return normal(jax.random.key(stream), (1, *shape), jnp.bfloat16)
 
     return Operands(
         lhs=array(0, case.num_rows, case.hidden),

@@ -72,10 +72,6 @@ class Work:
         by_token = here.any(axis=2) if dedup else here.sum(axis=2)
         return by_token.sum(axis=1)
 
-    def filled_rows(self) -> float:
-        """Counts the filled rows of a rank's receive buffer, mean over ranks."""
-        return float(self.counts(dedup=self.layout == "rank").sum() / self.num_ranks)
-
     def wire_rows(self, implementation: str = "") -> float | None:
         """Counts the rows that a rank sends to other ranks, mean over ranks; None if unknown.
 
@@ -257,7 +253,9 @@ def local_bytes(op: str, work: Work) -> float:
     plain = PLAIN.row_bytes(work.hidden, work.dtype)
     wire = work.wire.row_bytes(work.hidden, work.dtype)
     dispatched = wire if work.output == "quantized" else plain
-    tokens, filled = work.num_tokens * plain, work.filled_rows()
+    tokens = work.num_tokens * plain
+    # The filled rows of a rank's receive buffer.
+    filled = float(work.counts(dedup=work.layout == "rank").sum() / work.num_ranks)
     return {
         "dispatch": tokens + filled * dispatched,
         "combine": filled * plain + tokens,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_ep.runtime.environment import versions
@@ -144,22 +144,12 @@ def record(**facts: Any) -> dict[str, Any]:
 
 
 def save_json(path: str | None, found: dict[str, Any]) -> None:
-    """Writes JSON to the file of --json, if there is one; atomically, if possible.
+    """Writes JSON to the file of --json, if there is one.
 
     Call it before printing, which fails if a pipe's reader, such as `head`, has ended.
     """
-    if path is None:
-        return
-    text = json.dumps(found, indent=1)
-    try:
-        if not os.path.isfile(path) and os.path.lexists(path):
-            raise OSError("a pipe or device cannot be replaced")
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(f"{path}.part", path)
-    except OSError:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+    if path is not None:
+        Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def progress(text: str) -> None:

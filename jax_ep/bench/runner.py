@@ -18,7 +18,7 @@ from jax_ep.bench import report
 from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
-from jax_ep.flags import Args, Error, Flags, choice, image, integer, some
+from jax_ep.flags import Args, Error, Flags, at_least, choice, image, integer, some
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
 # A program's row of results, and the compiled loop that calls it.
@@ -201,7 +201,7 @@ def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     """Adds the flags of all benchmarks: --check compares `check`, --iterations is >= `least`."""
     flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
     calls = "Dependent calls in one timed loop. Default: more for few tokens."
-    flags.add("iterations", None, calls, lambda text: integer(text, least))
+    flags.add("iterations", None, calls, at_least(least))
     flags.add("repeats", str(repeats), "How many times each loop is run and timed.", integer)
     timers = "What measures device times: on GPUs JAX's profiler, or nothing."
     flags.add("device_timer", "auto", timers, choice(("auto", "none")))

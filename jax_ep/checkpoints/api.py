@@ -206,17 +206,11 @@ class PlannedLoad:
         config = dataclasses.replace(
             config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
         )
+        call = functools.partial(moe_layer, config=config, placement=placement)
         # A checked `mesh` has devices.
         mesh: Any = config.mesh
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            jax.eval_shape(
-                lambda params, x, inputs: moe_layer(
-                    params, x, config, placement=placement, **inputs
-                ),
-                MoEParams.of(**params),
-                x,
-                inputs,
-            )
+            jax.eval_shape(call, MoEParams.of(**params), x, **inputs)
 
 
 def plan_load(
@@ -255,8 +249,7 @@ def plan_load(
             np.dtype(np.float32 if name == "bias" else param_dtype or block.dtype(name)),
             formats.get(name),
         )
-    for name, array in arrays.items():
-        _check_blocks(name, array)
+        _check_blocks(name, arrays[name])
     return PlannedLoad(block, config, arrays)
 
 
@@ -356,16 +349,16 @@ def save_moe(
         TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
     num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
-    given = _arrays_to_save(layer_or_params)
-    if isinstance(layer_or_params, MoE):
-        num_slots = layer_or_params.config.num_slots
+    given, config = _arrays_to_save(layer_or_params)
+    if config is not None:
+        num_slots = config.num_slots
     removed: list[str] = []
     try:
         # The block to be added; None if the directory has one for this layer.
         added = plan_block(directory, layer)
         block = added or open_block(directory, layer)
-        if isinstance(layer_or_params, MoE) and not added and not overwrite:
-            _check_options(block, layer_or_params.config)
+        if config is not None and not added and not overwrite:
+            _check_options(block, config)
     except OtherModelError as error:
         if not overwrite:
             hint = "To write the block there all the same, give overwrite=True."
@@ -395,12 +388,13 @@ def save_moe(
         block.write(params, into, given_others)
 
 
-def _arrays_to_save(layer_or_params: MoE | MoEParams) -> dict[str, Any]:
-    """Returns the parameters that a layer or `MoEParams` have, by name; merges adapters."""
-    params = layer_or_params
+def _arrays_to_save(params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
+    """Returns the parameters by name, and a layer's configuration; merges a layer's adapters."""
+    config = None
     if isinstance(params, MoE):
+        config = params.config
         given = {name: variable.get_value() for name, variable in variables_of(params).items()}
-        params = merge_lora(MoEParams.of(**given), params.config.lora_scale)
+        params = merge_lora(MoEParams.of(**given), config.lora_scale)
     if not isinstance(params, MoEParams):
         raise TypeError(
             "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
@@ -412,7 +406,7 @@ def _arrays_to_save(layer_or_params: MoE | MoEParams) -> dict[str, Any]:
             f"layer_or_params must have no adapters, which no published model has, but has "
             f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
         )
-    return given
+    return given, config
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:

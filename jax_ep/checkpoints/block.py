@@ -34,7 +34,6 @@ from jax_ep.checkpoints.encodings import (
     Quantization,
     Scaled,
     float8_tensors,
-    format_of,
     is_stored,
     mxfp4_tensors,
     open_tensor,
@@ -147,7 +146,7 @@ class Block:
 
     def _format(self, encoding: Encoding, tensor: Tensor, param: str) -> Format | None:
         """Returns the quantized format of `param` in `tensor`, which `encoding` has opened."""
-        format = format_of(encoding)
+        format = encoding.format
         letters = tensor.axes.replace("G", "").replace(" ", "")
         same_order = letters[-2:] == PARAMETER_AXES[param][-2:]
         return format if format is None or same_order else Transposed.of(format)
@@ -200,7 +199,10 @@ class Block:
 
     def in_its_modules(self) -> list[str]:
         """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
-        modules = {name.partition(".")[0] for name in _names(self.architecture)}
+        modules = set()
+        for item in self.architecture.tensors:
+            for layout in item.layouts if isinstance(item, OneOf) else ((item,),):
+                modules |= {tensor.name.partition(".")[0] for tensor in layout}
         begins = tuple(f"{self.prefix}{module}." for module in modules)
         return [name for name in self.directory.files if name.startswith(begins)]
 
@@ -287,7 +289,7 @@ class Block:
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
         slots = range(taken["E"].start, taken["E"].stop) if self.is_by_expert(tensor) else [None]
-        _for_each(read_part, slots)
+        for_each(read_part, slots)
         return out
 
     def read_others(self) -> dict[str, np.ndarray]:
@@ -333,7 +335,7 @@ class Block:
                 part = {param: _entry(a, expert - experts.start) for param, a in arrays.items()}
             self._write_part(tensor, part, expert)
 
-        _for_each(write, [None] if experts is None else experts)
+        for_each(write, [None] if experts is None else experts)
 
     def _write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -349,7 +351,7 @@ class Block:
             for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
         )
         # Arrays in the tensor's own format are written as they are.
-        if format_of(encoding) is not None and all(
+        if encoding.format is not None and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
             for param, array in arrays.items()
         ):
@@ -630,11 +632,6 @@ def _stored(
     )
 
 
-def _names(row: Architecture) -> list[str]:
-    layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
-    return [tensor.name for options in layouts for layout in options for tensor in layout]
-
-
 def _size(token: str, sizes: Mapping[str, int]) -> int:
     """Returns the size of an axis of a stored tensor from its letters: for "GF", 2 * F."""
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
@@ -715,7 +712,7 @@ def _entry(array: Parameter, i: int) -> Any:
     return jax.tree.map(lambda part: part[i], array)
 
 
-def _for_each(function: Callable[[int | None], None], items: Sequence[int | None]) -> None:
+def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
     """Calls `function` with each of `items`, in threads, since NumPy releases the GIL."""
     if len(items) == 1:
         function(items[0])

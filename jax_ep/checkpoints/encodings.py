@@ -31,6 +31,7 @@ class Plain:
 
     directory: Directory
     name: str
+    format = None
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -273,9 +274,7 @@ class MXFP4(_InBlocks):
     uint8 the scales, which are exponents of two.
     """
 
-    @property
-    def format(self) -> formats.Format:
-        return formats.MXFP4
+    format = formats.MXFP4
 
     @property
     def _scales(self) -> str:
@@ -313,15 +312,17 @@ class Scaled:
     """A quantized tensor that is only read: each block of values has a scale.
 
     The shapes of values and scales tell the size of a block: a row (compressed-tensors), the whole
-    tensor (static float8), 32 numbers of a row (MXFP8), and so on. The dtype of the values says
-    what they are: float8_e4m3fn; uint8 or int8 for two float4_e2m1 numbers (NVFP4, DeepSeek-V4),
-    the first in the low bits; int32 for eight integers from -8 to 7, to each of which 8 is added,
-    the first in the lowest bits. Scales of dtype uint8 are exponents of two plus 127.
+    tensor (static float8), 32 numbers of a row (MXFP8), and so on. The dtypes of values and scales
+    say what the values are (`_numbers_per_value`): float8_e4m3fn; int8 (compressed-tensors);
+    uint8 or int8 for two float4_e2m1 numbers (NVFP4, DeepSeek-V4), the first in the low bits; int32
+    for eight integers from -8 to 7, to each of which 8 is added, the first in the lowest bits.
+    Scales of dtype uint8 are exponents of two plus 127.
     """
 
     directory: Directory
     name: str  # in the file, perhaps with "_packed" at the end
     scales: str  # the name of the scales
+    format = None  # since no `QuantizedArray` has the tensor's format
 
     @property
     def _values(self) -> str:
@@ -343,14 +344,23 @@ class Scaled:
 
     @property
     def _per_value(self) -> int:
-        """How many numbers a stored value holds."""
-        dtype = self.directory.entry(self._values).dtype
-        return 1 if dtype == _FLOAT8 else 8 if dtype.itemsize == 4 else 2
+        entry = self.directory.entry
+        return _numbers_per_value(entry(self._values).dtype, entry(self.scales).dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in numbers; ValueError if `<name>_shape` holds another one."""
         *rows, columns = self.directory.entry(self._values).shape
-        return *rows, columns * self._per_value
+        shape = (*rows, columns * self._per_value)
+        if self.name + "_shape" in self.directory.files:
+            stated = tuple(self.directory.read(self.name + "_shape", (slice(None),)).tolist())
+            # Integers of another number of bits have another number of columns.
+            if stated != shape:
+                raise ValueError(
+                    f"{self._values} in {self.directory.path} must hold {self._per_value} numbers "
+                    f"per value, {shape} in all, but {self.name}_shape is {stated}."
+                )
+        return shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -429,6 +439,18 @@ class Scaled:
 Encoding = Plain | Float8 | MXFP4 | Scaled
 
 
+def _numbers_per_value(values: np.dtype, scales: np.dtype) -> int:
+    """Returns how many numbers a value of `Scaled` holds; 0 if no format has these dtypes."""
+    are_exponents = scales in (np.uint8, jnp.float8_e8m0fnu)
+    is_float4 = values in (np.uint8, np.int8) and are_exponents
+    if is_float4 or (values == np.uint8 and scales == _FLOAT8):
+        return 2
+    are_floats = jnp.issubdtype(scales, jnp.floating) and scales.itemsize > 1
+    if values == _FLOAT8 or (values == np.int8 and are_floats):
+        return 1
+    return 8 if values == np.int32 and are_floats else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """The quantization of a model, as config.json states it in `quantization_config`."""
@@ -442,11 +464,6 @@ class Quantization:
         """Returns whether an expert's matrix, in a new tensor called `name`, becomes float8."""
         module = f".{name.removesuffix('.weight')}."
         return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
-
-
-def format_of(encoding: Encoding) -> formats.Format | None:
-    """Returns the quantized format of a stored tensor; None if it is plain or `Scaled`."""
-    return None if isinstance(encoding, Plain | Scaled) else encoding.format
 
 
 def is_stored(directory: Directory, name: str) -> bool:
@@ -472,22 +489,24 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     """Opens a stored tensor: finds its encoding from its name, its dtype and its scales."""
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
         return MXFP4(directory, name)
-    dtype = directory.entry(name if name in directory.files else name + PACKED).dtype
+    values = name if name in directory.files else name + PACKED
+    dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
     names = name + SCALE_SUFFIX, name + "_scale", module + "scale", module + "qscale_weight"
     scales = [scale for scale in names if scale in directory.files and scale != name]
-    if scales and dtype in (_FLOAT8, np.uint8, np.int8, np.int32):
+    if scales and _numbers_per_value(dtype, directory.entry(scales[0]).dtype):
         # `Float8` can also write, but takes only scales "_scale_inv" that are not exponents.
         are_exponents = directory.entry(scales[0]).dtype == np.uint8
         if dtype == _FLOAT8 and scales[0] == name + SCALE_SUFFIX and not are_exponents:
             return Float8(directory, name, quantization.block, quantization.power_of_two)
         return Scaled(directory, name, scales[0])
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        beside = f" with {scales[0]} of {directory.entry(scales[0]).dtype}" if scales else ""
         raise ValueError(
-            f"{name} in {directory.path / directory.files[name]} must be of a floating dtype, or "
-            f"float8_e4m3fn with {name}{SCALE_SUFFIX} or {name}_scale, or MXFP4 in tensors "
-            f"{BLOCKS} and {SCALES}, "
-            f"but is {dtype}."
+            f"{values} in {directory.path / directory.files[values]} must be of a floating dtype, "
+            f"or float8_e4m3fn with {name}{SCALE_SUFFIX} or {name}_scale, or MXFP4 in tensors "
+            f"{BLOCKS} and {SCALES}, or in another quantized format that is read, but is "
+            f"{dtype}{beside}."
         )
     return Plain(directory, name)
 

@@ -33,7 +33,7 @@ from jax_ep.checkpoints.api import (
     print_progress,
 )
 from jax_ep.checkpoints.architectures import Tensor
-from jax_ep.checkpoints.block import Block, layer_of, moe_layers, new_block
+from jax_ep.checkpoints.block import Block, for_each, layer_of, moe_layers, new_block
 from jax_ep.checkpoints.config import CONFIG, quantization_of, read_config
 from jax_ep.checkpoints.encodings import PACKED, Encoding, belongs_to_quantized, open_tensor
 from jax_ep.checkpoints.safetensors import INDEX, ONE_FILE, Directory, Index
@@ -44,8 +44,7 @@ from jax_ep.moe.params import MoEParams
 # Returns the sharding of a weight from its published name and its shape.
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 
-# So many arrays are read at a time, and experts of so many bytes are held at a time to be written.
-_READERS, _WRITTEN_AT_ONCE = 4, 2**26
+_READERS = 4  # the number of arrays that are read at a time
 
 
 class PublishedModel(NamedTuple):
@@ -134,17 +133,13 @@ def load_model(
     total = sum(array.num_bytes() for array in arrays)
     counter = Counter(total, progress or print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
-        weights = {name: pool.submit(array.load, counter) for name, array in others.items()}
-        params = {
-            n: {name: pool.submit(array.load, counter) for name, array in b.arrays.items()}
-            for n, b in blocks.items()
-        }
+        # Yields what is loaded in the order of `arrays`: the weights, then block after block.
+        loaded = pool.map(lambda array: array.load(counter), arrays)
+        weights = dict(zip(others, loaded, strict=False))
         moe = {
-            n: MoEParams.of(**{name: future.result() for name, future in of_block.items()})
-            for n, of_block in params.items()
+            n: MoEParams.of(**dict(zip(b.arrays, loaded, strict=False))) for n, b in blocks.items()
         }
-        loaded = {name: future.result() for name, future in weights.items()}
-    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, loaded)
+    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
 
 
 def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
@@ -266,75 +261,54 @@ class _Stored:
 
     arrays: dict[str, Any]  # by name, each perhaps a `QuantizedArray`
     dtype: np.dtype  # of the stored tensors
-    block: Block | None = None  # with `tensor`, unless it is a weight outside of blocks
-    tensor: Tensor | None = None
+    names: list[str]  # of the stored tensors: of one, or of one for each expert
+    shape: tuple[int, ...]  # of each of them
+    of_block: tuple[Block, Tensor] | None = None  # None: a weight outside of blocks
 
     def entries(self) -> list[_Entry]:
-        """Lists the tensors in which the arrays are stored: one, or one for each expert."""
         writers, _ = self._writers()
-        if self.block is None or self.tensor is None:
-            ((name, array),) = self.arrays.items()
-            return [_Entry(name, self.dtype, array.shape, writers[0])]
-        names = self.block.names_of(self.tensor)
-        shape = self.block.stored_shape(self.tensor)
-        return [
-            _Entry(name, self.dtype, shape, writers[i if len(names) > 1 else 0])
-            for i, name in enumerate(names)
-        ]
+        pairs = zip(self.names, writers, strict=True)
+        return [_Entry(name, self.dtype, self.shape, writer) for name, writer in pairs]
 
     def write(self, into: Directory, counter: Counter) -> None:
         """Writes what this process owns; gathers what no process has whole, so all must call it."""
         writers, gathered = self._writers()
         arrays = jax.tree.map(_gather, self.arrays, gathered)
-        this_process = jax.process_index()
-        if self.block is None or self.tensor is None:
-            if writers[0] == this_process:
-                ((name, array),) = arrays.items()
-                values = np.asarray(_on_host(array, rows=None), self.dtype)
-                into.write(name, (slice(None),) * values.ndim, values)
-                counter(values.nbytes)
-            return
-        block = dataclasses.replace(self.block, directory=into)
-        if not block.is_by_expert(self.tensor):
-            if writers[0] == this_process:
-                self._write(block, arrays, experts=None, counter=counter)
-            return
-        num_experts = block.sizes["E"]
-        # A tensor that has all experts has one writer, which writes them all.
-        writers = writers if self._is_split else writers * num_experts
-        expert_bytes = sum(x.nbytes for x in jax.tree.leaves(arrays)) // num_experts
-        most = max(1, _WRITTEN_AT_ONCE // max(1, expert_bytes))
-        for first, last in _runs(writers, this_process, most):
-            self._write(block, arrays, range(first, last), counter)
 
-    def _write(
-        self, block: Block, arrays: dict[str, Any], experts: range | None, counter: Counter
-    ) -> None:
-        """Writes `experts` of the arrays, or with None all, to the tensor in `block`."""
-        assert self.tensor is not None
-        parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
-        block.write_tensor(self.tensor, parts, experts)
-        counter(sum(part.nbytes for part in parts.values()))
+        def write_part(experts: range | None) -> None:
+            parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
+            if self.of_block is None:
+                into.write(self.names[0], (), parts[self.names[0]])
+            else:
+                block, tensor = self.of_block
+                dataclasses.replace(block, directory=into).write_tensor(tensor, parts, experts)
+            counter(sum(part.nbytes for part in parts.values()))
+
+        if self.of_block is None or not self.of_block[0].is_by_expert(self.of_block[1]):
+            if writers[0] == jax.process_index():
+                write_part(None)
+            return
+        num_experts = self.of_block[0].sizes["E"]
+        # A tensor that has all experts has one writer, which writes them all.
+        writers = writers if len(writers) == num_experts else writers * num_experts
+        own = [e for e, writer in enumerate(writers) if writer == jax.process_index()]
+        for_each(lambda expert: write_part(range(expert, expert + 1)), own)
 
     def _as_numbers(self, part: Any) -> np.ndarray:
         if isinstance(part, QuantizedArray):
             part = np.asarray(part.dequantize(np.float32))
         return part.astype(self.dtype, copy=False)
 
-    @property
-    def _is_split(self) -> bool:
-        """Whether experts are stored one by one, so that several processes may write them."""
-        return self.tensor is not None and "{e}" in self.tensor.name
-
     def _writers(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the process that writes each tensor, and the shardings to gather arrays to."""
+        by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
         for kept in (None, 1, 0):
             if kept is not None:
                 shardings = jax.tree.map(lambda s, kept=kept: _gathered(s, kept), shardings)
             leaves = zip(jax.tree.leaves(self.arrays), jax.tree.leaves(shardings), strict=True)
-            first, *others = [_first_holders(s, a.shape, self._is_split) for a, s in leaves]
+            first, *others = [_first_holders(s, a.shape, by_row) for a, s in leaves]
             if None not in first and all(other == first for other in others):
                 return [writer for writer in first if writer is not None], shardings
         raise AssertionError("a replicated array is whole in each process")
@@ -354,15 +328,19 @@ def _stored_arrays(
         return np.dtype(array.dtype if dtype is None or not is_float or name == "bias" else dtype)
 
     for name, weight in weights.items():
-        yield _Stored({name: weight}, dtype_of(weight))
+        yield _Stored({name: weight}, dtype_of(weight), [name], weight.shape)
     for layer, params in moe.items():
         block = new_block(config, layer, path)
         given = {name: value for name, value in params._asdict().items() if value is not None}
         block.check_shapes(given, f"moe[{layer}]")
         for tensor in block.tensors:
-            first = tensor.params[0]
-            arrays = {name: given[name] for name in tensor.params}
-            yield _Stored(arrays, dtype_of(given[first], first), block, tensor)
+            yield _Stored(
+                arrays={name: given[name] for name in tensor.params},
+                dtype=dtype_of(given[tensor.params[0]], tensor.params[0]),
+                names=block.names_of(tensor),
+                shape=block.stored_shape(tensor),
+                of_block=(block, tensor),
+            )
 
 
 def _in_files(entries: list[_Entry], max_bytes: int) -> dict[str, list[_Entry]]:
@@ -436,18 +414,6 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
         for row in np.flatnonzero(covered == math.prod(shape[1:])):
             writers[row] = process
     return writers
-
-
-def _runs(writers: list[int], process: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges (first, end) of indices at which `writers` is `process`, of at most `most`."""
-    first = 0
-    while first < len(writers):
-        end = first
-        while end < len(writers) and writers[end] == process and end - first < most:
-            end += 1
-        if end > first:
-            yield first, end
-        first = max(end, first + 1)
 
 
 def _on_host(array: Any, rows: range | None) -> Any:

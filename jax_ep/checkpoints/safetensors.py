@@ -76,7 +76,7 @@ class Entry:
 class Directory:
     """Reads and writes the tensors in a directory of safetensors files, by name; thread-safe.
 
-    `files` maps tensors to names of files; `bytes_read` counts the bytes of tensors read so far.
+    `files` maps tensors to names of files.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class Directory:
     ):
         """Lists the tensors of a directory, from its index or its single safetensors file."""
         self.path = Path(path)
-        self.bytes_read = 0
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
@@ -123,10 +122,7 @@ class Directory:
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads a slice of the tensor `name` from its file; returns a copy in C order."""
         with self._slice(name, index) as view:
-            out = view.copy(order="C")
-        with self._lock:
-            self.bytes_read += out.nbytes
-        return out
+            return view.copy(order="C")
 
     def write(self, name: str, index: Index, values: np.ndarray) -> None:
         """Writes `values`, of the tensor's dtype, to a slice of the tensor `name` in its file."""

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     path, summary = COMMANDS[name]
     command = importlib.import_module(f"jax_ep.{path}")
-    flags = Flags(name, f"{summary[0].upper()}{summary[1:]}.")
+    flags = Flags(f"python -m jax_ep {name}", f"{summary[0].upper()}{summary[1:]}.")
     command.add_flags(flags)
     try:
         return command.run(flags.parse_args(words[len(leading) :]))

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +53,9 @@ from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes
+
+# A hint in errors.
+_ANY_DTYPE = "(the collectives of jax.lax take any)"
 
 
 def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -167,7 +169,7 @@ def all_reduce_rms_norm(
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     for name, array in (("x", x), ("residual", residual), ("scale", scale)):
-        _check_floating(name, array)
+        checks.check_array(name, array, None, jnp.floating, _ANY_DTYPE)
     if x.ndim < 1 or residual.shape != x.shape or scale.shape != x.shape[-1:]:
         raise ValueError(
             "x and residual must have one shape [..., H], and scale the shape [H], but x has shape "
@@ -229,7 +231,7 @@ def _linear(
     """Checks the arguments of collective `op`; computes it by `by_xla` or by its primitive."""
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
-    _check_floating("x", x)
+    checks.check_array("x", x, None, jnp.floating, _ANY_DTYPE)
     if op != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % num_ranks:
@@ -253,16 +255,6 @@ def _linear(
         algorithm=algorithm,
     )
     return out
-
-
-def _check_floating(name: str, array: Any) -> None:
-    checks.check_array(
-        name,
-        array,
-        ndim=None,
-        kind=jnp.floating,
-        shape="(the collectives of jax.lax take any)",  # a hint in errors; no shape is wrong
-    )
 
 
 def _runs_on_xla(

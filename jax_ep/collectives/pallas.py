@@ -192,7 +192,7 @@ class PallasCollectives:
         if _is_low_latency(algorithm):
             varying = match_varying((mesh_index(), rows, residuals, scales[0]), self.axis_name)
             results = all_reduce_rms_norm_kernel.low_latency_all_reduce_rms_norm(
-                *varying, channels=self._channels(x), **options
+                *varying, channels=channels_of(of_axis(self.axis_name, x)), **options
             )
         else:
             results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
@@ -205,9 +205,6 @@ class PallasCollectives:
     def _num_ranks(self) -> int:
         return lax.axis_size(self.axis_name)
 
-    def _channels(self, like: jax.Array) -> low_latency.Channels:
-        return channels_of(of_axis(self.axis_name, like))
-
     def _run(
         self, signal_kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
@@ -217,7 +214,8 @@ class PallasCollectives:
             return signal_kernel(x, fabric=of_axis(self.axis_name, x), plan=plan)
         here, x = match_varying((mesh_index(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
-        return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
+        channels = channels_of(of_axis(self.axis_name, x))
+        return low_latency_kernel(here, x, channels=channels, plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns x as unsigned integers for kernels with signals, which thus move any dtype."""

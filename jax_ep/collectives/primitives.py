@@ -8,7 +8,6 @@ ep_all_reduce_rms_norm are linear and have transposes. Each lowers to the algori
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,11 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
     """Defines the primitive of `op`, which `method` looks up in an `XlaCollectives` or the like."""
 
     def compute(
-        algorithm: str, axis_name: tuple[str, ...], *operands: jax.Array, **params: Any
+        *operands: jax.Array,
+        axis_name: tuple[str, ...],
+        algorithm: str,
+        num_ranks: int,
+        **params: Any,
     ) -> list[jax.Array]:
         collectives: Any = XlaCollectives(axis_name)
         if algorithm != "xla":
@@ -52,19 +55,12 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
             x = program.operand_types[:1]
             problem = dataclasses.replace(problem, op="all_reduce", operands=x)
             chosen = table.select(None, problem)
-        run = functools.partial(compute, chosen, axis_name)
-        return program.lower(run, *operands, **params)
+        params |= {"axis_name": axis_name, "algorithm": chosen, "num_ranks": num_ranks}
+        return program.lower(compute, *operands, **params)
 
-    def inline(
-        x: jax.Array,
-        *operands: jax.Array,
-        axis_name: tuple[str, ...],
-        algorithm: Algorithm,
-        num_ranks: int,
-        **params: Any,
-    ) -> list[jax.Array]:
-        # Runs where JAX cannot define primitives, without which no kernel runs.
-        return compute("xla", axis_name, x, *operands, **params)
+    # Where JAX cannot define primitives, no kernel runs.
+    def inline(*operands: jax.Array, algorithm: Algorithm, **params: Any) -> list[jax.Array]:
+        return compute(*operands, algorithm="xla", **params)
 
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 

@@ -44,11 +44,7 @@ class QuantizedArray:
     dtype: Any = jnp.dtype(jnp.bfloat16)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, Format):
-            raise TypeError(
-                "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
-                f"{checks.described(self.format)}."
-            )
+        _check_is_format(self.format)
         object.__setattr__(self, "dtype", checks.as_floating("dtype", self.dtype))
         for name in ("values", "scales"):
             array = getattr(self, name)
@@ -91,8 +87,8 @@ class QuantizedArray:
             raise IndexError(f"index has {len(index)} axes, but the shape is {self.shape}.")
         is_of_rows = self.format.block[0] == 1 and not isinstance(self.format, Transposed)
         num_axes = self.ndim - (1 if is_of_rows else 2)
-        within = [part for part in index[num_axes:] if not _is_whole(part)]
-        if within or any(part is None for part in index):
+        are_whole = (isinstance(part, slice) and part == slice(None) for part in index[num_axes:])
+        if not all(are_whole) or any(part is None for part in index):
             raise TypeError(
                 f"index must select along the first {max(num_axes, 0)} axes of a QuantizedArray of "
                 f"shape {self.shape}, whose other axes are stored in blocks of {self.format.block} "
@@ -134,8 +130,12 @@ class QuantizedArray:
         return self.format.decode((self.values, self.scales), dtype)
 
 
-def _is_whole(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
+def _check_is_format(format: Any) -> None:
+    if not isinstance(format, Format):
+        raise TypeError(
+            "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
+            f"{checks.described(format)}."
+        )
 
 
 def _flatten(array: QuantizedArray) -> tuple[tuple[Any, Any], tuple[Format, Any]]:
@@ -194,11 +194,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
       ValueError: the format's blocks do not divide the shape of x.
       TypeError: x is not a floating array, or `format` is not a `jax_ep.Format`.
     """
-    if not isinstance(format, Format):
-        raise TypeError(
-            "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
-            f"{checks.described(format)}."
-        )
+    _check_is_format(format)
     checks.check_array("x", x, None, jnp.floating, "[..., R, C]")
     if isinstance(x, jax.Array):
         x = not_folded(lax.stop_gradient(x))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -278,11 +277,6 @@ class Decoder:
     remat: str = "none"  # the rematerialization policy of each layer, a key of `REMAT`
     loss_chunk: int = 1024  # the tokens whose logits a device holds at a time
 
-    @property
-    def compute_dtype(self) -> np.dtype:
-        on_gpu = jax.default_backend() == "gpu"
-        return jnp.dtype(self.dtype or (jnp.bfloat16 if on_gpu else jnp.float32))
-
     def init(self, key: jax.Array) -> Params:
         config, dtype = self.config, self.param_dtype
         # After the first key, two for each layer: for its weights, and for its MoE block.
@@ -347,8 +341,9 @@ class Decoder:
 
     def _on_mesh(self) -> DecoderConfig:
         """Returns the configuration for the ambient mesh, with the dtype of activations."""
-        mesh = jax.sharding.get_abstract_mesh()
-        return on_mesh(self.config, mesh).replace(dtype=self.compute_dtype)
+        default = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        dtype = jnp.dtype(self.dtype or default)
+        return on_mesh(self.config, jax.sharding.get_abstract_mesh()).replace(dtype=dtype)
 
     def _hidden_states(
         self,

@@ -1,4 +1,4 @@
-"""Parses a program's flags, and runs it in one process or in several that share a mesh.
+"""Runs a program in one process or in several that share a mesh.
 
 If one process fails, the others end too, instead of waiting for its data.
 """
@@ -13,38 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import jax
-
-
-class Flags(argparse.ArgumentParser):
-    """The flags of a program. A wrong one ends the program with one line that names it."""
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description.partition("\n")[0], allow_abbrev=False)
-        self.names: list[str] = []
-
-    def add(self, name: str, kind: Any, default: Any, help: str, **how: Any) -> None:
-        """Adds the flag --`name`. `kind` is a list of its values, or makes a value of a string."""
-        self.names.append(name)
-        help += "" if default is None else " Default: %(default)s."
-        how |= {"choices": kind} if isinstance(kind, list) else {"type": kind}
-        self.add_argument(f"--{name}", default=default, help=help, **how)
-
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(message.removeprefix("argument "))
-
-
-def at_least(least: float, kind: Any = int) -> Callable[[str], Any]:
-    """Returns the `kind` of a flag whose values are numbers from `least` to 2**31."""
-
-    def number(text: str) -> Any:
-        if not least <= kind(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, but is {text}")
-        return kind(text)
-
-    return number
 
 
 def folder(text: str) -> str:

@@ -18,7 +18,7 @@ from jax_ep.checkpoints import load_model, save_model
 from jax_ep.checkpoints.api import Progress, Quantized
 from jax_ep.checkpoints.config import read_config
 from jax_ep.formats import Format, Transposed, quantize
-from jax_ep.models.axes import TENSOR_AXIS, fsdp_axes, on_mesh, spec_of_moe, spec_of_weight
+from jax_ep.models.axes import on_mesh, spec_of_moe, spec_of_weight
 from jax_ep.models.config import PUBLISHED, SIZES, DecoderConfig
 from jax_ep.models.decoder import Params, init_moe, init_weights, layer_shapes, shared_shapes
 from jax_ep.models.generation import Model
@@ -60,24 +60,20 @@ def load_params(
     mesh: Mesh,
     param_dtype: Any,
     shardings: Any = None,
-    progress: Progress | None = None,
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
     They are split as `jax_ep.models.decoder.specs` says, and then, if given, as `shardings` do.
     """
-    axes: dict[str, Any] = {
-        "tensor_axis": TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None,
-        "fsdp_axes": fsdp_axes(config.num_experts, mesh),
-    }
+    of_moe = on_mesh(config, mesh).moe
     loaded = load_model(
         directory,
         layers=range(config.num_layers),
         mesh=mesh,
         param_dtype=param_dtype,
         sharding=lambda name, shape: NamedSharding(mesh, spec_of_weight(name, shape, mesh)),
-        progress=progress,
-        **axes,
+        tensor_axis=of_moe.tensor_axis,
+        fsdp_axes=of_moe.fsdp_axes,
     )
     params = _checked(Params(loaded.weights, list(loaded.moe.values())), config, directory)
     return params if shardings is None else jax.device_put(params, shardings)
@@ -146,12 +142,7 @@ def load_decoder(
 
 
 def random_decoder(
-    config: DecoderConfig,
-    mesh: Mesh,
-    param_dtype: Any,
-    *,
-    seed: int = 0,
-    quantized: Format | None = None,
+    config: DecoderConfig, mesh: Mesh, param_dtype: Any, *, quantized: Format | None = None
 ) -> tuple[DecoderConfig, Model]:
     """Makes a model with random weights, split and quantized as `load_decoder` does."""
     config = on_mesh(_with_slots(config, mesh), mesh)
@@ -175,7 +166,7 @@ def random_decoder(
         return params._replace(**arrays)
 
     layer = draw(lambda key: init_weights(key, layer_shapes(config), param_dtype))
-    key, *keys = jax.random.split(jax.random.key(seed), 2 * config.num_layers + 1)
+    key, *keys = jax.random.split(jax.random.key(0), 2 * config.num_layers + 1)
     weights = draw(lambda key: init_weights(key, shared_shapes(config), param_dtype))(key)
     for i in range(config.num_layers):
         weights |= {f"model.layers.{i}.{name}": w for name, w in layer(keys[2 * i]).items()}

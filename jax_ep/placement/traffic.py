@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +12,28 @@ from jax_ep.placement.choice import slots_on_rank
 from jax_ep.placement.table import Array, Placement
 
 
-class Traffic(NamedTuple):
-    """The rows of one training step's tokens under a placement, by layer, for N ranks."""
-
-    rows: Array  # [layers, N]: that each rank's experts compute, one for each choice
-    wire_rows: Array  # [layers, N]: that each rank receives from others, one for each token
-    # [layers - 1]: the share of pairs (a token's choice in a layer, its choice in the next layer)
-    # whose experts are on different ranks.
-    rank_changes: Array
-
-
 def means(steps: Array, placement: Placement) -> dict[str, float]:
     """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
 
     "balance" is the rows of the busiest rank over the mean of ranks, "wire_rows" are those per
-    token, "rank_changes" is as in `Traffic`.
+    token, and "rank_changes" is as in `traffic`.
     """
     tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
-    counted = [traffic(step, placement) for step in steps]
-    rows = np.stack([each.rows for each in counted])
-    changes = np.stack([each.rank_changes for each in counted])
+    counted = zip(*(traffic(step, placement) for step in steps), strict=True)
+    rows, wire_rows, changes = map(np.stack, counted)
     busiest = rows.max(axis=2) / np.maximum(rows.mean(axis=2), 1e-30)
-    wire_rows = np.mean([each.wire_rows.sum(axis=1) for each in counted]) / tokens
-    shares = {"balance": busiest.mean(), "wire_rows": wire_rows}
+    shares = {"balance": busiest.mean(), "wire_rows": wire_rows.sum(axis=2).mean() / tokens}
     shares["rank_changes"] = changes.mean() if changes.size else 0.0
     return {name: float(share) for name, share in shares.items()}
 
 
-def traffic(topk_idx: Array, placement: Placement) -> Traffic:
+def traffic(topk_idx: Array, placement: Placement) -> tuple[Array, Array, Array]:
     """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
 
-    Each rank has tokens // N tokens; those past N times that are left out.
+    Each rank has tokens // N tokens; those past N times that are left out. Returns the rows that
+    each rank's experts compute, one for each choice, [layers, N]; the rows that each rank receives
+    from others, one for each token, [layers, N]; and the share of pairs (a token's choice in a
+    layer, its choice in the next layer) whose experts are on different ranks, [layers - 1].
     """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
@@ -65,8 +55,7 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
     is_pair = (rank_before >= 0) & (rank_after >= 0)
     changes = ((rank_before != rank_after) & is_pair).sum(axis=(1, 2, 3, 4))
     num_pairs = is_pair.sum(axis=(1, 2, 3, 4))
-    rows, wire_rows = here.sum(axis=(1, 2, 3)), sent.sum(axis=1)
-    return Traffic(rows, wire_rows, changes / np.maximum(num_pairs, 1))
+    return here.sum(axis=(1, 2, 3)), sent.sum(axis=1), changes / np.maximum(num_pairs, 1)
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -134,58 +134,6 @@ def one_device_unavailable_reason(program: jax_compat.Program) -> str | None:
     )
 
 
-def program_unavailable_reason(
-    program: jax_compat.Program, axis_name: tuple[str, ...], ranks_per_host: int | None = None
-) -> str | None:
-    """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
-
-    `ranks_per_host` is as in `fabric.of_axis`; the answer is then the same on all hosts.
-    """
-    if "cuda" not in program.platforms:
-        return "it needs NVIDIA GPUs, and this program is compiled for another platform"
-    if reason := jax_unavailable_reason():
-        return reason
-    if len(program.platforms) > 1:
-        # A program for several platforms has a branch for each. XLA forbids collectives in them.
-        platforms = ", ".join(program.platforms)
-        return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
-    if program.for_export:
-        return "its program holds addresses of this machine, so it cannot be exported"
-    if not program.is_of_one_device:
-        return (
-            "it needs shard_map over all axes of the mesh, and this program is partitioned by XLA"
-        )
-    if reason := mosaic_unavailable_reason():
-        return reason
-    mesh = program.mesh
-    if mesh is not None:
-        sizes = [mesh.shape[name] for name in axis_name]
-        if environment.parts_of_axes(sizes, ranks_per_host) is None:
-            return (
-                f"it needs the ranks of each host to be a block of the mesh, and {ranks_per_host} "
-                f"consecutive ranks along axes of sizes {sizes} do not form one"
-            )
-    default = jax.default_backend()
-    if default != "gpu" and jax_compat.gpus():
-        return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
-    if default != "gpu" or (mesh is not None and mesh.size > jax.device_count()):
-        # The program is lowered for another machine, which is assumed to be able to run kernels.
-        return None
-    if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
-        return reason
-    devices = program.mesh_devices
-    if devices is None and mesh is None:
-        return "it needs to know which GPU it runs on, and this JAX does not say"
-    if devices is None:
-        return (
-            "it needs to know the order of the GPUs, and shard_map was given an abstract mesh; use "
-            "jax.set_mesh or a mesh of devices"
-        )
-    names = () if mesh is None else mesh.axis_names
-    groups = environment.ranks_along(devices, names, axis_name)
-    return _memory_unavailable_reason(groups, ranks_per_host)
-
-
 def _memory_unavailable_reason(
     groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
 ) -> str | None:
@@ -251,7 +199,49 @@ class Lowered:
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        return program_unavailable_reason(self.program, axis_name, ranks_per_host)
+        # `ranks_per_host` is as in `fabric.of_axis`; the answer is then the same on all hosts.
+        program = self.program
+        if "cuda" not in program.platforms:
+            return "it needs NVIDIA GPUs, and this program is compiled for another platform"
+        if reason := jax_unavailable_reason():
+            return reason
+        if len(program.platforms) > 1:
+            # Such a program has a branch for each platform. XLA forbids collectives in branches.
+            platforms = ", ".join(program.platforms)
+            return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
+        if program.for_export:
+            return "its program holds addresses of this machine, so it cannot be exported"
+        if not program.is_of_one_device:
+            return "it needs shard_map over all axes of the mesh, and XLA partitions this program"
+        if reason := mosaic_unavailable_reason():
+            return reason
+        mesh = program.mesh
+        if mesh is not None:
+            sizes = [mesh.shape[name] for name in axis_name]
+            if environment.parts_of_axes(sizes, ranks_per_host) is None:
+                return (
+                    "it needs the ranks of each host to be a block of the mesh, and "
+                    f"{ranks_per_host} consecutive ranks on axes of sizes {sizes} do not form one"
+                )
+        default = jax.default_backend()
+        if default != "gpu" and jax_compat.gpus():
+            return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
+        if default != "gpu" or (mesh is not None and mesh.size > jax.device_count()):
+            # The program is lowered for another machine, which is assumed to run kernels.
+            return None
+        if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
+            return reason
+        devices = program.mesh_devices
+        if devices is None and mesh is None:
+            return "it needs to know which GPU it runs on, and this JAX does not say"
+        if devices is None:
+            return (
+                "it needs to know the order of the GPUs, and shard_map was given an abstract mesh; "
+                "use jax.set_mesh or a mesh of devices"
+            )
+        names = () if mesh is None else mesh.axis_names
+        groups = environment.ranks_along(devices, names, axis_name)
+        return _memory_unavailable_reason(groups, ranks_per_host)
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         if not axis_name:

@@ -289,7 +289,6 @@ def define_primitive(
     The params of the primitive must be hashable.
 
     Args:
-      name: the primitive's name, as a jaxpr shows it.
       abstract_eval: maps (operand types, params) to the type or types of the results.
       lower: maps (`Program`, IR values of the operands, params) to the results' IR values.
       inline: maps (operands, params) to the results; the function that the stand-in calls.
@@ -297,7 +296,6 @@ def define_primitive(
         batch axes.
       transpose: the transpose of a linear primitive; maps (cotangents, operand types, params) to
         the operands' cotangents.
-      multiple_results: whether `bind` returns a list of results.
       platforms: the platforms that get a lowering of their own; None in it means every other one.
         A program for several platforms branches over them, and no branch may have a collective.
       unused: the rule by which JAX drops unused results. It maps a list that says for each result

@@ -55,8 +55,6 @@ class Domain:
     """The GPUs of this host that share memory; all processes of the host number them equally."""
 
     base: int  # the address of GPU 0's heap; `memory_map.BASE` with several processes
-    stride: int  # bytes from the start of one GPU's heap to the next
-    heap_bytes: int  # of each GPU, header included
     gpus: tuple[Gpu, ...]  # by number
     # (one, other, reason): GPU `one` cannot address GPU `other`, by number
     no_access: tuple[tuple[int, int, str], ...] = ()
@@ -116,8 +114,8 @@ def describe() -> list[str]:
     if isinstance(found, str):
         return [f"none: {found}"]
     lines = [
-        f"{found.heap_bytes} bytes on each of {found.num_gpus} GPUs from {found.base:#x} on, "
-        f"{found.stride:#x} apart"
+        f"{memory_map.heap_bytes(found.num_gpus)} bytes on each of {found.num_gpus} GPUs from "
+        f"{found.base:#x} on, {memory_map.STRIDE:#x} apart"
     ]
     for gpu in found.gpus:
         pool = f"pool of {gpu.pool_bytes} bytes at {gpu.pool_start:#x}"
@@ -294,7 +292,6 @@ class _Sharing:
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
         }
         self._base = memory_map.BASE
-        self._heap_bytes = memory_map.heap_bytes(len(self.places))
         # (a GPU of this process, another GPU): why the first cannot access the second's memory.
         self._no_access: dict[tuple[int, int], str] = {}
         # By number: how far a peer's pool is mapped from where its own process has it.
@@ -356,8 +353,6 @@ class _Sharing:
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
         return Domain(
             base=self._base,
-            stride=memory_map.STRIDE,
-            heap_bytes=self._heap_bytes,
             gpus=tuple(
                 Gpu(
                     number=g,
@@ -388,7 +383,8 @@ class _Sharing:
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
         """Allocates, maps and fills the heap of GPU g; returns its size in bytes."""
         # Other processes map the heap by the file descriptor that is appended.
-        handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
+        num_bytes = memory_map.heap_bytes(len(self.places))
+        handle, length = cuda_driver.create(ordinal, num_bytes, exportable=not self._alone)
         try:
             self._map(g, self._heap(g), length, handle)
             if not self._alone:

@@ -36,7 +36,6 @@ def test_what_was_read_leaves_the_process(tmp_path):
     before = mapped_kib()
     for row in range(64):
         directory.read("x", (slice(row, row + 1), WHOLE))
-    assert directory.bytes_read == x.nbytes
     assert mapped_kib() - before < x.nbytes / 1024 / 8
 
 

@@ -70,6 +70,12 @@ def mxfp8_inverse(rng, rows, columns):
     return {"weight": tensors["weight"], "weight_scale_inv": tensors["weight_scale"]}, numbers
 
 
+def int8(rng, rows, columns):
+    values = rng.integers(-128, 128, size=(rows, columns)).astype(np.int8)
+    scales = rng.uniform(1e-3, 4e-3, size=(rows, 1)).astype(jnp.bfloat16)
+    return {"weight": values, "weight_scale": scales}, values * scales.astype(np.float64)
+
+
 def int4(rng, rows, columns):
     integers = rng.integers(-8, 8, size=(rows, columns))
     places = 16 ** np.arange(8, dtype=np.int64)
@@ -108,6 +114,7 @@ CASES = {
     "float8 per tensor": ("compressed-tensors", per_tensor),
     "MXFP8": ("compressed-tensors", mxfp8),
     "MXFP8, scale_inv": ("mxfp8", mxfp8_inverse),
+    "int8 per channel": ("compressed-tensors", int8),
     "int4": ("compressed-tensors", int4),
     "NVFP4": ("compressed-tensors", nvfp4),
     "NVFP4 of ModelOpt": ("modelopt", nvfp4_of_modelopt),
@@ -219,6 +226,34 @@ def test_numbers_of_an_unknown_meaning_are_refused(tmp_path):
         folder = publish(tmp_path, config, tensors | {module + name: array})
         with pytest.raises(ValueError, match=message):
             checkpoints.load_moe_params(folder, 1)
+
+
+@pytest.mark.parametrize(
+    "values, scales, more, message",
+    [
+        # Integers of 2 bits (BitNet) or 4 (AWQ of ModelOpt), which are no float4.
+        (np.uint8, np.float32, {}, "but is uint8 with w.weight_scale of float32"),
+        (np.int8, FLOAT8, {}, "but is int8 with w.weight_scale of float8_e4m3fn"),
+        (np.int8, np.float32, {"zero_point": np.ones((4, 1), np.int8)}, "zero_point in .* is int8"),
+        # Integers of 8 bits in an int32 are a quarter of the columns.
+        (
+            np.int32,
+            np.float32,
+            {"shape": np.array([4, 32], np.int32)},
+            r"\(4, 64\) .* is \(4, 32\)",
+        ),
+    ],
+    ids=["uint8", "NVFP4 in int8", "zero point", "8 bits in int32"],
+)
+def test_values_outside_of_blocks_that_no_format_defines_are_refused(
+    tmp_path, values, scales, more, message
+):
+    config, tensors, _ = model("int4")
+    attention = {"w.weight": np.ones((4, 8), values), "w.weight_scale": np.ones((4, 1), scales)}
+    attention |= {f"w.weight_{name}": np.asarray(array) for name, array in more.items()}
+    publish(tmp_path, config, tensors | attention)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load_model(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (3,), ()])

@@ -15,9 +15,9 @@ def test_a_step_worked_out_by_hand():
         [[0, 1], [2, 3], [0, 2], [3, -1], [0, 0]],
         [[0, 2], [2, 3], [1, 0], [0, 1], [0, 0]],
     ])  # fmt: skip
-    counted = traffic(step, placement)
-    np.testing.assert_array_equal(counted.rows, [[3, 4], [5, 3]])
+    rows, wire_rows, rank_changes = traffic(step, placement)
+    np.testing.assert_array_equal(rows, [[3, 4], [5, 3]])
     # In layer 0, token 1 sends one row to rank 1 for both choices, and token 2 one to rank 0.
-    np.testing.assert_array_equal(counted.wire_rows, [[1, 1], [2, 2]])
+    np.testing.assert_array_equal(wire_rows, [[1, 1], [2, 2]])
     # The tokens have 4, 4, 4 and 2 pairs of choices in the two layers; 2, 0, 2 and 2 change rank.
-    np.testing.assert_allclose(counted.rank_changes, [6 / 14])
+    np.testing.assert_allclose(rank_changes, [6 / 14])

@@ -28,9 +28,9 @@ S = jax.ShapeDtypeStruct
 def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
     """GPUs must be refused if they are not the default backend, as with JAX_PLATFORMS=cpu,cuda."""
     program = program_for_cuda()
-    assert availability.program_unavailable_reason(program, ()) is None
+    assert availability.Lowered(program).unavailable_reason(()) is None
     monkeypatch.setattr(jax_compat, "gpus", lambda: ["a GPU"])
-    reason = availability.program_unavailable_reason(program, ())
+    reason = availability.Lowered(program).unavailable_reason(())
     assert reason == "it needs GPUs as JAX's default backend, which is cpu (see JAX_PLATFORMS)"
 
 
@@ -46,7 +46,7 @@ def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
     ids=str,
 )
 def test_programs_without_kernels(facts, reason):
-    assert reason in availability.program_unavailable_reason(program_for_cuda(**facts), ("expert",))
+    assert reason in availability.Lowered(program_for_cuda(**facts)).unavailable_reason(("expert",))
 
 
 @needs_kernels

@@ -205,7 +205,7 @@ def program(**module_context: Any) -> jax_compat.Program:
 def test_a_program_that_says_nothing_has_no_kernels():
     silent = program()
     assert silent.platforms == () and silent.mesh is None and silent.for_export
-    reason = availability.program_unavailable_reason(silent, ("expert",))
+    reason = availability.Lowered(silent).unavailable_reason(("expert",))
     assert reason is not None
 
 
@@ -215,10 +215,10 @@ def test_old_versions_of_jax_have_no_kernels(monkeypatch):
     for reason in (
         availability.jax_unavailable_reason(),
         availability.tracing_unavailable_reason(),
-        availability.program_unavailable_reason(program(platforms=("cuda",)), ("expert",)),
+        availability.Lowered(program(platforms=("cuda",))).unavailable_reason(("expert",)),
     ):
         assert reason == "it needs JAX 0.11 or newer, and this is JAX 0.10.2"
-    for_cpu = availability.program_unavailable_reason(program(platforms=("cpu",)), ("expert",))
+    for_cpu = availability.Lowered(program(platforms=("cpu",))).unavailable_reason(("expert",))
     # A newer JAX would not help on a CPU, so the reason is another one.
     assert for_cpu is not None and "needs NVIDIA GPUs" in for_cpu
     product = Problem((64, 64), jnp.bfloat16, "cpu")

@@ -118,7 +118,7 @@ def taken_for_gpus(monkeypatch: Any) -> None:
 
 def domain_of(num_gpus: int) -> Domain:
     gpus = tuple(Gpu(g, g, 0, f"0000:{g:02x}:00.0", 0, 0) for g in range(num_gpus))
-    return Domain(memory_map.BASE, memory_map.STRIDE, memory_map.heap_bytes(num_gpus), gpus)
+    return Domain(memory_map.BASE, gpus)
 
 
 FOUR_GPUS = domain_of(4)
@@ -210,11 +210,13 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine, taken):
     domain = symmetric_memory.domain()
     assert (domain.base == memory_map.BASE) == (not taken)
     for g in range(2):
-        heap = domain.base + g * domain.stride
+        heap = domain.base + g * memory_map.STRIDE
         header = words(1 - g, heap, memory_map.HEADER_BYTES // 8)
         assert header[0] == memory_map.MAGIC_VALUE and not any(header[3:])
         assert tuple(header[1:3]) == memory_map.ANY_ADDRESS or taken
-        contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
+        contents = cuda_driver.read(g, heap, memory_map.heap_bytes(domain.num_gpus))[
+            memory_map.HEADER_BYTES :
+        ]
         buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
         assert contents[:buffers] == bytes(buffers)
         empty = memory_map.EMPTY.to_bytes(4, "little")
@@ -266,7 +268,7 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program = program_for_cuda(mesh=mesh, mesh_devices=devices)
-        return availability.program_unavailable_reason(program, axis_name)
+        return availability.Lowered(program).unavailable_reason(axis_name)
 
     assert reason("b") is None
     refused = "it needs GPUs that share memory, and GPU 13 cannot address the memory of GPU 11: "
@@ -302,10 +304,10 @@ def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
     program = program_for_cuda(mesh=mesh, mesh_devices=devices)
     processes.report(store, 1, "the driver gives none")
-    reason = availability.program_unavailable_reason(program, ("a",), 2)
+    reason = availability.Lowered(program).unavailable_reason(("a",), 2)
     assert reason == "it needs GPUs that share memory on every host, and the driver gives none"
     processes.report(store, 1, None)
-    assert availability.program_unavailable_reason(program, ("a",), 2) is None
+    assert availability.Lowered(program).unavailable_reason(("a",), 2) is None
 
 
 def test_a_pool_of_another_kind_serves_one_process(machine):
@@ -364,10 +366,10 @@ def test_programs_are_lowered_anew_for_other_devices(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def note(program: Any, *_: Any) -> None:
-        lowered_for.append([device.id for device in program.mesh_devices.flat])
+    def note(lowered: availability.Lowered, *_: Any) -> None:
+        lowered_for.append([device.id for device in lowered.program.mesh_devices.flat])
 
-    monkeypatch.setattr(availability, "program_unavailable_reason", note)
+    monkeypatch.setattr(availability.Lowered, "unavailable_reason", note)
     monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
 
     gather = collective("all_gather", None)

@@ -240,12 +240,12 @@ def _write_to_all(
     denied = {(one, other) for one, other, _ in domain.no_access}
     own = [(gpu.device_id % 10, gpu) for gpu in domain.gpus if gpu.process == number]
     for ordinal, gpu in own:
-        heap = domain.base + gpu.number * domain.stride
+        heap = domain.base + gpu.number * memory_map.STRIDE
         for peer in domain.gpus:
             if (gpu.number, peer.number) in denied:
                 continue
             place, word = 8 * gpu.number, struct.pack("<Q", 100 * gpu.number + peer.number)
-            there = domain.base + peer.number * domain.stride + memory_map.HEADER_BYTES
+            there = domain.base + peer.number * memory_map.STRIDE + memory_map.HEADER_BYTES
             cuda_driver.write(ordinal, there + place, word)
             (delta,) = struct.unpack(
                 "<Q", cuda_driver.read(ordinal, heap + 8 * (memory_map.DELTA + peer.number), 8)
@@ -258,7 +258,7 @@ def _write_to_all(
     received = {}
     for ordinal, gpu in own:
         places = (
-            domain.base + gpu.number * domain.stride + memory_map.HEADER_BYTES,
+            domain.base + gpu.number * memory_map.STRIDE + memory_map.HEADER_BYTES,
             arrays[gpu.device_id],
         )
         heap, array = (cuda_driver.read(ordinal, place, 8 * domain.num_gpus) for place in places)
