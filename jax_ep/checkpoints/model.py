@@ -187,15 +187,13 @@ def save_model(
         dtype: the dtype in which floating-point weights but selection biases are written. None:
             their own; quantized matrices are dequantized.
         max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
-        overwrite: whether the model may take the place of one that is in the directory: of
-            config.json and of the files in its index. Other files stay.
+        overwrite: whether the model may take the place of one that is in the directory.
         progress: as in `load_model`, of the bytes written.
 
     Raises:
-        ValueError: the directory has config.json, safetensors files or files "*.bin", perhaps of an
-            interrupted call, and `overwrite` is False; the architecture is unknown; `config` has a
-            `quantization_config`; or a parameter's name or shape is not that of the published
-            block.
+        ValueError: the directory has files of a model, and `overwrite` is False; the architecture
+            is unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
+            that of the published block.
     """
     path = Path(directory)
     if not overwrite and holds_model(path):

@@ -204,8 +204,7 @@ def receive_capacity(
     if rows > checks.MAX_INT32:
         raise ValueError(
             f"capacity_factor must give a rank at most {checks.MAX_INT32} rows, but is "
-            f"{config.capacity_factor}, with which it has {rows}, for {num_tokens} tokens on each "
-            f"of {num_ranks} ranks."
+            f"{config.capacity_factor}, with which it has {rows}."
         )
     return rows
 
