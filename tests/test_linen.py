@@ -22,7 +22,6 @@ from jax_ep.moe.params import PARAMETERS, MoEParams
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
-RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
 layer: Any = functools.partial(MoE, num_experts=E, num_experts_per_token=K, mlp_dim=F)
 LAYER = layer(num_shared_experts=S)
 
@@ -40,25 +39,6 @@ def test_init_and_eval_shape_on_an_explicit_mesh_that_does_not_divide_x():
         out, metrics = jax.eval_shape(LAYER.apply, variables, x)
     assert nn.unbox(variables)["params"]["wi_0"].shape == (E, H, F)
     assert out.shape == x.shape and metrics.expert_counts.shape == (E,)
-
-
-def test_logical_rules_shard_experts_over_the_expert_axis():
-    devices, x = mesh((2, 4), ("data", "expert")), make_x()
-    init = functools.partial(LAYER.init, x=x)
-    specs = nn.get_partition_spec(jax.eval_shape(init, jax.random.key(0)))
-    shardings = nn.logical_to_mesh_sharding(specs, devices, rules=RULES)
-    variables = jax.jit(lambda key: nn.unbox(init(key)), out_shardings=shardings)(jax.random.key(0))
-    wi_0 = variables["params"]["wi_0"]
-    assert {shard.data.shape for shard in wi_0.addressable_shards} == {(E // 4, H, F)}
-    assert variables["params"]["gate"]["kernel"].sharding.is_fully_replicated
-    want = LAYER.apply(jax.device_get(variables), x)
-    with jax.set_mesh(devices):
-        # With rules, boxed parameters add sharding constraints, which must change nothing.
-        with nn.logical_axis_rules(RULES):
-            boxed = jax.jit(init)(jax.random.key(0))
-            assert nn.unbox(boxed)["params"]["wi_0"].sharding.spec[0] == "expert"
-            again = jax.jit(LAYER.apply)(boxed, x)
-    assert_close(again, want)
 
 
 @pytest.mark.parametrize("changes", [dict(mlp_dim=7), dict(num_shared_experts=S + 1)], ids=str)
@@ -178,8 +158,3 @@ def test_a_module_may_update_the_selection_bias_in_its_forward_pass():
             missing, state = Owner().apply(owned, make_x(), rate, mutable=["router_state"])
             want = (rate or 0) * np.sign(missing)
             np.testing.assert_allclose(state["router_state"]["moe"]["gate"]["bias"], want)
-
-
-def test_a_scalar_is_no_token():
-    with pytest.raises(ValueError, match="x must be .*but is a scalar"):
-        jax.eval_shape(LAYER.init, jax.random.key(0), jnp.ones(()))

@@ -25,8 +25,6 @@ from jax_ep.nnx import MoE
 
 pytestmark = pytest.mark.usefixtures("exact_matmuls")
 
-RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
-
 
 def layer(seed: int = 0, **changes) -> Any:
     sizes: dict = dict(num_experts=E, num_experts_per_token=K)
@@ -84,6 +82,7 @@ def test_a_rule_that_names_no_axis_of_the_mesh_is_an_error():
                 layer()
 
 
+@pytest.mark.slow
 def test_a_layer_can_be_pickled_and_copied():
     module = layer(selection_bias=True, num_shared_experts=S)
     for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):

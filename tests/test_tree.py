@@ -30,7 +30,6 @@ SHARED_TESTS = (
     ("jax_ep/exchange", "interface", "pallas"),
     ("jax_ep/exchange", "permute", "rank_major"),
     ("jax_ep/exchange", "rail", "two_level"),
-    ("jax_ep/formats", "transposed", "quantized_array"),
     ("jax_ep/matmul", "backend loop pallas primitives xla", "api"),
     ("jax_ep/matmul", "gating", "unquantized"),
     ("jax_ep/models", "published", "tests/checkpoints/test_transformers.py"),

@@ -38,7 +38,7 @@ from jax_ep.checkpoints.encodings import (
     mxfp4_tensors,
     open_tensor,
 )
-from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
 from jax_ep.formats import Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
@@ -274,18 +274,21 @@ class Block:
                 into = _entry(out, slot - taken["E"].start)
             where, letters = _place(tensor, param, part, self.sizes)
             encoding = self.open(tensor, expert or 0)
-            if isinstance(into, QuantizedArray):
-                _copy_quantized(
-                    encoding,
-                    where,
-                    into,
-                    same_format=self._format(encoding, tensor, param) == into.format,
-                    same_order=letters[-2:] == axes[-2:],
-                )
-            else:
+            if not isinstance(into, QuantizedArray):
                 # A view in the order of the stored axes, which `_copy` fills.
                 into = _in_order(into, axes if expert is None else axes[1:], letters)
                 _copy(encoding, where, into)
+            else:
+                if self._format(encoding, tensor, param) == into.format:
+                    assert not isinstance(encoding, Plain | Scaled)
+                    parts = encoding.read_parts(where)
+                else:
+                    numbers = encoding.read(where).astype(np.float32)
+                    numbers = numbers.reshape(numbers.shape[-2:])
+                    is_transposed = letters[-2:] != axes[-2:]
+                    parts = into.format.encode(numbers.T if is_transposed else numbers)
+                for stored, values in zip(jax.tree.leaves(into), parts, strict=True):
+                    stored[...] = values.reshape(stored.shape)
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
         slots = range(taken["E"].start, taken["E"].stop) if self.is_by_expert(tensor) else [None]
@@ -382,7 +385,7 @@ class Block:
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    ) -> TensorTypes:
         """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
@@ -689,22 +692,6 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
         for column in range(0, into.shape[1], _COLUMNS):
             tile = slice(column, column + _COLUMNS)
             into[first:last, tile] = values[:, tile]
-
-
-def _copy_quantized(
-    encoding: Encoding, index: Index, into: QuantizedArray, same_format: bool, same_order: bool
-) -> None:
-    """Reads a slice of a stored tensor into a quantized matrix; `same_order`: not transposed."""
-    # A tensor in the format of `into` is copied; another is decoded and quantized.
-    if same_format:
-        assert not isinstance(encoding, Plain | Scaled)
-        parts = encoding.read_parts(index)
-    else:
-        numbers = encoding.read(index).astype(np.float32)
-        numbers = numbers.reshape(numbers.shape[-2:])
-        parts = into.format.encode(numbers if same_order else numbers.T)
-    for part, values in zip(jax.tree.leaves(into), parts, strict=True):
-        part[...] = values.reshape(part.shape)
 
 
 def _entry(array: Parameter, i: int) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import formats
-from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
 
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS, SCALES, PACKED = "_blocks", "_scales", "_packed"
@@ -513,14 +513,14 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
 
 def float8_tensors(
     name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
-) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor as float8."""
     format = formats.Float8.of(_FLOAT8, block, scale_dtype)
     scales = format.scale_dtype, format.scales_shape(shape)
     return {name: (format.dtype, shape), name + SCALE_SUFFIX: scales}
 
 
-def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
     format, block = formats.MXFP4, formats.MXFP4.row_block
     if shape[-1] % block:

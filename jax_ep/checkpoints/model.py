@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -128,7 +129,8 @@ def load_model(
         split = everywhere if sharding is None else sharding(base, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
-        others[base] = PlannedArray(_reader(stored), stored.shape, split, dtype)
+        read = functools.partial(_read, stored)
+        others[base] = PlannedArray(read, stored.shape, split, dtype)
     arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
     total = sum(array.num_bytes() for array in arrays)
     counter = Counter(total, progress or print_progress)
@@ -142,15 +144,13 @@ def load_model(
     return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
 
 
-def _reader(stored: Encoding) -> Callable[..., np.ndarray]:
-    """Makes the `PlannedArray.read` of a weight that is in no MoE block."""
-
-    def read(index: Index, dtype: np.dtype, counter: Counter, _format: None) -> np.ndarray:
-        values = stored.read(index).astype(dtype, copy=False)
-        counter(values.nbytes)
-        return values
-
-    return read
+def _read(
+    stored: Encoding, index: Index, dtype: np.dtype, counter: Counter, _format: None
+) -> np.ndarray:
+    """Is the `PlannedArray.read` of a weight that is in no MoE block."""
+    values = stored.read(index).astype(dtype, copy=False)
+    counter(values.nbytes)
+    return values
 
 
 def holds_model(path: Path) -> bool:

@@ -49,6 +49,8 @@ _DTYPES = {name: np.dtype(kind) for name, kind in _TYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Index = tuple[slice, ...]
+# The dtype and the shape of each tensor, by its name.
+TensorTypes = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +247,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+def create(file: Path, tensors: TensorTypes) -> None:
     """Creates a safetensors file of zeros, with the dtypes and shapes of `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -285,10 +287,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 
 @contextlib.contextmanager
 def adding(
-    directory: Directory,
-    file: str,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    removed: Iterable[str] = (),
+    directory: Directory, file: str, tensors: TensorTypes, removed: Iterable[str] = ()
 ) -> Iterator[Directory]:
     """Yields a writable `Directory` of a new file with tensors of zeros.
 
@@ -321,10 +320,7 @@ def adding(
 
 
 def _metadata(
-    directory: Directory,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    kept: Iterable[str],
+    directory: Directory, metadata: Mapping[str, Any], tensors: TensorTypes, kept: Iterable[str]
 ) -> dict[str, Any]:
     """Returns an index's "metadata" after tensors were added or replaced; others are `kept`."""
     # If a file is missing, as after a partial download, "total_size" changes by differences alone.

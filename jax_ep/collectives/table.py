@@ -19,7 +19,6 @@ The bytes are the size of x, or for all_gather the size of the result, on one ra
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 import math
 import os
@@ -32,7 +31,6 @@ import jax
 
 from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 
-FILE_NAME = "table.json"
 VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
 Choices = list[tuple[int | None, str]]
 
@@ -44,15 +42,11 @@ _CLEARLY_FASTER = 0.97
 
 def current() -> dict[str, Any]:
     """Returns the table that JAX_EP_COLLECTIVES_TABLE names, or the table in this package."""
-    return _read(os.environ.get(VARIABLE))
+    return _read(os.environ.get(VARIABLE) or str(pathlib.Path(__file__).with_name("table.json")))
 
 
 @functools.cache
-def _read(path: str | None) -> dict[str, Any]:
-    """Reads and checks the table in a file; without a path, reads the table in this package."""
-    if not path:
-        file = importlib.resources.files("jax_ep.collectives") / FILE_NAME
-        return json.loads(file.read_text(encoding="utf-8"))
+def _read(path: str) -> dict[str, Any]:
     try:
         table = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         _check(table)

@@ -42,8 +42,8 @@ has NaN or an infinity, all of its numbers become NaN.
 """
 
 from jax_ep.formats.quantized_array import QuantizedArray as QuantizedArray
+from jax_ep.formats.quantized_array import Transposed as Transposed
 from jax_ep.formats.quantized_array import quantize as quantize
-from jax_ep.formats.transposed import Transposed as Transposed
 from pallas_kernels.formats import FLOAT8_MATRICES as FLOAT8_MATRICES
 from pallas_kernels.formats import FLOAT8_ROWS as FLOAT8_ROWS
 from pallas_kernels.formats import PLAIN as PLAIN

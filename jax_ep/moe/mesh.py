@@ -367,12 +367,8 @@ def _only(part: Any, axes: frozenset[str]) -> Any:
 
 
 def _callers_batch_axes(
-    config: MoEConfig,
-    expert_axes: tuple[str, ...],
-    tensor_axes: tuple[str, ...],
-    ambient: AbstractMesh,
-    x: jax.Array,
-) -> tuple[str, ...]:
+    config: MoEConfig, expert_axes: Axes, tensor_axes: Axes, ambient: AbstractMesh, x: jax.Array
+) -> Axes:
     """Returns the axes over which the tokens x are spread in the caller's `jax.shard_map`."""
     bound = tuple(ambient.manual_axes)
     large = {axis for axis in bound if ambient.shape[axis] > 1}
@@ -402,12 +398,7 @@ def _callers_batch_axes(
     return batch_axes
 
 
-def _batch_axes(
-    config: MoEConfig,
-    expert_axes: tuple[str, ...],
-    tensor_axes: tuple[str, ...],
-    axes: tuple[str, ...],
-) -> tuple[str, ...]:
+def _batch_axes(config: MoEConfig, expert_axes: Axes, tensor_axes: Axes, axes: Axes) -> Axes:
     """Returns `config.batch_axes`, checked; by default all of `axes` that are no tensor axes."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)

@@ -87,7 +87,7 @@ def host_id() -> str:
         raise Refused(f"the id of this host cannot be read: {error}") from error
 
 
-class Meeting:
+class Meeting(contextlib.ExitStack):
     """Lets one process exchange messages with the other processes of its host.
 
     Call `introduce`, `exchange` and `agree` once each, in this order. They raise `Refused` if a
@@ -97,24 +97,16 @@ class Meeting:
     """
 
     def __init__(self, store: Store | None, process: int, timeout_s: float) -> None:
+        super().__init__()
         self._store, self._process, self._timeout_s = store, process, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._cleanup = contextlib.ExitStack()
-        self._listener = self._cleanup.enter_context(
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        )
+        self._listener = self.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # Of the other processes: the paths of their sockets, why some cannot be met, and the
         # connections by which this process sends and receives.
         self._paths: dict[int, str] = {}
         self._gone: dict[int, Refused] = {}
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
-
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
         """Publishes this process's card, which describes it; returns all `processes`' cards."""
@@ -185,7 +177,7 @@ class Meeting:
         if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
-        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.callback(shutil.rmtree, folder, ignore_errors=True)
         path = os.path.join(folder, _SOCKET)
         try:
             self._listener.bind(path)
@@ -212,9 +204,7 @@ class Meeting:
     def _connect(self, others: Sequence[int]) -> None:
         """Connects to the other processes; stores in `_gone` why some cannot be met."""
         for process in others:
-            connection = self._cleanup.enter_context(
-                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            )
+            connection = self.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connection.settimeout(self._left())
             path = self._paths[process]
             try:
@@ -260,7 +250,7 @@ class Meeting:
     def _accept_one(self, missing: Sequence[int]) -> None:
         """Accepts a connection; keeps it if it is from this user and a process in `missing`."""
         connection, _ = self._listener.accept()
-        self._cleanup.enter_context(connection)
+        self.enter_context(connection)
         connection.settimeout(self._left())
         process = -1
         if peer_uid(connection) == os.getuid():

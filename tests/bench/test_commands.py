@@ -64,16 +64,6 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
     assert "wall" in unasked and not unasked["checked"]
 
 
-def test_operands_that_do_not_fit_fail_every_row():
-    class TooLarge(Doubling):
-        def prepare(self, row):
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-
-    case = TooLarge("right", "wrong")
-    rows = case.measure(case.rows)
-    assert [row["error"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 2
-
-
 @pytest.mark.slow
 def test_decoding_is_measured_in_every_format(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -131,10 +121,8 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
     [
         ("--layouts=row", "--layouts: 'row' is not one of expert, rank"),
         ("--ranks=4096", "--ranks is 4096, but there are only "),
-        ("--iterations=3", "--iterations: '3' is not an integer from 10"),
         ("--implementations=pallas", "--implementations: pallas cannot run here: it needs NVIDIA"),
         ("--wire_dtype=float8_e4m3fn --hidden=16", "--wire_dtype needs a multiple of 128"),
-        ("--top_k=9 --num_experts=8", "--top_k must be at most the 8 experts, but is 9"),
         ("--baselines= --implementations=", "leave nothing to measure"),
         ("--output=quantized", "--output=quantized needs --wire_dtype=float8_e4m3fn"),
         ("layer --quantize=once", "--quantize needs --matmul_dtype=float8_e4m3fn"),
@@ -145,11 +133,9 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
         ("decode --shapes=mixtral --ranks=3", "--ranks: 3 ranks cannot share 8 experts equally"),
         ("train --ranks=3", "--ranks: 3 ranks cannot share "),
         ("matmul --case=nothing", "--case: no case has 'nothing' in its name; the cases are: "),
-        ("matmul --implementations=pallas", "--implementations: pallas cannot run here: "),
         ("matmul --ranks=2", "--ranks: a grouped matmul runs on 1 rank"),
         ("train --ranks=1 --fsdp=2", "--fsdp must divide 1 ranks, but is 2"),
         ("collectives --implementations=one_shot", "one_shot cannot run here: "),
-        ("collectives --implementations=unfused --ops=all_reduce", "leave nothing to measure"),
         ("collectives --write_table=/", "--write_table: cannot write '/'"),
         (f"collectives --write_table={__file__}", "must hold a JSON object"),
         ("collectives --rows=7 --ranks=2", "--rows: 7 is not a multiple of 2"),

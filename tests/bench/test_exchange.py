@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,25 +72,6 @@ def test_the_slower_of_link_and_memory_sets_the_floor():
     assert bench.floor(4e6, 12e6, Bandwidths(4e12, 4e12)) == (3.0, "memory")
     assert bench.floor(4e6, 12e6, Bandwidths(None, 4e12)) == (3.0, "memory")
     assert bench.floor(0.0, 12e6, Bandwidths(1e12, None)) is None
-
-
-@pytest.mark.needs_devices(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("ops", ["combine_grad", ",".join(operations.OPERATIONS)])
-def test_layouts_wire_dtypes_and_levels_are_measured_and_checked(ops, monkeypatch, tmp_path):
-    """Every implementation that runs here must be timed, "two_level" where ranks span hosts."""
-    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
-    path = tmp_path / "out.json"
-    flags = "--layouts=expert,rank", "--wire_dtype=none,float8_e4m3fn", "--ranks=4", "--check"
-    flags += f"--ops={ops}", "--iterations=10", f"--json={path}"
-    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, *flags]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["layout"] for row in rows} == {"expert", "rank"}
-    assert {row["wire_dtype"] for row in rows} == {"none", "float8_e4m3fn"}
-    assert {row["implementation"] for row in rows} >= {"two_level", "xla"}
-    for row in rows:
-        assert row["checked"] == (row["implementation"] == "two_level")
-        assert ("wire_bytes" in row) == (row["implementation"] != "two_level")
 
 
 @pytest.mark.needs_devices(4)

@@ -19,29 +19,6 @@ def run(*args: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["each_call", "once"])
-def test_layers_are_measured_in_each_dtype(when, tmp_path):
-    path = tmp_path / "out.json"
-    float8 = "--matmul_dtype=none,float8_e4m3fn", f"--quantize={when}", "--check"
-    assert run(*float8, f"--json={path}") == 0
-    rows = json.loads(path.read_text())["rows"]
-    names = [(row["implementation"], row["matmul_dtype"]) for row in rows]
-    assert names == 2 * [("jax_ep", "none"), ("jax_ep", "float8_e4m3fn"), ("xla", "none")]
-    for row in rows:
-        assert row["checked"] and row["shape"] == "small mixtral"
-        seconds = row["wall"]["median_us"] * 1e-6
-        assert row["tokens_per_s"] == pytest.approx(row["ranks"] * 8 / seconds)
-        passes = 1 if row["direction"] == "forward" else 3
-        flops = passes * 8 * row["top_k"] * 6 * 128 * 128
-        assert row["tflops_per_rank"] == pytest.approx(flops / seconds / 1e12)
-    for plain, float8_row, xla in (rows[:3], rows[3:]):
-        ratio = plain["wall"]["median_us"] / float8_row["wall"]["median_us"]
-        assert float8_row["speedup_of_float8"] == pytest.approx(ratio)
-        ratio = xla["wall"]["median_us"] / plain["wall"]["median_us"]
-        assert plain["speedup_over_xla"] == pytest.approx(ratio)
-
-
-@pytest.mark.slow
 def test_every_layer_has_a_backward_pass_on_one_rank(tmp_path):
     path = tmp_path / "out.json"
     flags = "--ranks=1", "--directions=forward_backward", f"--baselines={','.join(bench.BASELINES)}"

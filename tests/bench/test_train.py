@@ -35,34 +35,6 @@ def test_a_step_is_timed_and_checked(tmp_path):
     assert rows[0]["speedup_over_xla"] == pytest.approx(faster)
 
 
-@pytest.mark.slow
-def test_float8_experts_and_rematerialization_are_timed(tmp_path):
-    path = tmp_path / "train.json"
-    flags = "--baselines=", "--matmul_dtype=float8_e4m3fn", "--remat=none,full", "--check"
-    assert run("--ranks=1", *flags, f"--json={path}", "--shapes=deepseek-v3-like") == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["remat"] for row in rows] == ["none", "full"]
-    for row in rows:
-        assert row["checked"] and row["matmul_dtype"] == "float8_e4m3fn"
-        assert row["tflops_per_rank"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.needs_devices(4)
-def test_a_step_with_fsdp_has_the_loss_of_one_without(tmp_path):
-    """Of four ranks, two share the experts of a half, split along H; the checks compare losses."""
-    path = tmp_path / "train.json"
-    flags = "--ranks=4", "--baselines=", "--matmul_dtype=none", "--capacity_factor=0"
-    losses = []
-    for fsdp in (1, 2, 4):
-        assert run(*flags, f"--fsdp={fsdp}", f"--json={path}") == 0
-        (row,) = json.loads(path.read_text())["rows"]
-        assert row["fsdp"] == fsdp and row["dropped"] == 0
-        losses.append((row["loss"], row["grad_norm"]))
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
-    assert losses[2] == pytest.approx(losses[0], rel=0.01)
-
-
 ROW = {
     "shape": "qwen3-30b-a3b",
     "ranks": 2,

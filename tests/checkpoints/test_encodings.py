@@ -116,17 +116,6 @@ def test_float8_keeps_blocks_with_nan_and_writes_nan_for_what_is_not_finite(tmp_
     np.testing.assert_allclose(after[finite], values[finite], rtol=2**-4, atol=1000 / 448 * 2**-10)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
-def test_float8_with_rounded_scales(tmp_path, dtype):
-    """Numbers must be divided by their block's scale as it is stored: rounded to `dtype`."""
-    tensors = float8_tensors()
-    tensors["w.weight_scale_inv"] = np.array([[2, 8], [0.25, 4]]).astype(dtype)
-    w = tensor(tmp_path, "w.weight", tensors, writable=True)
-    values = np.float32(NUMBERS * 3.3)
-    w.write((WHOLE, WHOLE), values)
-    np.testing.assert_allclose(w.read((WHOLE, WHOLE)), values, rtol=2**-4, atol=2**-9 * 3.3)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_whose_scales_are_powers_of_two(tmp_path, dtype):
     """A scale must be the least power of two at which no number of its block is over 448 scales.

@@ -28,7 +28,6 @@ from jax_ep import checkpoints
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
 from jax_ep.placement import Placement, balance, redistribute
 
-FLOAT8 = jnp.float8_e4m3fn
 MATRICES = ("wi_0", "wi_1", "wo")
 H, F = 128, 256
 

@@ -35,33 +35,6 @@ def test_every_method_is_compared(trace, tmp_path):
     assert rows["affinity"]["wire_rows"] < in_order["wire_rows"]
 
 
-@pytest.mark.slow
-def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
-    """The number of experts must come from the trace, or else from its largest id."""
-    topk_idx, path = np.load(trace)["topk_idx"], tmp_path / "trace.npz"
-    num_experts = int(topk_idx.max()) + 1
-    for said, count in (({}, num_experts), ({"num_experts": num_experts + 4}, num_experts + 4)):
-        np.savez(path, topk_idx=topk_idx, **said)
-        assert jax_ep.cli.main(["jax_ep", "placement", f"--trace={path}", "--ranks=4"]) == 0
-        assert f"of E={count} experts\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--trace is required: name an .npz file"),
-        (["--trace=nowhere.npz"], "--trace: 'nowhere.npz': "),
-        (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: must be a multiple of 4 ranks"),
-        (["--trace=TRACE", "--ranks=4", "--slots=1000000"], "--slots: must be "),
-        (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 3 does not divide --ranks=4"),
-    ],
-)
-def test_wrong_flags_are_refused(arguments, message, trace, capsys):
-    arguments = [argument.replace("TRACE", trace) for argument in arguments]
-    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 CHOICES = np.arange(64).reshape(4, 2, 4, 2) % 8
 
 

@@ -24,8 +24,6 @@ from support.contract import (
     small_weights,
     with_nan_elsewhere,
 )
-from support.kernels import lowered, needs_kernels, on_ranks
-from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
@@ -197,22 +195,3 @@ def test_quantized_rows_refuse_a_gradient():
     arrays = np.zeros((1, 5, 128), np.float32), np.zeros((1, 5, 2), np.int32)
     with pytest.raises(TypeError, match=r'output="quantized"\) has no gradient'):
         jax.eval_shape(per_rank(jax.grad(loss), 1), *arrays)
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_the_kernels_quantize_and_write_both_parts():
-    case = Case(8, 16, 1024, 4, 32, capacity=64)
-
-    def send(x: Any, topk_idx: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE)
-        return sent.tokens, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
-
-    shapes = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    text = lowered(on_ranks(send, cuda_mesh((8,), (AXIS,)), check_vma=True), *arrays)
-    assert "all_to_all" not in text and "all_gather" not in text
-    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    assert len(calls) == 2
-    assert all("(tensor<1xi32>, tensor<16x1024xbf16>" in call for call in calls)
-    assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)

@@ -218,21 +218,6 @@ def test_arrays_that_do_not_fit_are_refused(change, message):
         jax.tree.map(lambda leaf: leaf[..., :1], array).dequantize()
 
 
-@pytest.mark.parametrize(
-    "format",
-    quick(
-        [FLOAT8_ROWS, MXFP4, Float8.of(FLOAT8_ROWS.dtype, (1, 128), power_of_two=True)],
-        FLOAT8_ROWS,
-    ),
-)
-def test_under_strict_promotion_of_dtypes_and_ranks(format):
-    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
-    want = jax_ep.quantize(x, format)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = jax_ep.quantize(jnp.asarray(x), format)
-        np.testing.assert_array_equal(got.dequantize(), want.dequantize())
-
-
 # ---------------------------------------------------------------------------- stored transposed
 
 

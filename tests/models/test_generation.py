@@ -11,12 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.examples import example
 from support.meshes import expert_mesh
 from support.selection import quick
 
-import jax_ep
-from jax_ep import formats
 from jax_ep.models import generation
 from jax_ep.models.config import MODELS, DecoderConfig
 from jax_ep.models.generation import Model, Sampling
@@ -166,51 +163,3 @@ def test_tokens_are_drawn_by_their_probability():
     state = generation.begin(config, Sampling(1.0, 0), logits, cache, 1)
     share = np.bincount(np.asarray(state.last), minlength=4) / 4000
     np.testing.assert_allclose(share, [0.5, 0.25, 0.125, 0.125], atol=4 * (0.25 / 4000) ** 0.5)
-
-
-FORMATS = {"tiny": formats.FLOAT8_MATRICES, "tiny-gpt-oss": formats.MXFP4}
-
-
-@functools.cache
-def quantized_model(kind: str, ranks: int = 2) -> tuple[DecoderConfig, Model]:
-    """Makes a model whose experts' matrices have whole blocks of 128 x 128, in a format."""
-    config = MODELS[kind].replace(num_experts=4, num_experts_per_token=2, head_dim=16)
-    mesh = expert_mesh(ranks)
-    with jax.set_mesh(mesh):
-        return random_decoder(config, mesh, jnp.float32, quantized=FORMATS[kind])
-
-
-def with_numbers(model: Model) -> Model:
-    """Returns a copy of the model in which the experts' quantized matrices are dequantized."""
-
-    def numbers(params):
-        fields = params._asdict()
-        quantized = {n: x for n, x in fields.items() if isinstance(x, jax_ep.QuantizedArray)}
-        assert set(quantized) == {"wi_0", "wi_1", "wo"}
-        return params._replace(**{n: jax.jit(x.dequantize)() for n, x in quantized.items()})
-
-    return model._replace(moe=list(map(numbers, model.moe)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
-def test_experts_that_stay_quantized_decode_as_their_numbers_do(kind):
-    config, model = quantized_model(kind)
-    tokens = tokens_of((config, model), steps=4)
-    with jax.set_mesh(mesh_of(model)):
-        numbers = with_numbers(model)
-    assert tokens == tokens_of((config, numbers), steps=4)
-    assert len({token for row in tokens for token in row}) > 4
-
-
-@pytest.mark.slow
-def test_the_bytes_of_a_step_are_those_of_the_chosen_experts_and_of_all_other_weights():
-    program = example("decode_qwen3_moe")
-    config, model = random_model("tiny", ranks=1)
-    _, state, _ = generate((config, model), PROMPTS[:1], 2)
-    hidden, cached = config.hidden, 4 * (2 * 2 * 2 * 16) * (len(PROMPTS[0]) + 1)
-    layer = 2 * hidden + 2 * 16 + (4 + 2 + 2 + 4) * 16 * hidden + 16 * hidden
-    experts = 2 * 4 * 3 * hidden * config.mlp_dim
-    whole = 4 * (2 * layer + experts + hidden + 256 * hidden) + cached
-    with jax.set_mesh(mesh_of(model)):
-        assert program.bytes_of_step(config, model, state, 1) == (whole, 4)

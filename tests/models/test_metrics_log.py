@@ -40,14 +40,3 @@ def test_another_file_is_not_overwritten(tmp_path):
         with pytest.raises(ValueError, match=re.escape(wanted)):
             MetricsLog(str(path), None, 0)
         assert path.read_text() == text
-
-
-def test_tensorboard_gets_numbers(tmp_path):
-    pytest.importorskip("tensorboardX")
-    log = MetricsLog(None, str(tmp_path), 0)
-    log.write(0, {"loss": 1.5, "expert_counts": np.array([[1, 3], [2, 2]])})
-    log.board.close()
-    (file,) = tmp_path.iterdir()
-    written = file.read_bytes()
-    assert b"loss" in written and b"busiest_expert" in written
-    assert np.float32(1.5).tobytes() in written

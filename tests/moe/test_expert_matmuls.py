@@ -197,7 +197,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", quick([*LAYERS], "tensor axis"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_on_a_mesh_is_that_without(name, monkeypatch):
     shape, axes, options, on_mesh = LAYERS[name]
     if "host" in axes:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
-from jax.sharding import PartitionSpec as P
-from support.kernels import needs_kernels
 from support.matmuls import implementations_with_dtypes
-from support.meshes import mesh
 from support.selection import quick
 
 from jax_ep.moe.expert_mlp import expert_mlp
@@ -187,95 +182,6 @@ def test_what_is_kept_for_the_backward_pass():
     assert kept_under("expert_pre_activations") == [0, 1]
 
 
-@pytest.mark.parametrize("matmul_dtype", quick([None, "float8_e4m3fn"], None), ids=str)
-def test_the_gradient_of_tokens_follows_that_of_wo(matmul_dtype):
-    """A barrier must order them; if nothing needs the gradient of wo, it must not be computed."""
-    sizes = jnp.asarray([200, 100], jnp.int32)
-    shapes = (300, 2 * H), (2, 2 * H, F), (2, 2 * H, F), (2, F, 2 * H)
-    args = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
-
-    def loss(*args):
-        return jnp.sum(expert_mlp(*args, sizes, matmul_dtype=matmul_dtype).astype(jnp.float32))
-
-    def of_tokens(*args):
-        return jax.vjp(loss, *args)[1](1.0)[0]
-
-    program = jax.make_jaxpr(of_tokens)(*args).jaxpr
-    barriers = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
-    (barrier,) = (b for b in barriers if any(v.aval.shape == shapes[-1] for v in b.outvars))
-    after = set(barrier.outvars)
-    for eqn in program.eqns[program.eqns.index(barrier) + 1 :]:
-        if any(not isinstance(v, Literal) and v in after for v in eqn.invars):
-            after.update(eqn.outvars)
-    assert program.outvars[0] in after
-
-    optimized = jax.jit(of_tokens).lower(*args).compile().as_text() or ""
-    made = re.findall(r"= \(?\w+\[2,(?:128,128)\]\S* (\S+?)\(", optimized)
-    assert "parameter" in made and not {"dynamic-update-slice", "while"} & set(made), made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma):
-    """Experts are split over one axis and tokens over two, and rematerialized in a loop."""
-    parts = [operands(60, [20, 0, 35], "float32", seed=seed) for seed in range(4)]
-    tokens, grad = (jnp.concatenate([part[i] for part in parts]) for i in (0, 3))
-    weights = jax.tree.map(lambda *a: jnp.concatenate(a), parts[0][1], parts[1][1])
-    sizes, both = parts[0][2], P(("data", "expert"))
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh((2, 2), ("data", "expert")),
-        in_specs=(both, P("expert")),
-        out_specs=both,
-        check_vma=check_vma,
-    )
-    def layer(tokens, weights):
-        @jax.checkpoint
-        def step(total, _):
-            return total + mlp(tokens, weights, sizes), None
-
-        return jax.lax.scan(step, jnp.zeros_like(tokens), None, length=1)[0]
-
-    out, vjp = jax.vjp(layer, tokens, weights)
-    dtokens, dweights = vjp(grad)
-    wants = [expected(parts[i][0], parts[i % 2][1], sizes, parts[i][3]) for i in range(4)]
-    assert_close(out, np.concatenate([want[0] for want in wants]), "float32")
-    assert_close(dtokens, np.concatenate([want[1] for want in wants]), "float32")
-    for name, mine in dweights.items():
-        of_experts = [wants[e][2][name] + wants[e + 2][2][name] for e in range(2)]
-        assert_close(mine, np.concatenate(of_experts), "float32")
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_lowers_for_cuda():
-    bf16 = jnp.bfloat16
-    shapes = (
-        jax.ShapeDtypeStruct((1000, 512), bf16),
-        jax.ShapeDtypeStruct((4, 512, 256), bf16),
-        jax.ShapeDtypeStruct((4, 512, 256), bf16),
-        jax.ShapeDtypeStruct((4, 256, 512), bf16),
-        jax.ShapeDtypeStruct((4,), jnp.int32),
-    )
-
-    def loss(*args):
-        return jnp.sum(expert_mlp(*args).astype(jnp.float32))
-
-    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*shapes)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "@mosaic_gpu" in text
-    assert "stablehlo.transpose" not in text
-
-    def gated_by_the_matmul(**options):
-        traced = jax.jit(functools.partial(expert_mlp, **options)).trace(*shapes)
-        return "grouped_matmul_gated" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    assert gated_by_the_matmul(activation=jax.nn.gelu, clamp=7.0)
-    assert not gated_by_the_matmul(activation=functools.partial(jax.nn.gelu, approximate=False))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
 def test_a_cotangent_that_is_no_number_stays_in_its_group(value):
@@ -367,30 +273,3 @@ def test_without_tokens_the_gradients_are_zero(num_rows, matmul_dtype):
     assert out.shape == (num_rows, 128) and out.dtype == jnp.float32
     for name, grad in pull(jnp.ones_like(out))[0].items():
         np.testing.assert_array_equal(grad, np.zeros(operands[name].shape), err_msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("matmul_dtype", [None, jnp.float8_e4m3fn])
-def test_what_is_constant_is_not_computed_by_the_compiler(matmul_dtype):
-    """XLA would evaluate reductions of constants while it compiles, for seconds."""
-    groups, width = 4, 128
-    tokens = jnp.ones((256, width), jnp.bfloat16)
-    matrices = [jnp.ones((groups, width, width), jnp.bfloat16)] * 3
-    names = "wi_0_bias", "wi_1_bias", "wo_bias"
-    operands = tokens, matrices, dict.fromkeys(names, jnp.ones((groups, width), jnp.bfloat16))
-
-    def gradient(operands, sizes, cotangent):
-        def total(operands):
-            tokens, matrices, biases = operands
-            out = expert_mlp(tokens, *matrices, sizes, **biases, matmul_dtype=matmul_dtype)
-            return jnp.vdot(out, cotangent)
-
-        return jax.grad(total)(operands)
-
-    def num_reductions(function, *args):
-        text = jax.jit(function).lower(*args).compile().as_text()
-        return len(re.findall(r" reduce(?:-window)?\(", text or ""))
-
-    constants = np.zeros(groups, np.int32), np.ones(tokens.shape, jnp.bfloat16)
-    want = num_reductions(gradient, operands, *constants)
-    assert num_reductions(lambda operands: gradient(operands, *constants), operands) == want > 0

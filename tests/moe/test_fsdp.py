@@ -143,28 +143,6 @@ def test_bfloat16_is_gathered_and_gradients_are_scattered():
     assert 3 <= of_experts.count("all-gather") <= 3 * 2
 
 
-def test_a_scan_gathers_one_layer_at_a_time():
-    devices, layers, params = mesh((2, 4), AXES), 3, random_params()
-    stack = jax.tree.map(lambda a: jnp.stack([a] * layers), params)
-
-    def total(stack, x):
-        def block(x, params):
-            return x + moe_layer(params, x, BF16)[0].astype(x.dtype), None
-
-        return jnp.sum(jax.lax.scan(jax.checkpoint(block), x, stack)[0])
-
-    of_layer = shardings(params, devices, {"exp": "expert", "embed": "fsdp"})
-    where = jax.tree.map(lambda own: NamedSharding(devices, P(None, *own.spec)), of_layer)
-    with jax.set_mesh(devices):
-        step = jax.jit(jax.grad(total), in_shardings=(where, None), out_shardings=where)
-        lowered = step.lower(stack, make_x())
-    whole = f"tensor<{E // 4}x{H}x{F}xbf16>"
-    # wi_0 and wi_1 are gathered twice, in the forward and the backward pass.
-    assert collectives(lowered.as_text(), "all_gather").count(whole) == 4
-    results = re.findall(r"= (\S+) all-gather\(", lowered.compile().as_text() or "")
-    assert results and not [r for r in results if re.search(rf"\[{layers},.*{F}", r)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["embed", "exp"])
 def test_slots_with_copies(split):

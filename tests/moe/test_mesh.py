@@ -343,10 +343,9 @@ def resharded(text: str) -> list[str]:
     return [line for line in lines if not re.search(r"/(dispatch|combine)/", line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes, kind",
-    quick([(("expert",), AUTO), (("expert", "data"), AUTO), (None, EXPLICIT)], (None, EXPLICIT)),
-    ids=str,
+    "axes, kind", [(("expert",), AUTO), (("expert", "data"), AUTO), (None, EXPLICIT)], ids=str
 )
 def test_tokens_split_along_the_sequence_stay_where_they_are(axes, kind):
     config = dataclasses.replace(CONFIG, balance_convention="deepseek_v3")

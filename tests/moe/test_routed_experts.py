@@ -299,32 +299,6 @@ def test_weights_of_choices_without_a_row_count_nowhere(name):
     assert not np.any(np.asarray(got[2])[lost])
 
 
-@pytest.mark.slow
-def test_second_order_gradients_of_a_batch():
-    case = Case(most_ranks(2), T, H, K, E)
-    x, topk_idx, weights, *experts, grad = make_operands(case)
-    operands = x, weights, *experts
-    rng = np.random.default_rng(1)
-    ways = [0.1 * rng.normal(size=(3, *a.shape)).astype(np.float32) for a in operands]
-
-    def routed(x, weights, *experts):
-        return per_rank(layer(case), case.num_ranks)(x, topk_idx, weights, *experts)
-
-    def by_choice(x, weights, *experts):
-        return dense(x, topk_idx, topk_idx >= 0, weights, *experts)
-
-    def hessian(run):
-        def value(z):
-            moved = [a + jnp.tensordot(z, way, 1) for a, way in zip(operands, ways, strict=True)]
-            return jnp.sum(jnp.sin(run(*moved)) * grad)
-
-        return jax.jit(jax.jacrev(jax.grad(value)))(jnp.zeros(3))
-
-    got, want = hessian(routed), hessian(by_choice)
-    atol = 100 * TOLERANCE["float32"] * float(abs(want).max())
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
-
-
 # Where the kernels cannot run, all collectives are XLA's.
 @needs_kernels
 @pytest.mark.parametrize("exchange", [None, "xla"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -165,20 +164,6 @@ def test_masked_tokens_may_hold_anything():
         for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert np.abs(theirs).max() > 0
             np.testing.assert_array_equal(mine, theirs)
-
-
-def test_few_tokens_are_not_quantized(monkeypatch):
-    """To quantize the matrices would take longer than float8 saves."""
-    monkeypatch.setattr(shared_experts, "LEAST_QUANTIZED_TOKENS", TOKENS)
-    params = make_params()
-    run = shared_experts.output
-
-    def program(num_tokens):
-        call = functools.partial(run, config=CONFIG, where=LayerMesh((), ()))
-        return str(jax.make_jaxpr(call)(params, make_x("random", num_tokens)))
-
-    assert "quantize_float8_matrices" not in program(TOKENS - 1)
-    assert "quantize_float8_matrices" in program(TOKENS)
 
 
 def test_experts_without_a_gate_and_with_a_shared_gate():

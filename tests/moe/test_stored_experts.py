@@ -193,7 +193,8 @@ def test_flax_layers_take_them(framework):
     assert_equal(got, output(CONFIG)(params, X)[1])
 
 
-@pytest.mark.parametrize("matmul_dtype", quick([None, FLOAT8], None))
+@pytest.mark.slow
+@pytest.mark.parametrize("matmul_dtype", [None, FLOAT8])
 def test_there_is_no_gradient(matmul_dtype):
     """Quantized matrices must have no gradient; the gate's must be the dequantized layer's."""
     config = dataclasses.replace(CONFIG, matmul_dtype=matmul_dtype)

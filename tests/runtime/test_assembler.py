@@ -75,15 +75,3 @@ def test_libnvjitlink_is_used_by_a_jax_that_can_where_it_is_found(
     assert assembler.name() == name
     if name == NVJITLINK:
         assert assembler.version() == "13.5"
-
-
-def test_the_version_of_ptxas_is_that_of_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(assembler, "_nvjitlink", lambda: None)
-    monkeypatch.setattr(assembler, "_folders", lambda: [tmp_path])
-    monkeypatch.setenv("PATH", "")
-    assert assembler.version() is None
-    program = tmp_path / "bin" / "ptxas"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.5, V13.5.37\n")
-    program.chmod(0o755)
-    assert assembler.version() == "13.5"

@@ -40,20 +40,6 @@ def test_a_barrier_is_found_unless_threads_have_met_again():
     assert divided_barriers(kernel(all=BARRIER)) == []
 
 
-@pytest.mark.parametrize(
-    "condition",
-    [
-        # The shift computes the number of the thread's warpgroup, which is the same in a warp.
-        "shr.u32 %r3, %r2, 7;\n    setp.ne.b32 %p1, %r3, 0;",
-        "setp.lt.u32 %p1, %r2, 64;",
-        "and.b32 %r3, %r2, 96;\n    setp.ne.b32 %p1, %r3, 0;",
-        "ld.shared.b32 %r3, [%r4];\n    setp.ne.b32 %p1, %r3, 0;",
-    ],
-)
-def test_whole_warps_may_part(condition):
-    assert divided_barriers(kernel(condition, some=BARRIER)) == []
-
-
 @pytest.mark.parametrize(("operand", "found"), [("%r2", ["@%p1 bra $L__BB0_2;"]), ("%r9", [])])
 def test_a_result_of_inline_ptx_in_braces_varies_as_its_operands(operand, found):
     inline = f"{{ .reg .b32 own; add.u32 own, {operand}, 1; mov.b32 %r3, own; }}"

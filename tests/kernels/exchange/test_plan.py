@@ -81,11 +81,3 @@ def test_a_signal_can_count_the_steps_of_a_limited_number_of_blocks(step_tokens,
     assert plan.steps_per_block(num_tokens) == most > 2**16
     with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
         plan_of(row, sizes_of(num_tokens + 1, 8, 8), 1)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "change"), [(70016, {}), (7168, dict(top_k=300)), (7168, dict(num_experts=4096))]
-)
-def test_rows_that_are_too_long(hidden, change):
-    sizes = dict(num_ranks=8, top_k=8, num_experts=256) | change
-    assert not plans.fits_shared_memory(Row(hidden, jnp.bfloat16), **sizes)

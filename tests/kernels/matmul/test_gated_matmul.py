@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import matmuls
 from support.float8 import swiglu
-from support.kernels import lowered, needs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
 
-from jax_ep.matmul import pallas as backend
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -59,16 +56,3 @@ def test_gated_product(num_rows, sizes, depth, width, tiles, keep):
         assert not np.any(mine[sum(sizes) :])
     if keep:
         np.testing.assert_array_equal(got[0], matmuls.swiglu_of_groups(got[1:], sizes, biases))
-
-
-@needs_kernels
-@pytest.mark.parametrize("keep", quick([False, True], False))
-def test_lowers_for_cuda(keep):
-    """The kernel and its table of row tiles must lower for float16 and rows not a multiple of 8."""
-
-    def gated(lhs, gate, up, sizes):
-        return backend.gated_product_by_kernel(lhs, (gate, up), sizes, swiglu, keep)
-
-    lhs, matrices, sizes = matmuls.gradient_shapes(100, 128, 256, 4, jnp.float16)
-    text = lowered(jax.jit(gated), lhs, matrices, matrices, sizes)
-    assert text.count("@mosaic_gpu") == 2
