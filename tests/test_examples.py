@@ -468,14 +468,6 @@ def test_random_experts_without_whole_blocks_cannot_be_quantized(monkeypatch):
     assert "\n" not in said and re.match("--quantized=float8: .* 128 x 128", said), said
 
 
-@on_cpus
-@pytest.mark.slow
-def test_experts_without_whole_blocks_cannot_be_quantized(tmp_path):
-    train("--steps=0", "--hidden=64", f"--export_dir={tmp_path}/model", **ONE_DEVICE)
-    said = refused("decode_qwen3_moe", "--quantized=float8", f"--checkpoint={tmp_path}/model")
-    assert "\n" not in said and re.match("--quantized=float8: .* 128 x 128", said), said
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_only_with_its_own_flags(tmp_path):
     folder = f"--checkpoint_dir={tmp_path}"
