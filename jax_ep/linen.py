@@ -54,7 +54,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 class Gate(nn.Module):
     """Holds the router's kernel [H, R] and, with `selection_bias`, its bias [R] float32."""
 
-    num_experts: int
+    num_choosable: int  # R
     selection_bias: bool
     kernel_init: nn.initializers.Initializer
     param_dtype: Any
@@ -69,7 +69,7 @@ class Gate(nn.Module):
                 "gate_bias (use_gate_bias=True). Move it there."
             )
         init: Any = _partitioned(self.kernel_init, "gate")
-        kernel = self.param("kernel", init, (hidden, self.num_experts), self.param_dtype)
+        kernel = self.param("kernel", init, (hidden, self.num_choosable), self.param_dtype)
         if not self.selection_bias:
             return kernel, None
         if not (
@@ -80,7 +80,7 @@ class Gate(nn.Module):
                 "not here. Pass that collection to apply, as init returned it; in nn.scan, set "
                 'variable_axes={"params": 0, "router_state": 0}.'
             )
-        bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
+        bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_choosable,), jnp.float32)
         return kernel, bias.value
 
 

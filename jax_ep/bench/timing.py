@@ -126,7 +126,7 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, carry, unroll=unroll)
 
     def _varying(self, tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax_compat.match_varying([leaf], (AXIS,))[0], tree)
+        return jax_compat.match_varying(tree, (AXIS,))
 
     def outputs(self) -> Any:
         """Calls `step` once; returns its result, with a leading axis of ranks.

@@ -153,6 +153,12 @@ def _read(
     return values
 
 
+def holds_model(path: Path) -> bool:
+    """Returns whether a directory has files of a model, even of one that is not complete."""
+    patterns = CONFIG, "*.safetensors*", "*.bin*"
+    return any(any(path.glob(pattern)) for pattern in patterns)
+
+
 def save_model(
     directory: PathLike,
     config: Mapping[str, Any],
@@ -185,12 +191,12 @@ def save_model(
         progress: as in `load_model`, of the bytes written.
 
     Raises:
-        ValueError: the directory holds a model, and `overwrite` is False; the architecture is
-            unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
+        ValueError: the directory has files of a model, and `overwrite` is False; the architecture
+            is unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
             that of the published block.
     """
     path = Path(directory)
-    if not overwrite and any((path / name).exists() for name in (INDEX, ONE_FILE)):
+    if not overwrite and holds_model(path):
         raise ValueError(f"{path} must hold no model, but does; overwrite=True replaces it.")
     if config.get("quantization_config"):
         raise ValueError(

@@ -185,7 +185,7 @@ def all_reduce_rms_norm(
     # these axes, and x over the summed axes, too.
     unsummed_axes = varying_axes(x) - set(axes)
     residual, scale = match_varying((residual, scale), tuple(unsummed_axes))
-    (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
+    x = match_varying(x, (*axes, *varying_axes(residual)))
     return _fused(axes, num_ranks, float(eps), algorithm, x, residual, scale)
 
 
@@ -240,7 +240,7 @@ def _linear(
             f"but x has shape {x.shape}; pad it."
         )
     runs_on_xla = _runs_on_xla(op, algorithm, (x,), num_ranks, axes)
-    (x,) = match_varying((x,), axes)
+    x = match_varying(x, axes)
     if 0 in x.shape and op in ("all_gather", "reduce_scatter"):
         # `jax.lax` refuses an empty axis, for which the result only has another shape.
         rows = x.shape[0] * num_ranks if op == "all_gather" else x.shape[0] // num_ranks

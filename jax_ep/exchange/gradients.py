@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -23,9 +22,7 @@ def match(operands: tuple[Any, ...], axis_name: tuple[str, ...]) -> tuple[Any, .
     """Casts arrays (or None) to the types that their gradients will have, for a custom VJP."""
     # They vary over the mesh axes `axis_name` (vma), and are replicated over the Explicit mesh axes
     # that the enclosing `shard_map` leaves out.
-    arrays, tree = jax.tree.flatten(operands)
-    arrays = match_varying([replicated(array) for array in arrays], axis_name)
-    return jax.tree.unflatten(tree, arrays)
+    return match_varying(jax.tree.map(replicated, operands), axis_name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -55,8 +52,8 @@ def _dispatch_bwd(config, residuals, cotangents):
     dx = combine_with_vjp(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
-    g_weights, *arrays = match_varying((g_weights, *routes), config.axis_name)
-    return dx, None, xla.return_weights(g_weights, RankRoutes(*arrays), config)
+    g_weights, routes = match_varying((g_weights, routes), config.axis_name)
+    return dx, None, xla.return_weights(g_weights, routes, config)
 
 
 dispatch_with_vjp.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -107,7 +104,7 @@ def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
     # Quantized rows have no gradient, so a float8 matmul gives the rows' cotangent to the zeros.
     zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
     # Next to x, the zeros are cast to vary over the same mesh axes as x.
-    zeros, _ = match_varying((zeros, x), ())
+    zeros, _ = match_varying((zeros, x))
     return zeros
 
 
@@ -155,13 +152,7 @@ combine_with_vjp.defvjp(_combine_fwd, _combine_bwd)
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Sends values [T, K] to the choices' receive-buffer rows: [R], zero without a choice."""
-    values, *routes = match_varying((values, *handle.routes), handle.axis_name)
-    handle = dataclasses.replace(handle, routes=Routes(*routes))
-    return _choices_to_rows(values, handle, implementation)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _choices_to_rows(values, handle: Handle, implementation: Implementation) -> jax.Array:
     def send(values: jax.Array, rows: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(values, shape=(handle.capacity,))
         gathered = all_gather(values[None], **_collective(handle, implementation)).reshape(-1)
@@ -169,16 +160,8 @@ def _choices_to_rows(values, handle: Handle, implementation: Implementation) -> 
         indices = xla.row_indices(rows, handle.capacity)
         return zeros.at[indices].set(gathered, mode="drop", unique_indices=True)
 
-    return replicated_over_explicit_axes(send, values, handle.rows)
-
-
-_choices_to_rows.defvjp(
-    lambda values, handle, implementation: (
-        _choices_to_rows(values, handle, implementation),
-        handle,
-    ),
-    lambda implementation, handle, grad: (rows_to_choices(grad, handle, implementation), None),
-)
+    operands = match_varying((values, handle.rows), handle.axis_name)
+    return replicated_over_explicit_axes(send, *operands)
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
@@ -189,9 +172,8 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
         # A choice has a row on at most one rank. The other ranks add zeros, so the sum is exact.
         return jnp.sum(all_to_all(sent, **_collective(handle, implementation)), axis=0)
 
-    return replicated_over_explicit_axes(
-        send, *match_varying((values, handle.rows), handle.axis_name)
-    )
+    operands = match_varying((values, handle.rows), handle.axis_name)
+    return replicated_over_explicit_axes(send, *operands)
 
 
 def _collective(handle: Handle, implementation: Implementation) -> dict[str, Any]:

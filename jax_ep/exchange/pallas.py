@@ -94,9 +94,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
-    out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
-    return out[:, : y.shape[1]]
+    return _combine(y, topk_weights, routes.topk_idx, routes.rows, config)
 
 
 def _combine(
@@ -108,26 +106,29 @@ def _combine(
     *,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Sums padded rows y [R, H], or [N·T, H] if `by_rank`, and sends the sums: [T, H]."""
+    """Sums rows y [R, H], or [N·T, H] if `by_rank`, and sends the sums: [T, H]."""
     # `rows` [N, T, K] int32 has the row of y of each choice; if `by_rank`, its local expert.
-    fabric = of_axis(config.axis_name, y, config.ranks_per_host)
-    operands = y, topk_weights, topk_idx, rows
+    padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
+    fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
+    operands = padded, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)
-    if low_latency := _low_latency_plan(fabric, y, rows.shape, config):
+    if low_latency := _low_latency_plan(fabric, padded, rows.shape, config):
         from pallas_kernels.exchange import low_latency_combine
 
-        return low_latency_combine.combine(
+        out = low_latency_combine.combine(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
-    from pallas_kernels.exchange import combine as combine_kernel
+    else:
+        from pallas_kernels.exchange import combine as combine_kernel
 
-    return combine_kernel.combine(
-        *operands,
-        plan=_plan(plans.for_combine, y, rows.shape, config),
-        num_experts=config.num_experts,
-        wire=config.wire,
-        **options,
-    )
+        out = combine_kernel.combine(
+            *operands,
+            plan=_plan(plans.for_combine, padded, rows.shape, config),
+            num_experts=config.num_experts,
+            wire=config.wire,
+            **options,
+        )
+    return out[:, : y.shape[1]]
 
 
 def rank_dispatch(
@@ -154,10 +155,8 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    hidden = y.shape[-1]
-    y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
-    out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
-    return out[:, :hidden]
+    rows = y.reshape(-1, y.shape[-1])
+    return _combine(rows, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
 
 
 def _receive_buffer(config: Config) -> plans.ReceiveBuffer:

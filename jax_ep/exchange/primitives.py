@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax_ep.runtime.jax_compat import (
     looks_for_nans,
     lowered_anew_for_other_devices,
     match_varying,
+    one_by_one,
     replicated_over_explicit_axes,
     result_type,
 )
@@ -73,6 +73,12 @@ def _load_two_level(problem: Problem) -> Any:
     return TwoLevel(num_hosts, kernels=why_no_kernels is None)
 
 
+def _load_pallas(problem: Problem) -> Any:
+    from jax_ep.exchange import pallas as pallas_exchange
+
+    return pallas_exchange
+
+
 def _pallas_reason(problem: Problem) -> str | None:
     if problem.rows is not None and (reason := problem.rows.unavailable_reason()):
         return reason
@@ -87,7 +93,7 @@ IMPLEMENTATIONS = Implementations(
             name="pallas",
             unavailable_reason=_pallas_reason,
             is_default=lambda problem: not problem.few_of_one_rank,
-            load=lambda problem: importlib.import_module("jax_ep.exchange.pallas"),
+            load=_load_pallas,
         ),
         _Exchange(name="xla", load=lambda problem: xla_exchange),
     )
@@ -150,44 +156,31 @@ def _define(
 ) -> Callable[..., Any]:
     """Defines the primitive of a function; returns the function (*operands, config) that binds it.
 
-    The primitive's operands are leaves with the structure `tree`.
+    The primitive's operands are leaves with the structure `tree`, its results those of `types`.
     """
 
-    def abstract_eval(*types, tree, config):
+    def abstract_eval(first, *_, types, **__):
         # All operands and results vary over the same mesh axes as the first operand.
-        shapes = jax.tree.leaves(results(*jax.tree.unflatten(tree, types), config))
-        return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
+        return [result_type(first, each.shape, each.dtype) for each in types]
 
-    def compute(exchange, *leaves, tree, config):
+    def compute(exchange, *leaves, tree, config, **_):
         return jax.tree.leaves(function(exchange)(*jax.tree.unflatten(tree, leaves), config))
 
-    def lower(program: Program, *leaves, tree, config):
+    def lower(program: Program, *leaves, tree, config, **_):
         operands = jax.tree.unflatten(tree, program.operand_types)
         exchange = _select(config, program, operands, most_tokens)
         run = functools.partial(compute, exchange, tree=tree, config=config)
         return program.lower(run, *leaves)
 
-    def one_by_one(operands, dims, **params):
-        # Binds the primitive once for each element of the batch: one exchange after the other.
-        is_batched = [dim is not None for dim in dims]
+    def batch(operands, dims, **params):
         pairs = zip(operands, dims, strict=True)
-        batched = [jnp.moveaxis(operand, dim, 0) for operand, dim in pairs if dim is not None]
-        if any(map(_is_integer, batched)):
+        if any(_is_integer(operand) for operand, dim in pairs if dim is not None):
             raise NotImplementedError(
                 f"{name} cannot be batched by jax.vmap over the choices of experts: each call "
                 "is one exchange between ranks. Fold the batch axis into the tokens "
                 "(x [B, T, H] -> [B * T, H]), or loop with jax.lax.map or jax.lax.scan."
             )
-
-        def exchange_one(elements):
-            next_elements = iter(elements)
-            leaves = [
-                next(next_elements) if of_batch else operand
-                for operand, of_batch in zip(operands, is_batched, strict=True)
-            ]
-            return primitive.bind(*leaves, **params)
-
-        results = lax.map(exchange_one, batched)
+        results = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         # Routes and counts follow from the choices alone, so they are equal for the whole batch.
         shared = [_is_integer(result) for result in results]
         results = [r[0] if same else r for r, same in zip(results, shared, strict=True)]
@@ -198,7 +191,7 @@ def _define(
         abstract_eval=abstract_eval,
         lower=lower,
         inline=functools.partial(compute, xla_exchange),
-        batch=one_by_one,
+        batch=batch,
     )
     return functools.partial(_bind, primitive, results)
 
@@ -213,14 +206,15 @@ def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: C
     leaves, tree = jax.tree.flatten(operands)
     leaves = match_varying(leaves, config.axis_name)
     leaves[0] = lowered_anew_for_other_devices(leaves[0])
-    shapes, returned = jax.tree.flatten(results(*jax.tree.unflatten(tree, leaves), config))
+    types, returned = jax.tree.flatten(results(*jax.tree.unflatten(tree, leaves), config))
     if any(0 in leaf.shape for leaf in leaves):
         # Without tokens, no rank sends anything, and all rows and counts are 0.
-        zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        zeros = [jnp.zeros(each.shape, each.dtype) for each in types]
         # Next to leaves[0], the zeros are cast to vary over the same mesh axes as this operand.
-        *zeros, _ = match_varying([*zeros, leaves[0]], ())
+        zeros, _ = match_varying((zeros, leaves[0]))
         return jax.tree.unflatten(returned, zeros)
-    bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
+    static = tuple(_Shape(each.shape, each.dtype) for each in types)
+    bind_leaves = functools.partial(primitive.bind, tree=tree, types=static, config=config)
     return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))
 
 

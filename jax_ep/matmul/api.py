@@ -93,28 +93,23 @@ def grouped_matmul(
     rhs = without_gradient("rhs", with_jax_dtype(rhs))
     # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
     sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
-    leaves, tree = jax.tree.flatten((lhs, rhs, sizes))
-    lhs, rhs, sizes = jax.tree.unflatten(tree, match_varying(leaves, axis_name=()))
+    lhs, rhs, sizes = match_varying((lhs, rhs, sizes))
+    rows = matrices = None
     if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
         rows, matrices = float8.rows_as_operand(lhs), float8.matrices_as_operands(rhs)
-        if rows is not None and matrices is not None:
-            check_implementation(implementation, rhs, matmul_dtype=float8.DTYPE)
-            if lhs.shape[0] == 0:
-                return _no_rows(lhs, rhs)
-            pair = rows, matrices.transposed
-            return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
-    check_implementation(implementation, rhs)
+    is_float8 = rows is not None and matrices is not None
+    check_implementation(implementation, rhs, matmul_dtype=float8.DTYPE if is_float8 else None)
     if lhs.shape[0] == 0:
-        return _no_rows(lhs, rhs)
+        # Like every other product, it must vary (vma) over the mesh axes over which lhs varies.
+        empty, _ = match_varying((jnp.zeros((0, rhs.shape[2]), lhs.dtype), lhs))
+        return empty
+    if rows is not None and matrices is not None:
+        pair = rows, matrices.transposed
+        return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
     lhs = weight_only.dequantized(lhs, lhs.dtype)
     if isinstance(rhs, QuantizedArray):
-        return weight_only.product_of_stored(
+        (out,) = weight_only.product_of_stored(
             lhs, matrices=[rhs], biases=[None], groups=sizes, implementation=implementation
         )
+        return out
     return unquantized.product_of_arrays(lhs, rhs, sizes, implementation)
-
-
-def _no_rows(lhs: jax.Array | QuantizedArray, rhs: jax.Array | QuantizedArray) -> jax.Array:
-    empty = jnp.zeros((0, rhs.shape[2]), lhs.dtype)
-    # Like every other product, it must vary (vma) over the mesh axes over which lhs varies.
-    return match_varying((empty, *jax.tree.leaves(lhs)), axis_name=())[0]

@@ -55,7 +55,7 @@ def product_in_blocks(
 
     zeros = jnp.zeros((num_rows, width), lhs.dtype)
     starts, ends = row_bounds(group_sizes, num_rows)
-    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs), axis_name=())
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))
     num_blocks = _num_blocks(starts, ends, height)
     # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
     # groups have a block left, so that copying their matrices costs less.
@@ -95,7 +95,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
     zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)
     starts, ends = row_bounds(group_sizes, num_rows)
-    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs), axis_name=())
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))
     num_blocks = _num_blocks(starts, ends, height)
 
     def some_groups(step, out):

@@ -237,7 +237,6 @@ def _dequantized_matrices(matrices: Scaled) -> jax.Array:
     return FLOAT8_MATRICES.decode(matrices, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_matrices(matrices, *, implementation, platform):
     _, has_kernels = _selected(implementation, platform, matrices.shape[1:], num_rows=None)
     if has_kernels:
@@ -248,7 +247,6 @@ def _compute_matrices(matrices, *, implementation, platform):
     return kept, Scaled(*(jnp.swapaxes(part, 1, 2) for part in kept))
 
 
-@functools.partial(jax.jit, static_argnames=("return_rows", "implementation", "platform"))
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
     num_rows, width = jax.tree.leaves(rows)[0].shape
     _, has_kernels = _selected(implementation, platform, (width, width), num_rows)
@@ -293,7 +291,6 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform", "zero_unused"))
 @_exact
 def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unused):
     rows, matrices = pairs[0]
@@ -341,7 +338,6 @@ def _sum_of_products(
     return jnp.where(is_nan, jnp.nan, out)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
 @_exact
 def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
     num_rows, shape = lhs.values.shape[0], rhs[0].values.shape[1:]
@@ -379,7 +375,6 @@ def gated_product_by_kernel(
     return jax.tree.map(lambda part: part[:num_rows], results)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
     dtype, width = dhidden.dtype, dhidden.shape[1]
     _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
@@ -408,7 +403,6 @@ def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implem
     return rows, (*transposed, weighted), dweights
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "platform"))
 @_exact
 def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, platform):
     shape = lhs.values.shape[0], grads[0].values.shape[0]

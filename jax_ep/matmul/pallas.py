@@ -110,7 +110,7 @@ def sum_of_products(
     transpose_rhs: bool,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """With `transpose_rhs` and only one pair, its rhs may be `Scaled` transposes in MXFP4."""
+    """If there is only one pair, its rhs may be `Scaled` transposes in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
     lhs, rhs = pairs[0]
@@ -120,14 +120,22 @@ def sum_of_products(
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     else:
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
-    depth = sum(lhs.shape[1] for lhs, _ in pairs)
-    options = dict(tiles=tiles, zero_unused=zero_unused, **launch_size(num_rows, depth, num_cols))
+    format = None
     if mxfp4_depth is not None:
         from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
-        options["format"] = Mxfp4Matrices
-    padded: list[Any] = [(pad_rows(lhs), rhs) for lhs, rhs in pairs]
-    return grouped_matmul(padded, groups, transpose_rhs=transpose_rhs, **options)[:num_rows]
+        format = Mxfp4Matrices
+    depth = sum(lhs.shape[1] for lhs, _ in pairs)
+    out = grouped_matmul(
+        [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
+        groups,
+        transpose_rhs=transpose_rhs or format is not None,
+        format=format,
+        tiles=tiles,
+        zero_unused=zero_unused,
+        **launch_size(num_rows, depth, num_cols),
+    )
+    return out[:num_rows]
 
 
 @in_32_bits
@@ -227,6 +235,8 @@ def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     # Larger tiles read less memory, but there must be enough of them to occupy all
     # multiprocessors.
     is_quantized = mxfp4_depth is not None
@@ -246,13 +256,15 @@ def product_tiles(
     elif not is_large:
         heights = (64, 128)
     band_columns = band(num_cols, block_n, most=16)
-    return _fitting_tiles(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
+    return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
@@ -268,25 +280,26 @@ def gated_tiles(
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
         heights, block_n = _BESIDE_LOADER, 64
     band_columns = band(num_cols, block_n, most=8)
-    return _fitting_tiles(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
+    return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
     band_columns = band(num_cols, block_n, most=8)
-    options = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
-    return _fitting_tiles((groups.height,), block_n, band_columns, **options)
-
-
-def _fitting_tiles(*sizes: Any, **options: Any) -> Tiles:
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
-    return Tiles.fitting(*sizes, **options)
+    return Tiles.fitting(
+        (groups.height,),
+        block_n,
+        band_columns,
+        num_matrices=num_matrices,
+        mxfp4_depth=mxfp4_depth,
+    )
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:

@@ -6,12 +6,11 @@ A primitive is lowered to the fastest backend of the platform that the program i
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
@@ -20,6 +19,7 @@ from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
+    one_by_one,
     replicated_over_explicit_axes,
     result_type,
 )
@@ -82,10 +82,15 @@ def define(
     """Defines a primitive, and returns the function (*operands, **params) that applies it.
 
     It computes `compute(*operands, platform=..., **params)`, a pytree of the shapes and dtypes that
-    `results(*operands, **params)` has. Parameters of the primitive are `tree`, the structure of the
-    operands, and `types`, those of the results. `jax.vmap` runs it element after element. `unused`
-    is that of `define_primitive`, without `types`.
+    `results(*operands, **params)` has. Its keyword-only arguments are `platform` and `params`.
+    Further parameters of the primitive are `tree`, the structure of the operands, and `types`,
+    those of the results. `jax.vmap` runs it element after element. `unused` is that of
+    `define_primitive`, without `types`.
     """
+    # Jitted, so that a program with many matmuls of one shape traces each kernel only once.
+    arguments = inspect.signature(compute).parameters.values()
+    static = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
+    compute = jax.jit(compute, static_argnames=static)
 
     def abstract_eval(first, *_, types, **__):
         # All results vary over the same mesh axes as the first operand.
@@ -101,19 +106,8 @@ def define(
             platform = "another platform"
         return program.lower(functools.partial(run, platform), *leaves, **params)
 
-    def one_by_one(operands, dims, **params):
-        size = next(
-            operand.shape[dim]
-            for operand, dim in zip(operands, dims, strict=True)
-            if dim is not None
-        )
-        stacked = [
-            jnp.broadcast_to(operand, (size, *operand.shape))
-            if dim is None
-            else jnp.moveaxis(operand, dim, 0)
-            for operand, dim in zip(operands, dims, strict=True)
-        ]
-        found = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
+    def batch(operands, dims, **params):
+        found = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         return found, [0] * len(found)
 
     def without_unused(used, params):
@@ -127,7 +121,7 @@ def define(
         abstract_eval=abstract_eval,
         lower=lower,
         inline=lambda *leaves, **params: run(default_platform(), *leaves, **params),
-        batch=one_by_one,
+        batch=batch,
         platforms=(None, *_PLATFORMS),
         unused=None if unused is None else without_unused,
     )

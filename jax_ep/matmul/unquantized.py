@@ -186,11 +186,6 @@ drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 gate_gradient.defvjp(_gate_gradient_fwd, _gate_gradient_bwd)
 
 
-# The functions `_compute_…` are jitted, so that a program with many grouped matmuls of one shape
-# traces each kernel only once.
-@functools.partial(
-    jax.jit, static_argnames=("implementation", "platform", "transpose_rhs", "zero_unused")
-)
 def _compute_product(pairs, groups, *, implementation, platform, transpose_rhs, zero_unused):
     lhs, rhs = pairs[0]
     backend = select(implementation, platform, rhs.shape[1:], lhs.dtype, lhs.shape[0])
@@ -198,9 +193,6 @@ def _compute_product(pairs, groups, *, implementation, platform, transpose_rhs, 
     return backend.sum_of_products(pairs, groups, **options)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("gating", "keep", "implementation", "platform", "zero_unused")
-)
 def _compute_gated(
     lhs, rhs, biases, groups, *, gating, keep, implementation, platform, zero_unused
 ):
@@ -209,14 +201,12 @@ def _compute_gated(
     return backend.gated_product(lhs, rhs, groups, gating, keep, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, grads, sums, group_sizes, *, implementation, platform):
     shape = lhs.shape[1], grads[0].shape[1]
     backend = select(implementation, platform, shape, lhs.dtype, lhs.shape[0])
     return backend.drhs_of_each(lhs, grads, group_sizes, sums)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
 def _compute_gate_gradient(
     dhidden, products, weights, group_sizes, *, gating, implementation, platform
 ):

@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
-from jax_ep.matmul import pallas, unquantized
+from jax_ep.matmul import unquantized
 from jax_ep.matmul.backend import Backend
 from jax_ep.matmul.float8 import is_operand_format
-from jax_ep.matmul.gating import Gating, filled_biases, gated
+from jax_ep.matmul.gating import filled_biases, gated
 from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime.jax_compat import looks_for_nans
@@ -38,11 +38,18 @@ _FEW_ROWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    gating: Gating | None  # None, or an elementwise function of the products
+    gating: Any  # None, or an elementwise function of the products
     implementation: Implementation
     num_rows: int | None = None  # the number of rows if they choose groups, else None
     keep: bool = False  # whether the products are results, too
     zero_unused: bool = True
+
+
+class _Operands(NamedTuple):
+    rows: jax.Array
+    matrices: Sequence[QuantizedArray]
+    biases: Sequence[jax.Array | None]
+    groups: Groups
 
 
 def product_of_stored(
@@ -54,47 +61,29 @@ def product_of_stored(
     gating: Any = None,
     implementation: Implementation = None,
     *,
+    keep: bool = False,
     zero_unused: bool = True,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each row's group.
 
     Rows are [R, K] in group order. For S chosen groups, they are [T, K] for all of them with T
     `num_rows`, or [S * height, K], where a group's T rows begin at s * height. Products are rounded
     to the dtype of rows before biases [L, N] are added. Without `zero_unused`, rows of no group are
-    undefined.
+    undefined. With `keep`, the products follow in the result.
     """
-    options = _Options(gating, implementation, num_rows, zero_unused=zero_unused)
-    return _multiply(rows, tuple(matrices), tuple(biases), groups, options)[0]
-
-
-def gated_product_of_stored(
-    rows: jax.Array,
-    matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    groups: Groups,
-    gating: Gating,
-    keep: bool,
-    implementation: Implementation,
-) -> tuple[jax.Array, ...]:
-    """Computes `unquantized.gated_product_of_arrays` for two quantized arrays [L, K, N]."""
-    options = _Options(gating, implementation, keep=keep, zero_unused=False)
-    return _multiply(rows, tuple(matrices), tuple(biases), groups, options)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _multiply(rows, matrices, biases, groups, options: _Options):
     # JAX would report NaNs in rows that are undefined.
-    zero_unused = options.zero_unused or looks_for_nans()
-    options = dataclasses.replace(options, zero_unused=zero_unused)
-    return _WEIGHT_ONLY(rows, matrices, biases, groups, options=options)
+    zero_unused = zero_unused or looks_for_nans()
+    options = _Options(gating, implementation, num_rows, keep, zero_unused)
+    return _multiply(_Operands(rows, tuple(matrices), tuple(biases), groups), options)
 
 
-def _multiply_fwd(rows, matrices, biases, groups, options):
-    return _multiply(rows, matrices, biases, groups, options), (rows, matrices, biases, groups)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _multiply(operands: _Operands, options: _Options) -> tuple[jax.Array, ...]:
+    return _WEIGHT_ONLY(operands, options=options)
 
 
-def _multiply_bwd(options, saved, cotangents):
-    rows, matrices, biases, groups = saved
+def _multiply_bwd(options, operands, cotangents):
+    rows, matrices, biases, groups = operands
     if isinstance(groups, ChosenGroups):
         raise NotImplementedError(
             "a product of chosen groups has no gradient with respect to its rows; use group sizes."
@@ -113,83 +102,65 @@ def _multiply_bwd(options, saved, cotangents):
                     transpose_rhs=is_transposed,
                 )
             )
-        return _finished(products, biases, groups, options)
+        return _finished(products, operands._replace(biases=biases), options)
 
     drows, dbiases = jax.vjp(by_dequantized, rows, biases)[1](cotangents)
-    return drows, None, dbiases, None
+    return (_Operands(drows, None, dbiases, None),)  # type: ignore[arg-type]
 
 
-_multiply.defvjp(_multiply_fwd, _multiply_bwd)
+_multiply.defvjp(lambda operands, options: (_multiply(operands, options), operands), _multiply_bwd)
 
 
 def _finished(
-    products: Sequence[jax.Array],
-    biases: Sequence[jax.Array | None],
-    groups: Groups,
-    options: _Options,
+    products: Sequence[jax.Array], operands: _Operands, options: _Options
 ) -> tuple[jax.Array, ...]:
     """Adds biases to the products and applies the gating, if any; returns all results."""
     gating: Any = (lambda number: number) if options.gating is None else options.gating
-    result = gated(gating, *products, biases=biases, groups=groups)
+    result = gated(gating, *products, biases=operands.biases, groups=operands.groups)
     return (result, *(products if options.keep else ()))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "platform"))
-def _compute(
-    rows: jax.Array,
-    matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    groups: Groups,
-    *,
-    options: _Options,
-    platform: str,
-) -> tuple[jax.Array, ...]:
-    """Computes `product_of_stored` or `gated_product_of_stored` for one platform."""
+def _compute(operands: _Operands, *, options: _Options, platform: str) -> tuple[jax.Array, ...]:
+    """Computes `product_of_stored` for one platform."""
+    rows, matrices, _, groups = operands
     shape = matrices[0].shape[1:]
     backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
     if backend.name == "pallas" and options.num_rows is not None:
-        out = _few_rows_by_kernel(rows, matrices, biases, groups, options.num_rows, options.gating)
+        out = _few_rows_by_kernel(operands, options.num_rows, options.gating)
         if out is not None:
             return (out,)
     if len(matrices) == 2 and options.gating is not None:
-        results = _gated(backend, rows, matrices, biases, groups, options)
+        results = _gated(backend, operands, options)
         if results is not None:
             return results
-    products = [_product(backend, rows, each, groups, options) for each in matrices]
-    return _finished(products, biases, groups, options)
+    products = []
+    for each in matrices:
+        operand, is_transposed, groups_of_operand = _operand(backend, rows, each, groups)
+        product = backend.sum_of_products(
+            [(rows, operand)],
+            groups_of_operand,
+            transpose_rhs=is_transposed,
+            zero_unused=options.zero_unused,
+        )
+        products.append(product)
+    return _finished(products, operands, options)
 
 
 def _gated(
-    backend: Backend,
-    rows: jax.Array,
-    matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    groups: Groups,
-    options: _Options,
+    backend: Backend, operands: _Operands, options: _Options
 ) -> tuple[jax.Array, ...] | None:
     """Computes a gated product at once; returns None if that takes one product after the other."""
+    rows, matrices, biases, groups = operands
     both = filled_biases(biases)
-    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, matrices):
-        results = pallas.gated_product_by_kernel(
-            rows,
-            tuple(Scaled(each.values, each.scales) for each in matrices),
-            groups,
-            options.gating,
-            options.keep,
-            biases=both,
-            zero_unused=options.zero_unused,
-        )
-        if results is not None:
-            return results
-    # `Backend.gated_product` takes no transposed matrices.
-    if any(isinstance(each.format, Transposed) for each in matrices):
-        return None
-    # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
-    if both is not None and isinstance(groups, ChosenGroups):
-        return None
+    if not all(_is_read_as_stored(backend, rows, each) for each in matrices):
+        # `Backend.gated_product` takes no transposed arrays.
+        if any(isinstance(each.format, Transposed) for each in matrices):
+            return None
+        # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
+        if both is not None and isinstance(groups, ChosenGroups):
+            return None
     assert options.gating is not None
-    dense = [_gathered(each, groups, rows.dtype) for each in matrices]
-    (gate, _, groups), (up, _, _) = dense
+    (gate, _, groups), (up, _, _) = (_operand(backend, rows, each, groups) for each in matrices)
     return backend.gated_product(
         rows,
         (gate, up),
@@ -201,33 +172,13 @@ def _gated(
     )
 
 
-def _product(
-    backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups, options: _Options
-) -> jax.Array:
-    """Multiplies each row by its group's matrix, of one quantized array."""
-    if backend.name == "pallas" and _fits_mxfp4_kernel(rows, [matrices]):
-        pairs = [(rows, Scaled(matrices.values, matrices.scales))]
-        return pallas.sum_of_products(
-            pairs, groups, transpose_rhs=True, zero_unused=options.zero_unused
-        )
-    dense, is_transposed, groups = _gathered(matrices, groups, rows.dtype)
-    return backend.sum_of_products(
-        [(rows, dense)], groups, transpose_rhs=is_transposed, zero_unused=options.zero_unused
-    )
-
-
 @in_32_bits
-def _few_rows_by_kernel(
-    rows: jax.Array,
-    matrices: Sequence[QuantizedArray],
-    biases: Sequence[jax.Array | None],
-    groups: ChosenGroups,
-    num_rows: int,
-    gating: Any,
-) -> jax.Array | None:
+def _few_rows_by_kernel(operands: _Operands, num_rows: int, gating: Any) -> jax.Array | None:
     """Computes `product_of_stored` of `num_rows` rows; None if no kernel supports the operands."""
     from pallas_kernels.matmul.weight_only import unsupported_reason, weight_only_matmul
 
+    rows, matrices, biases, groups = operands
+    assert isinstance(groups, ChosenGroups)
     format, *others = map(_kernel_format, matrices)
     depth, width = matrices[0].shape[1:]
     if rows.dtype != jnp.bfloat16 or format is None or any(each != format for each in others):
@@ -250,9 +201,10 @@ def _few_rows_by_kernel(
     )
 
 
-def _fits_mxfp4_kernel(rows: jax.Array, matrices: Sequence[QuantizedArray]) -> bool:
-    is_mxfp4 = (_kernel_format(each) == MXFP4 for each in matrices)
-    return rows.dtype == jnp.bfloat16 and all(is_mxfp4)
+def _is_read_as_stored(backend: Backend, rows: jax.Array, matrices: QuantizedArray) -> bool:
+    """Returns whether the kernels for any number of rows read these matrices."""
+    is_supported = rows.dtype == jnp.bfloat16 and _kernel_format(matrices) == MXFP4
+    return backend.name == "pallas" and is_supported
 
 
 def _kernel_format(matrices: QuantizedArray) -> Format | None:
@@ -264,14 +216,16 @@ def _kernel_format(matrices: QuantizedArray) -> Format | None:
     return FLOAT8_MATRICES if is_operand_format(format) else format
 
 
-def _gathered(
-    matrices: QuantizedArray, groups: Groups, dtype: Any
-) -> tuple[jax.Array, bool, Groups]:
-    """Returns dequantized matrices, whether they are transposes, and the groups of these."""
+def _operand(
+    backend: Backend, rows: jax.Array, matrices: QuantizedArray, groups: Groups
+) -> tuple[Any, bool, Groups]:
+    """Returns stored or dequantized matrices, whether they are transposes, and their groups."""
+    if _is_read_as_stored(backend, rows, matrices):
+        return Scaled(matrices.values, matrices.scales), True, groups
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
-    return *dequantized_as_stored(matrices, dtype), groups
+    return *dequantized_as_stored(matrices, rows.dtype), groups
 
 
 def dequantized(matrices: jax.Array | QuantizedArray, dtype: Any) -> jax.Array:
@@ -291,7 +245,8 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     return dequantized(stored, dtype), True
 
 
-def _result_types(rows, matrices, biases, groups, *, options):
+def _result_types(operands: _Operands, *, options):
+    rows, matrices, _, groups = operands
     shape = output_rows(groups, rows.shape[0]), matrices[0].shape[2]
     return (jax.ShapeDtypeStruct(shape, rows.dtype),) * (1 + len(matrices) * options.keep)
 

@@ -95,12 +95,13 @@ class Experts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Matmuls:
+class ExpertMatmuls:
     """Computes the experts' grouped matmuls on arrays; C is H or F.
 
     Without `zero_unused`, rows of a result past the last group are undefined.
     """
 
+    unit: Gating  # the function between the matmuls; of one array for experts without wi_1
     implementation: Implementation
     # Whether the matrices are stored quantized, and get no gradient.
     is_stored: bool = False
@@ -133,7 +134,7 @@ class Matmuls:
         return kept
 
     def gated_hidden(
-        self, rows: Any, experts: Experts, groups: Groups, unit: Gating, keep: bool
+        self, rows: Any, experts: Experts, groups: Groups, keep: bool
     ) -> tuple[Any, ...]:
         """Returns unit(x @ wi_0, x @ wi_1), an operand; with `keep`, both products as residuals."""
         wi_0, wi_1 = experts.wi
@@ -141,7 +142,7 @@ class Matmuls:
             rows,
             (wi_0, wi_1),
             groups,
-            unit,
+            self.unit,
             keep,
             self.implementation,
             zero_unused=False,
@@ -171,7 +172,6 @@ class Matmuls:
 
     def gate_gradient(
         self,
-        unit: Gating,
         dhidden: jax.Array,
         pre: Sequence[Any],
         weights: jax.Array | None,
@@ -192,7 +192,7 @@ class Matmuls:
         if num_rows < _MOSTLY_UNUSED * mean_rows or jax_compat.looks_for_nans():
             return None
         hidden, *dpre, dweights = unquantized.gate_gradient(
-            unit, dhidden, tuple(pre), weights, group_sizes, self.implementation
+            self.unit, dhidden, tuple(pre), weights, group_sizes, self.implementation
         )
         return hidden, dpre, dweights
 
@@ -231,7 +231,7 @@ class Matmuls:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Matmuls(Matmuls):
+class Float8Matmuls(ExpertMatmuls):
     """Quantizes the operands of each matmul to float8; gradients are straight-through.
 
     Float8 matmuls contract the last axis of both operands. So x @ w reads the transpose of w,
@@ -277,10 +277,10 @@ class Float8Matmuls(Matmuls):
     def as_array(self, kept: Any, dtype: Any) -> jax.Array:
         return kept.dequantize(dtype) if isinstance(kept, QuantizedArray) else kept
 
-    def gated_hidden(self, rows, experts, groups, unit, keep):
+    def gated_hidden(self, rows, experts, groups, keep):
         wi_0, wi_1 = (matrices.transposed for matrices in experts.quantized.wi)
         return float8.gated_product_of_float8(
-            rows, (wi_0, wi_1), groups, unit, keep, self.implementation
+            rows, (wi_0, wi_1), groups, self.unit, keep, self.implementation
         )
 
     def times(self, rows, experts, name, groups, dtype, zero_unused):
@@ -293,13 +293,15 @@ class Float8Matmuls(Matmuls):
             pairs, group_sizes, dtype, self.implementation, zero_unused=False
         )
 
-    def gate_gradient(self, unit, dhidden, pre, weights, group_sizes, mean_rows):
+    def gate_gradient(self, dhidden, pre, weights, group_sizes, mean_rows):
         if len(pre) != 2:
             return None
         num_rows = dhidden.shape[0]
         blocks, _ = row_blocks(group_sizes, num_rows)
         row_weights = jnp.ones(num_rows, jnp.float32) if weights is None else weights
-        results = float8.gate_gradient(unit, dhidden, pre, row_weights, blocks, self.implementation)
+        results = float8.gate_gradient(
+            self.unit, dhidden, pre, row_weights, blocks, self.implementation
+        )
         dweights = None if weights is None else results.dweights
         return results.hidden, results.dpre, dweights
 
@@ -322,7 +324,7 @@ class Float8Matmuls(Matmuls):
         dpre_twice = [
             each if isinstance(each, tuple) else transpose(each, return_rows=True) for each in dpre
         ]
-        # The gradient of the tokens waits for that of wo, as in `Matmuls.gradients`.
+        # The gradient of the tokens waits for that of wo, as in `ExpertMatmuls.gradients`.
         dpre_rows, dwo = lax.optimization_barrier(([grads for grads, _ in dpre_twice], dwo))
         _, turned_rows = transpose(rows)
         turned_dpre = [turned for _, turned in dpre_twice]
@@ -336,20 +338,26 @@ class Float8Matmuls(Matmuls):
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightOnlyMatmuls(Matmuls):
+class WeightOnlyMatmuls(ExpertMatmuls):
     """Multiplies rows by matrices that are stored quantized, without quantizing the rows."""
 
     # The forward pass reads matrices as they are stored, if a kernel knows their format. All other
     # matmuls dequantize matrices right before they multiply.
 
-    def gated_hidden(self, rows, experts, groups, unit, keep):
-        biases = experts.biases[:2]
-        return weight_only.gated_product_of_stored(
-            rows, experts.wi, biases, groups, unit, keep, self.implementation
+    def gated_hidden(self, rows, experts, groups, keep):
+        return weight_only.product_of_stored(
+            rows,
+            experts.wi,
+            experts.biases[:2],
+            groups,
+            gating=self.unit,
+            implementation=self.implementation,
+            keep=keep,
+            zero_unused=False,
         )
 
     def times(self, rows, experts, name, groups, dtype, zero_unused):
-        return weight_only.product_of_stored(
+        (out,) = weight_only.product_of_stored(
             rows,
             matrices=[getattr(experts, name)],
             biases=[None],
@@ -357,6 +365,7 @@ class WeightOnlyMatmuls(Matmuls):
             implementation=self.implementation,
             zero_unused=zero_unused,
         )
+        return out
 
     def dhidden(self, grad_rows, experts, group_sizes, dtype):
         dense, is_transposed = dequantized_as_stored(experts.wo, experts.wo.dtype)
@@ -386,18 +395,18 @@ def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implemen
     experts = experts._replace(**constant)
     if matmul_dtype is None or experts.quantized is not None:
         return experts
-    quantized = quantize_experts_of_rank(experts.wi_0, experts.wi_1, experts.wo, implementation)
-    return experts._replace(quantized=quantized)
+    return experts._replace(quantized=quantize_experts_of_rank(constant, implementation))
 
 
 def matmuls_of(
-    matmul_dtype: Any, experts: Experts, implementation: Implementation
-) -> tuple[Matmuls, Experts]:
+    unit: Gating, matmul_dtype: Any, experts: Experts, implementation: Implementation
+) -> tuple[ExpertMatmuls, Experts]:
     """Returns the matmuls of arrays, float8 or stored matrices, and `experts` as they take them."""
     is_stored = isinstance(experts.wi_0, QuantizedArray)
-    of_arrays = WeightOnlyMatmuls if is_stored else Matmuls
+    of_arrays = WeightOnlyMatmuls if is_stored else ExpertMatmuls
     kind = of_arrays if matmul_dtype is None else Float8Matmuls
-    return kind(implementation, is_stored), with_quantized(matmul_dtype, experts, implementation)
+    experts = with_quantized(matmul_dtype, experts, implementation)
+    return kind(unit, implementation, is_stored), experts
 
 
 def specs_of_quantized(
@@ -438,10 +447,7 @@ def check_same_kind(experts: Any, names: Sequence[str]) -> None:
 
 
 def quantize_experts_of_rank(
-    wi_0: jax.Array | QuantizedArray,
-    wi_1: jax.Array | QuantizedArray | None,
-    wo: jax.Array | QuantizedArray,
-    implementation: Implementation = None,
+    given: Mapping[str, Any], implementation: Implementation
 ) -> QuantizedExperts:
     """Quantizes the matrices of one rank's experts, unless a format is that of float8 matmuls."""
 
@@ -455,6 +461,5 @@ def quantize_experts_of_rank(
             matrices = dequantized(matrices, matrices.dtype)
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
-    given = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
     found: dict[str, Any] = {name: quantize(name, matrices) for name, matrices in given.items()}
-    return QuantizedExperts(**found)
+    return QuantizedExperts(**({"wi_1": None} | found))

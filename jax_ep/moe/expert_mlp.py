@@ -20,8 +20,8 @@ from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
+    ExpertMatmuls,
     Experts,
-    Matmuls,
     QuantizedExperts,
     check_matmul_dtype,
     check_same_kind,
@@ -32,16 +32,6 @@ from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
 # An elementwise function of one array, gate, or of two, gate and up.
 Activation = Callable[..., jax.Array]
-
-
-def takes_up(activation: Activation) -> bool:
-    """Returns whether `activation` must be given two arrays, gate and up."""
-    try:
-        parameters = inspect.signature(activation).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = (p for p in parameters if p.default is p.empty)
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
 
 
 def check_activation(name: str, value: Any, otherwise: str = "") -> None:
@@ -55,6 +45,16 @@ class HiddenUnit:
     activation: Activation = jax.nn.silu
     clamp: float | None = None
 
+    @functools.cached_property
+    def takes_up(self) -> bool:
+        """Whether `activation` must be given two arrays, gate and up."""
+        try:
+            parameters = inspect.signature(self.activation).parameters.values()
+        except (TypeError, ValueError):
+            return False
+        required = (p for p in parameters if p.default is p.empty)
+        return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
+
     def check(self) -> None:
         check_activation("activation", self.activation)
         if self.clamp is not None:
@@ -65,7 +65,7 @@ class HiddenUnit:
         if self.clamp is not None:
             gate = jnp.minimum(gate, jnp.asarray(self.clamp, gate.dtype))
             up = tuple(jnp.clip(u, -self.clamp, self.clamp) for u in up)
-        if takes_up(self.activation):
+        if self.takes_up:
             return self.activation(gate, *up)
         hidden = self.activation(gate)
         return hidden * up[0] if up else hidden
@@ -161,31 +161,30 @@ def run_mlp(
     tokens_have_gradient = not isinstance(tokens, QuantizedArray)
     # Arrays stay as they are; a `QuantizedArray` gets a dtype of JAX, and no gradient.
     tokens = without_gradient("tokens", with_jax_dtype(tokens))
-    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-    leaves = match_varying(leaves, ())
-    tokens, experts, group_sizes = jax.tree.unflatten(tree, leaves)
+    arrays = match_varying(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
+    tokens, experts, group_sizes = arrays
     if tokens.shape[0] == 0:
         # The type of the result varies over the axes that the operands' types do.
-        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), *leaves), ())[0]
-    matmuls, experts = matmuls_of(matmul_dtype, experts, implementation)
-    return _expert_mlp(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient)
+        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), arrays))[0]
+    matmuls, experts = matmuls_of(unit, matmul_dtype, experts, implementation)
+    return _expert_mlp(tokens, experts, group_sizes, matmuls, tokens_have_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _expert_mlp(
-    tokens, experts: Experts, group_sizes, unit, matmuls: Matmuls, tokens_have_gradient: bool
+    tokens, experts: Experts, group_sizes, matmuls: ExpertMatmuls, tokens_have_gradient: bool
 ):
-    return forward(tokens, experts, group_sizes, unit, matmuls, keep=False)[0]
+    return forward(tokens, experts, group_sizes, matmuls, keep=False)[0]
 
 
-def _forward(tokens, experts, group_sizes, unit, matmuls, tokens_have_gradient):
+def _forward(tokens, experts, group_sizes, matmuls, tokens_have_gradient):
     tokens, experts = matmuls.differentiated_once((tokens, experts))
-    return forward(tokens, experts, group_sizes, unit, matmuls)
+    return forward(tokens, experts, group_sizes, matmuls)
 
 
-def _backward(unit, matmuls, tokens_have_gradient, saved, grad):
+def _backward(matmuls, tokens_have_gradient, saved, grad):
     grad = matmuls.differentiated_once(grad)
-    dtokens, dexperts, _ = backward(saved, grad, weights=None, unit=unit, matmuls=matmuls)
+    dtokens, dexperts, _ = backward(saved, grad, weights=None, matmuls=matmuls)
     return dtokens if tokens_have_gradient else None, dexperts, None
 
 
@@ -193,8 +192,7 @@ def forward(
     tokens: Any,
     experts: Experts,
     groups: Groups,
-    unit: HiddenUnit,
-    matmuls: Matmuls,
+    matmuls: ExpertMatmuls,
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
@@ -208,7 +206,7 @@ def forward(
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     # "pallas" may compute the first branch in one kernel; the second computes the same.
     if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
-        hidden, *products = matmuls.gated_hidden(rows, experts, groups, unit, keep)
+        hidden, *products = matmuls.gated_hidden(rows, experts, groups, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
         products = [
@@ -219,7 +217,7 @@ def forward(
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
         biases = _biases_of_rows(experts, groups, rows)
         operands = products if matmuls.rounds_residuals else pre
-        hidden = matmuls.as_operand(hidden_values(unit, biases, tuple(operands)))
+        hidden = matmuls.as_operand(hidden_values(matmuls.unit, biases, tuple(operands)))
     out = matmuls.times(hidden, experts, "wo", groups, dtype, zero_unused=zero_unused)
     if experts.wo_bias is not None:
         wide = wide_dtype(out.dtype)
@@ -232,8 +230,7 @@ def backward(
     saved: tuple,
     grad: Any,
     weights: jax.Array | None,
-    unit: HiddenUnit,
-    matmuls: Matmuls,
+    matmuls: ExpertMatmuls,
     zero_unused: bool = True,
     mean_rows: int | None = None,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
@@ -250,11 +247,12 @@ def backward(
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
     if biases == (None, None):
-        results = matmuls.gate_gradient(unit, dhidden, pre, weights, group_sizes, mean_rows)
+        results = matmuls.gate_gradient(dhidden, pre, weights, group_sizes, mean_rows)
     if results is None:
         pre = tuple(matmuls.as_array(product, dtype) for product in pre)
         factors = (pre,) if weights is None else (pre, weights)
-        hidden, hidden_vjp = jax.vjp(functools.partial(hidden_values, unit, biases), *factors)
+        function = functools.partial(hidden_values, matmuls.unit, biases)
+        hidden, hidden_vjp = jax.vjp(function, *factors)
         dpre, *dfactors = hidden_vjp(dhidden)
         dweights = dfactors[0] if dfactors else None
     else:
@@ -392,7 +390,7 @@ def check_computation(
     _check_activation(unit, rows)
     if experts.wi_1 is None:
         one = "where wi_1 is None: an expert without a gate has one pre-activation."
-        if takes_up(unit.activation):
+        if unit.takes_up:
             raise ValueError(f"activation must be a function of one array {one}")
         if experts.wi_1_bias is not None:
             raise ValueError(f"wi_1_bias must be None {one}")
@@ -400,7 +398,7 @@ def check_computation(
 
 
 def _check_activation(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    count = 2 if takes_up(unit.activation) else 1
+    count = 2 if unit.takes_up else 1
     try:
         jaxpr, result = jax.make_jaxpr(unit.activation, return_shape=True)(*[rows] * count)
     except TypeError as error:

@@ -54,7 +54,7 @@ def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: 
 def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -> bool:
     """Returns whether a GPU may let an expert compute all of these tokens [T, H]."""
     num_tokens = tokens.shape[0]
-    if checks.is_symbolic(num_tokens) or num_tokens > MOST_TOKENS:
+    if checks.is_symbolic(num_tokens) or not 0 < num_tokens <= MOST_TOKENS:
         return False
     if config.matmul_implementation not in (None, "pallas") or looks_for_nans():
         return False
@@ -142,8 +142,7 @@ def _by_platform(
 
     compute.defvjp(compute_and_keep, lambda vjp, cotangents: (None, *vjp(cotangents[0])))
     arrays = experts._replace(**dict.fromkeys(quantized))
-    leaves, tree = jax.tree.flatten((quantized, arrays, operand))
-    return compute(*jax.tree.unflatten(tree, match_varying(leaves, axes)))
+    return compute(*match_varying((quantized, arrays, operand), axes))
 
 
 def _matrices_of_weight_only(
@@ -189,11 +188,11 @@ def _outputs(
 ) -> jax.Array:
     """Returns the outputs of the S chosen experts for all tokens, [S * height, H]."""
     unit = config.unit()
-    matmuls, experts = matmuls_of(config.matmul_dtype, experts, implementation)
+    matmuls, experts = matmuls_of(unit, config.matmul_dtype, experts, implementation)
     stored = _matrices_of_weight_only(experts, config.matmul_dtype, tokens)
     if stored is None:
         rows = pad_rows(tokens)
-        return forward(rows, experts, groups, unit, matmuls, keep=False, zero_unused=False)[0]
+        return forward(rows, experts, groups, matmuls, keep=False, zero_unused=False)[0]
     product = functools.partial(
         weight_only.product_of_stored,
         groups=groups,
@@ -202,5 +201,6 @@ def _outputs(
         zero_unused=False,
     )
     *wi, wo = stored
-    hidden = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
-    return product(hidden, [wo], [experts.wo_bias])
+    (hidden,) = product(tokens, wi, experts.biases[: len(wi)], gating=unit)
+    (out,) = product(hidden, [wo], [experts.wo_bias])
+    return out

@@ -46,8 +46,8 @@ def experts_of_rank(
         weights, quantized = _gathered(weights, quantized, config, where)
     weights |= {name: weights[name].astype(config.dtype) for name in matrices}
     if quantized is not None:
-        of_rank = functools.partial(_of_rank, num=config.num_held // where.num_ranks(), where=where)
-        quantized = jax.tree.map(of_rank, quantized)
+        num_local = config.num_held // where.num_ranks()
+        quantized = jax.tree.map(lambda part: _select(part, num_local, where), quantized)
     if config.matmul_dtype is not None:
         on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
         for name in matrices:
@@ -71,10 +71,8 @@ def _gathered(
     if config.matmul_dtype is not None and matrices.keys() & dict(where.further_axes):
         if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
             if quantized is None:
-                cast = MoEParams.of(**{n: w.astype(config.dtype) for n, w in matrices.items()})
-                quantized = quantize_experts_of_rank(
-                    cast.wi_0, cast.wi_1, cast.wo, config.matmul_implementation
-                )
+                cast = {name: w.astype(config.dtype) for name, w in matrices.items()}
+                quantized = quantize_experts_of_rank(cast, config.matmul_implementation)
             quantized = fsdp.gather_quantized(quantized, where)
     whole = {}
     for name, part in parts.items():
@@ -94,15 +92,15 @@ def _own_experts(
     """Returns `weights` of this rank's experts; copies of an expert get equal gradients."""
     # The axes that split the experts, FSDP axes included.
     axes = where.expert_axes + where.further(name)[0]
-    of_rank = functools.partial(_of_rank, num=config.num_held // where.size(axes), where=where)
-    weights = jax.tree.map(of_rank, weights)
+    num_local = config.num_held // where.size(axes)
+    weights = jax.tree.map(lambda part: _select(part, num_local, where), weights)
     # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
     if placement is None or isinstance(weights, QuantizedArray):
         return weights
     return equal_copies(weights, placement, axes)
 
 
-def _of_rank(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
+def _select(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
     """Selects this rank's `num` experts of the weights, unless these are of this rank alone."""
     if weights.shape[0] == num:
         return weights
@@ -139,23 +137,24 @@ def quantize_by_rules(
     check_experts(params, config, where)
     where = fsdp.with_further_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
-    matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
+    names = QuantizedExperts._fields
+    matrices = {name: w for name in names if (w := getattr(params, name)) is not None}
     # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
     # same is done here.
     if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
-    def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
-        return quantize_experts_of_rank(**matrices, implementation=config.matmul_implementation)
-
+    quantize = functools.partial(
+        quantize_experts_of_rank, implementation=config.matmul_implementation
+    )
     if where.mesh is None:
         return quantize(matrices)
-    # The matrices that are not None are resharded as the `jax.shard_map` splits them.
-    specs = {name: where.spec_of(name) for name, array in matrices.items() if array is not None}
+    # The matrices are resharded as the `jax.shard_map` splits them.
+    specs = {name: where.spec_of(name) for name in matrices}
     split = {name: reshard(matrices[name], where.mesh, spec) for name, spec in specs.items()}
     return jax.shard_map(
         quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
-        in_specs=(dict.fromkeys(matrices) | specs,),
+        in_specs=(specs,),
         out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
-    )(matrices | split)
+    )(split)

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ep.moe import fsdp, losses
+from jax_ep.moe import fsdp
 from jax_ep.moe.call_checks import Call, check_call, check_on_mesh
 from jax_ep.moe.config import MoEConfig, check_compute_dtype
 from jax_ep.moe.expert_matmuls import QuantizedExperts
@@ -17,7 +17,6 @@ from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.rank import Operands, run_over_mesh, run_where_called
 from jax_ep.placement.table import Placement
-from jax_ep.runtime.jax_compat import match_varying
 
 
 def moe_layer(
@@ -115,38 +114,9 @@ def run_layer(
     if config.fsdp_axes or axis_rules or where.types_show_more_axes(params):
         where = fsdp.with_further_axes(where, params, config, axis_rules)
     config = _resolved(config, params, call.x, where)
-    if 0 in call.x.shape:
-        return _without_tokens(call.x, config, where)
     if call.mask is not None:
         call = call._replace(mask=call.mask.astype(jnp.bool_))
     return _layer(Operands(params, call, placement, quantized), config=config, where=where)
-
-
-def _without_tokens(
-    x: jax.Array, config: MoEConfig, where: LayerMesh
-) -> tuple[jax.Array, MoEMetrics]:
-    """Returns the output and zero metrics of a call whose x has no elements."""
-    out = x.astype(config.dtype)
-    if where.mesh is None:
-        # In the caller's `jax.shard_map`, outputs vary (vma) over the expert axes.
-        (out,) = match_varying((out,), where.expert_axes)
-    zero = jnp.zeros((), jnp.float32)
-    zero_of_each = jnp.zeros(config.num_choosable, jnp.float32)
-    dropped_counts = jnp.zeros(config.num_experts, jnp.int32)
-    choices = None
-    if config.record_choices:
-        # An array [..., 0, ..., K] is made from x, so that its type shows the sharding of x.
-        choices = jnp.sum(x, axis=-1, keepdims=True).astype(jnp.int32)
-        choices = jnp.broadcast_to(choices, (*x.shape[:-1], config.num_experts_per_token))
-    return out, MoEMetrics(
-        load_balance_loss=zero,
-        router_z_loss=zero,
-        expert_counts=zero_of_each.astype(jnp.int32),
-        num_dropped=jnp.zeros((), jnp.int32),
-        dropped_counts=dropped_counts,
-        balance=losses.BalanceSums(choices=zero_of_each, probs=zero_of_each, num_tokens=zero),
-        topk_idx=choices,
-    )
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:

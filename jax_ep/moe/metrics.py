@@ -214,7 +214,7 @@ def _balance(
         probs,
         topk_idx,
         convention=convention,
-        num_sequences=sequences.number,
+        num_sequences=max(sequences.number, 1),
         sequence_ids=sequences.ids,
         expert_factors=factors,
         axis_name=batch_axes,

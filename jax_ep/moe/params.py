@@ -316,16 +316,14 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
 
     `num_experts` includes free experts, `num_constant` of them constant.
     """
-    if params.gate is not None:
-        checks.check_array("gate", params.gate, 2, jnp.floating, "[H, R]")
-        if params.gate.shape[1] != num_experts:
-            raise ValueError(
-                f"gate must have shape [H, {num_experts}], one column for each expert that the "
-                f"router chooses among, free experts included, but has shape {params.gate.shape}."
-            )
-    for name in ("wi_0", "wo", *ADAPTERS):
-        if (array := getattr(params, name)) is not None or name not in ADAPTERS:
+    for name, array in params._asdict().items():
+        if array is not None or name in ("wi_0", "wo"):
             _check_array(name, array)
+    if params.gate is not None and params.gate.shape[1] != num_experts:
+        raise ValueError(
+            f"gate must have shape [H, {num_experts}], one column for each expert that the "
+            f"router chooses among, free experts included, but has shape {params.gate.shape}."
+        )
     for name in ("constant_value", "constant_gate"):
         if (getattr(params, name) is None) != (num_constant == 0):
             hidden = params.wi_0.shape[1]
@@ -365,8 +363,6 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
         if name != "gate" and name not in ADAPTERS
         if (array := getattr(params, name)) is not None
     }
-    for name, array in arrays.items():
-        _check_array(name, array)
     _, hidden, mlp_dim = params.wi_0.shape
     sizes = {"R": num_experts, "H": hidden, "F": mlp_dim, "C": num_constant}
     if params.shared_wi_0 is not None:

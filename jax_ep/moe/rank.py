@@ -222,7 +222,8 @@ def _run_on_rank(
         sequences = Sequences(num_sequences, call.sequence_ids)
         metrics = metrics_of(routed, logits, call.mask, dropped, sequences, config, where)
         if config.record_choices:
-            metrics = metrics._replace(topk_idx=routed.topk_idx.reshape(*shape[:-1], -1))
+            choices = routed.topk_idx.reshape(*shape[:-1], config.num_experts_per_token)
+            metrics = metrics._replace(topk_idx=choices)
     with jax.named_scope("combine"):
         return out.reshape(shape), metrics
 

@@ -35,15 +35,8 @@ from jax_ep.exchange.interface import Dispatched, Handle, Implementation
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe.config import MoEConfig, WeightsOn
-from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
-from jax_ep.moe.expert_mlp import (
-    Activation,
-    HiddenUnit,
-    backward,
-    check_computation,
-    check_operands,
-    forward,
-)
+from jax_ep.moe.expert_matmuls import ExpertMatmuls, Experts, matmuls_of
+from jax_ep.moe.expert_mlp import Activation, backward, check_computation, check_operands, forward
 from jax_ep.moe.lora import adapted_mlp
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import match_varying
@@ -52,9 +45,8 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    unit: HiddenUnit
     implementation: Implementation
-    matmuls: Matmuls
+    matmuls: ExpertMatmuls
     # The dtype in which the backward pass sends the output's cotangents to the experts' ranks. None
     # means the dtype of the cotangents.
     grad_wire_dtype: Any
@@ -157,7 +149,8 @@ def by_dispatch(
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
     if config.host_capacity_factor is not None and where.expert_axes:
-        host_capacity = math.ceil(config.host_capacity_factor * tokens.shape[0])
+        num_tokens = tokens.shape[0]
+        host_capacity = min(num_tokens, math.ceil(config.host_capacity_factor * num_tokens))
     with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
@@ -194,12 +187,18 @@ def receive_capacity(
     k = config.num_experts_per_token
     # The most rows that a rank receives of one token.
     rows_of_token = min(k, num_local_experts) if distinct else k
-    rows = num_ranks * num_tokens * rows_of_token
+    rows = num_ranks * max(num_tokens, 1) * rows_of_token
     if config.capacity_factor is not None:
-        rows = min(rows, math.ceil(config.capacity_factor * (num_tokens * k)))
+        rows = min(rows, math.ceil(config.capacity_factor * (max(num_tokens, 1) * k)))
     # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
     # receive buffer to pad it.
-    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    rows = -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    if rows > checks.MAX_INT32:
+        raise ValueError(
+            f"capacity_factor must give a rank at most {checks.MAX_INT32} rows, but is "
+            f"{config.capacity_factor}, with which it has {rows}."
+        )
+    return rows
 
 
 def _run_experts(
@@ -215,9 +214,6 @@ def _run_experts(
     tokens of this rank before dispatch, or nowhere.
     """
     unit, implementation = config.unit(), config.implementation
-    if not experts.adapters:
-        options = config.matmul_dtype, config.matmul_implementation, "matmul_implementation"
-        check_computation(received.tokens, experts, unit, *options)
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     quantized: QuantizedArray | None = None
     grad_wire_dtype = None
@@ -248,16 +244,19 @@ def _run_experts(
             y = adapted_mlp(tokens, experts, group_sizes, config)
         with jax.named_scope("combine"):
             return combine(y, handle, weights, implementation=implementation)
+    options = config.matmul_dtype, config.matmul_implementation, "matmul_implementation"
+    check_computation(tokens, experts, unit, *options)
     with jax.named_scope("experts"):
         arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
-        leaves, tree = jax.tree.flatten(arrays)
-        leaves = match_varying(leaves, handle.axis_name)
-        tokens, experts, quantized, weights, group_sizes = jax.tree.unflatten(tree, leaves)
+        arrays = match_varying(arrays, handle.axis_name)
+        tokens, experts, quantized, weights, group_sizes = arrays
         if handle.rows.shape[1] == 0:
             # Without tokens. The type of the result varies over the axes that the operands' do.
-            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *leaves), ())[0]
-        matmuls, experts = matmuls_of(config.matmul_dtype, experts, config.matmul_implementation)
-    static = _Static(unit, implementation, matmuls, grad_wire_dtype)
+            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), arrays))[0]
+        matmuls, experts = matmuls_of(
+            unit, config.matmul_dtype, experts, config.matmul_implementation
+        )
+    static = _Static(implementation, matmuls, grad_wire_dtype)
     return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)
 
 
@@ -295,12 +294,12 @@ def _forward(
     config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
 ):
     # Returns the output of `_routed_experts`, and with `keep` the residuals of `_backward`.
-    unit, matmuls = config.unit, config.matmuls
+    matmuls = config.matmuls
     tokens, experts, weights = matmuls.differentiated_once((tokens, experts, weights))
     if quantized is not None:
         tokens = quantized
     with jax.named_scope("experts"):
-        y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
+        y, saved = forward(tokens, experts, group_sizes, matmuls, keep, zero_unused=False)
     with jax.named_scope("combine"):
         out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
@@ -329,7 +328,6 @@ def _backward(config, residuals, grad):
             saved,
             grad_rows,
             row_weights,
-            config.unit,
             config.matmuls,
             handle.zero_unused,
             # A rank receives T * K rows on average.

@@ -68,7 +68,7 @@ def router_logits(
         logits = x.astype(jnp.float32) @ gate.astype(jnp.float32)
     else:
         gate = gate if gate.dtype == jnp.bfloat16 else gate.astype(jnp.float32)
-        logits = _bfloat16_logits(*match_varying((x, gate), ()))
+        logits = _bfloat16_logits(*match_varying((x, gate)))
     if bias is not None:
         logits += bias.astype(dtype).astype(jnp.float32)[None]
     return rounded(logits, dtype)
@@ -77,7 +77,7 @@ def router_logits(
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     """Returns x @ gate, [T, E] float32, of a bfloat16 x and a float32 or bfloat16 gate."""
-    if not checks.is_symbolic(x.shape[0]) and x.shape[0] <= few_logits.MOST_TOKENS:
+    if not checks.is_symbolic(x.shape[0]) and 0 < x.shape[0] <= few_logits.MOST_TOKENS:
         return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
     # with the last part, which holds the smallest numbers.
@@ -237,9 +237,6 @@ def choose_experts(
     num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
-    if logits.shape[0] == 0:
-        choices = jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32)
-        return Routing(*match_varying((*choices, logits), ()))
     # The number of a group's largest scores whose sum is compared.
     best = options.group_score
     best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)
@@ -258,7 +255,7 @@ def choose_experts(
     compared = _SCORES[score](logits) if by_scores and not sigmoid else None
     gathered = None
     if normalize or not return_softmax:
-        gathered = _weighed(score, logits, weighing)
+        gathered = _weighed_numbers(score, logits, weighing)
     topk_idx, weights, softmax = choose(
         logits,
         k,
@@ -286,7 +283,7 @@ def routing_of_choices(
     weighing = _weighing(options)
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
-    weighed = _weighed(score, logits, weighing)
+    weighed = _weighed_numbers(score, logits, weighing)
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
     probs = _probs(score, logits)
@@ -307,7 +304,7 @@ def _weighing(options: RoutingOptions) -> Weighing:
     )
 
 
-def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
+def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     """Returns the numbers [T, E] from which `weigh` computes the chosen experts' weights."""
     if not weighing.normalize:
         return _SCORES[score](logits)

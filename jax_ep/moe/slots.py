@@ -64,7 +64,7 @@ def _sum_by_row(values: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
     """Adds each values[i] to row rows[i] of the result, in the order of i."""
     # A scatter on a GPU would add in any order, and so give other bits in each call.
     zeros = jnp.zeros((num_rows, *values.shape[1:]), values.dtype)
-    values, rows, zeros = match_varying((values, rows, zeros), ())
+    values, rows, zeros = match_varying((values, rows, zeros))
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
         row = lax.dynamic_index_in_dim(sums, rows[i], keepdims=False) + values[i]

@@ -44,7 +44,7 @@ def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax
 
 def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
     """Returns x, the same on all ranks along `axes`, with a type that varies over `axes`."""
-    (varying,) = match_varying((x,), axes)
+    varying = match_varying(x, axes)
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))
     if not added or not jnp.issubdtype(x.dtype, jnp.floating):
         return varying
@@ -54,7 +54,7 @@ def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cast(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
-    return match_varying((x,), axes)[0]
+    return match_varying(x, axes)
 
 
 _cast.defvjp(

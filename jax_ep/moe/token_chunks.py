@@ -49,16 +49,15 @@ def run(
             f"jax.export, but is {num_chunks}."
         )
     # Few tokens may fill fewer chunks of `size` tokens than asked for.
-    size = -(-num_tokens // num_chunks)
+    size = max(-(-num_tokens // num_chunks), 1)
     num_chunks = -(-num_tokens // size)
-    if num_chunks == 1:
+    if num_chunks <= 1:
         return few_tokens.run(experts, routed, config, where)
 
     # Quantizes the experts once, before the scan, and not again for each chunk.
     with jax.named_scope("experts"):
         experts = with_quantized(config.matmul_dtype, experts, config.matmul_implementation)
-        leaves, tree = jax.tree.flatten((experts, routed))
-        experts, routed = jax.tree.unflatten(tree, match_varying(leaves, where.expert_axes))
+        experts, routed = match_varying((experts, routed), where.expert_axes)
     with jax.named_scope("dispatch"):
         chunks = RoutedTokens(
             _split(routed.tokens, num_chunks, size, padding=0),

@@ -61,8 +61,7 @@ def choose(
     not normalize. All are float32.
     """
     operands = _Operands(logits, compared, None if bias is None else bias[None], gathered)
-    arrays, structure = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(structure, match_varying(arrays, ()))
+    operands = match_varying(operands)
     options = _Options(k, weighing, sigmoid, groups, softmax)
     topk_idx, _, weights, *probs = _choose(operands, options)
     return topk_idx, weights, probs[0] if softmax else None
@@ -84,13 +83,13 @@ def _choose_jvp(options: _Options, primals: Any, tangents: Any) -> Any:
     for softmax in probs:
         product = softmax * doperands.logits
         dprobs.append(product - softmax * jnp.sum(product, axis=-1, keepdims=True))
-    dweighed = _weighed(doperands, dprobs, options.weighing)
+    dweighed = _gathered(doperands, dprobs, options.weighing)
     dchosen = jnp.take_along_axis(dweighed, topk_idx, axis=-1)
     _, dweights = jax.jvp(functools.partial(weigh, options.weighing), (chosen,), (dchosen,))
     return results, [zero_from_primal(topk_idx), dchosen, dweights, *dprobs]
 
 
-def _weighed(operands: _Operands, probs: Sequence[jax.Array], weighing: Weighing) -> jax.Array:
+def _gathered(operands: _Operands, probs: Sequence[jax.Array], weighing: Weighing) -> jax.Array:
     """Selects the numbers [T, E] from which weights are computed; of tangents, their tangents."""
     if operands.gathered is not None:
         return operands.gathered
@@ -131,7 +130,7 @@ def _by_xla(*arrays: jax.Array, names: tuple[str, ...], options: _Options) -> li
         compared = _within_best_groups(compared, options.groups)
     topk_idx = _top_k(compared, options.k)[1]
     probs = [jax.nn.softmax(operands.logits, axis=-1)] if options.softmax else []
-    weighed = _weighed(operands, probs, options.weighing)
+    weighed = _gathered(operands, probs, options.weighing)
     chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1, mode="promise_in_bounds")
     return [topk_idx, chosen, weigh(options.weighing, chosen), *probs]
 

@@ -13,7 +13,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.extend.core
@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 from jax.sharding import AbstractMesh, Mesh
+
+_Tree = TypeVar("_Tree")
 
 
 def _find(path: str) -> Any:
@@ -97,17 +99,16 @@ def varying_axes(x: Any) -> frozenset[str]:
     return getattr(getattr(kind, "mat", None), "varying", frozenset())
 
 
-def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> list[jax.Array]:
-    """Casts operands to vary over `axis_name` and over each mesh axis that any operand varies over.
+def match_varying(operands: _Tree, axis_name: Iterable[str] = ()) -> _Tree:
+    """Casts all arrays of a pytree to vary over `axis_name` and each axis that any varies over.
 
     A collective's result differs from rank to rank, so its operands must be typed as varying (vma).
     The transpose of this cast sums the gradient of a replicated operand over the ranks.
     """
     if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
-        return list(operands)  # This JAX has no vma.
-    varying = [varying_axes(operand) for operand in operands]
-    axes = frozenset(axis_name).union(*varying)
-    return [to_varying(x, axes - already) for x, already in zip(operands, varying, strict=True)]
+        return operands  # This JAX has no vma.
+    axes = frozenset(axis_name).union(*map(varying_axes, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: to_varying(x, axes - varying_axes(x)), operands)
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -326,6 +327,19 @@ def define_primitive(
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
+
+
+def one_by_one(
+    bind: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None]
+) -> Any:
+    """Runs a primitive for one element of a `jax.vmap`'s batch after the other; stacks results."""
+    pairs = list(zip(operands, dims, strict=True))
+
+    def bind_one(elements: list[jax.Array]) -> Any:
+        following = iter(elements)
+        return bind(*(x if dim is None else next(following) for x, dim in pairs))
+
+    return lax.map(bind_one, [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None])
 
 
 def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:

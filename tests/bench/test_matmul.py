@@ -23,22 +23,6 @@ def one_case(monkeypatch):
     monkeypatch.setattr(bench, "CASES", (CASE,))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", bench.OPERATIONS)
-def test_float8_is_measured_next_to_the_operands_own_dtype(op, tmp_path):
-    path = tmp_path / "out.json"
-    flags = "--matmul_dtype=none,float8_e4m3fn", "--implementations=xla", f"--ops={op}"
-    assert run("--check", *flags, f"--json={path}") == 0
-    rows = json.loads(path.read_text())["rows"]
-    found = {(row["implementation"], row["matmul_dtype"]): row for row in rows}
-    assert set(found) == {(n, d) for n in ("dense", "xla") for d in ("none", "float8_e4m3fn")}
-    row, plain = (found["xla", dtype] for dtype in ("float8_e4m3fn", "none"))
-    assert row["checked"] and plain["checked"] and row["share_of_dense"] > 0
-    assert row["flops"] == plain["flops"] == CASE.flops(op, CASE.live)
-    ratio = plain["wall"]["median_us"] / row["wall"]["median_us"]
-    assert row["speedup_of_float8"] == pytest.approx(ratio)
-
-
 @pytest.mark.parametrize("dtype", quick(["none", "float8_e4m3fn"], "none"))
 def test_check_sees_a_wrong_result(dtype, monkeypatch, capsys):
     outputs = bench.Loop.outputs

@@ -108,7 +108,7 @@ def test_products(name, num_rows, implementation, dtype):
         )
         out = weight_only.product_of_stored(
             x, stored, biases, groups, num_rows, gating=gating, implementation=implementation
-        )
+        )[0]
         numbers = expected(x, stored, biases, products)
         want = numbers[0] if gating is None else np.asarray(gating(*numbers))
         assert_close(out[products[0]], want, dtype, axis=1)
@@ -125,8 +125,15 @@ def test_gated_products(name, implementation, dtype):
     products = expected(x, stored, [None, None], places)
     for keep, biases in ((True, some), (False, [None, None])):
         want = [np.asarray(swiglu(*expected(x, stored, biases, places))), *products]
-        got = weight_only.gated_product_of_stored(
-            x, tuple(stored), biases, sizes, swiglu, keep, implementation
+        got = weight_only.product_of_stored(
+            x,
+            tuple(stored),
+            biases,
+            sizes,
+            gating=swiglu,
+            implementation=implementation,
+            keep=keep,
+            zero_unused=False,
         )
         assert len(got) == (3 if keep else 1)
         for mine, theirs in zip(got, want, strict=False):
@@ -173,12 +180,19 @@ def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation,
         if keep:
             pair = tuple(stored)
             none = [None, None]
-            return weight_only.gated_product_of_stored(
-                x, pair, none, sizes, swiglu, True, implementation
+            return weight_only.product_of_stored(
+                x,
+                pair,
+                none,
+                sizes,
+                gating=swiglu,
+                implementation=implementation,
+                keep=True,
+                zero_unused=False,
             )
         out = weight_only.product_of_stored(
             x, stored, biases, sizes, gating=swiglu, implementation=implementation
-        )
+        )[0]
         return (out,)
 
     def wanted(x, biases):
@@ -203,7 +217,7 @@ def test_gradients_of_gradients(name):
     x, stored, biases, sizes, _ = case(FORMATS[name], dtype=jnp.float32)
 
     def product(x, biases):
-        return weight_only.product_of_stored(x, stored, biases, sizes, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, sizes, gating=swiglu)[0]
 
     def wanted(x, biases):
         return of_dequantized(x, stored, biases, swiglu)[0]
@@ -261,11 +275,18 @@ def test_every_scale_and_number_of_mxfp4():
     stored = [jax.tree.map(jnp.asarray, each) for each in (gate, up)]
     x = jnp.tile(jnp.eye(K, dtype=jnp.bfloat16), (2, 1))
     sizes = jnp.full(2, K, jnp.int32)
-    out = weight_only.product_of_stored(x, stored[:1], [None], sizes)
+    out = weight_only.product_of_stored(x, stored[:1], [None], sizes)[0]
     assert_selected(out.reshape(2, K, N), gate)
     none = [None, None]
-    _, *products = weight_only.gated_product_of_stored(
-        x, tuple(stored), none, sizes, swiglu, True, None
+    _, *products = weight_only.product_of_stored(
+        x,
+        tuple(stored),
+        none,
+        sizes,
+        gating=swiglu,
+        implementation=None,
+        keep=True,
+        zero_unused=False,
     )
     for each, matrices in zip(products, (gate, up), strict=True):
         assert_selected(each.reshape(2, K, N), matrices)
@@ -274,7 +295,7 @@ def test_every_scale_and_number_of_mxfp4():
 
     @jax.jit
     def of_eight(x, stored):
-        return weight_only.product_of_stored(x, [stored], [None], groups, 8)[rows.T]
+        return weight_only.product_of_stored(x, [stored], [None], groups, 8)[0][rows.T]
 
     out = [of_eight(x[first : first + 8], stored[0]) for first in range(0, K, 8)]
     assert_selected(np.concatenate(out, axis=1), gate)
@@ -284,7 +305,7 @@ def test_each_matrix_has_a_format_of_its_own():
     x, stored, _, groups, products = case(FORMATS["float8"], 3)
     _, (_, second), *_ = case(FORMATS["mxfp4"], 3)
     stored, none = [stored[0], second], [None, None]
-    out = weight_only.product_of_stored(x, stored, none, groups, 3, gating=swiglu)
+    out = weight_only.product_of_stored(x, stored, none, groups, 3, gating=swiglu)[0]
     want = np.asarray(swiglu(*expected(x, stored, none, products)))
     assert_close(out[products[0]], want, jnp.bfloat16, axis=1)
 
@@ -294,7 +315,7 @@ def test_under_vmap_each_element_is_a_product_of_its_own():
     several = jnp.stack([x, -x, 2 * x])
 
     def product(x):
-        return weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)[0]
 
     out = jax.vmap(product)(several)
     # Other rows of the results are undefined.
@@ -331,7 +352,7 @@ def test_which_kernel_reads_matrices_as_they_are_stored(name, num_rows, with_bia
     x, stored, biases, groups, _ = case(FORMATS[name], num_rows, 2, with_bias, dtype)
 
     def product(x, stored, biases, groups):
-        return weight_only.product_of_stored(x, stored, biases, groups, num_rows, gating=swiglu)
+        return weight_only.product_of_stored(x, stored, biases, groups, num_rows, gating=swiglu)[0]
 
     traced = jax.jit(product).trace(x, stored, biases, groups)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -350,7 +371,7 @@ def test_rows_that_choose_groups_have_no_gradient():
     x, stored, biases, groups, _ = case(FORMATS["mxfp4"], 3)
 
     def loss(x):
-        out = weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)
+        out = weight_only.product_of_stored(x, stored, biases, groups, 3, gating=swiglu)[0]
         return out.astype(jnp.float32).sum()
 
     with pytest.raises(NotImplementedError, match="a product of chosen groups has no gradient"):
