@@ -19,10 +19,9 @@ from jax_ep import placement
 
 # The public names that the tests in a folder compare with NumPy or with `jax_ep.reference`.
 TESTED_IN = {
-    ".": "Handle RankHandle",
     "checkpoints": "checkpoints",
     "collectives": "all_gather all_reduce all_reduce_rms_norm all_to_all reduce_scatter",
-    "exchange": "Dispatched RankDispatched combine dispatch dispatch_like "
+    "exchange": "Dispatched Handle RankDispatched RankHandle combine dispatch dispatch_like "
     "group_by_expert reference sum_by_token workspace_bytes",
     "formats": "Format QuantizedArray formats quantize",
     "matmul": "grouped_matmul",
