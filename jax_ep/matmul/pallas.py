@@ -120,11 +120,17 @@ def sum_of_products(
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     else:
         tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
+    format = None
+    if mxfp4_depth is not None:
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+        format = Mxfp4Matrices
     depth = sum(lhs.shape[1] for lhs, _ in pairs)
     out = grouped_matmul(
         [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
         groups,
-        transpose_rhs=transpose_rhs or mxfp4_depth is not None,
+        transpose_rhs=transpose_rhs or format is not None,
+        format=format,
         tiles=tiles,
         zero_unused=zero_unused,
         **launch_size(num_rows, depth, num_cols),

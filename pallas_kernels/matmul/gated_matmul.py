@@ -29,10 +29,10 @@ from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.grouped_matmul import (
     Computer,
+    Matrices,
     Product,
     Share,
     Tiles,
-    format_of,
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
@@ -74,7 +74,11 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized, format = isinstance(rhs[0], Scaled), format_of(rhs[0])
+    is_quantized, format = isinstance(rhs[0], Scaled), Matrices
+    if is_quantized:
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+        format = Mxfp4Matrices
     matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,

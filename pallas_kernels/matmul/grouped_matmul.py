@@ -145,6 +145,7 @@ def grouped_matmul(
     num_blocks: int,
     num_waves: int = 1,
     zero_unused: bool = True,
+    format: type[Matrices] | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products over (lhs, rhs) pairs.
 
@@ -153,22 +154,23 @@ def grouped_matmul(
     Args:
       pairs: one or more pairs (lhs [R, K], rhs [L, K, N]), where rhs[l] is the matrix of group l.
         All are bfloat16, or all float16. With `transpose_rhs`, rhs is [L, N, K]. R is a multiple of
-        8, K of 64, N of tiles.part. K may differ between pairs. With bfloat16 rows, one pair and
-        `transpose_rhs`, rhs may be `Scaled`, in MXFP4.
+        8, K of 64, N of tiles.part. K may differ between pairs.
       groups: [L] int32, the number of rows of each group, in order; or chosen groups, whose height
         is the only one of `tiles.heights`. R is then the height or, if each of the S groups has its
         own rows, S times the height.
       num_blocks: number of thread blocks that run at the same time.
       num_waves: number of waves of thread blocks; see `Kernel.block_tiles`.
       zero_unused: whether rows past the last group become zero; else they are not written.
+      format: the format of the matrices; None: unquantized. `Mxfp4Matrices` takes bfloat16 rows
+        and one pair, whose rhs is `Scaled`, with `transpose_rhs`.
 
     Returns:
       [R, N] of the operands' dtype, or [S * height, N] for chosen groups. The products of all pairs
       are summed in float32, and each sum is rounded once.
     """
-    lhs, rhs = pairs[0]
+    lhs, _ = pairs[0]
     num_rows = output_rows(groups, lhs.shape[0])
-    format = format_of(rhs)
+    format = format or Matrices
     operands = [part for lhs, rhs in pairs for part in (lhs, *format.operands_of(rhs))]
     kernel = Product(
         tiles=tiles,
@@ -428,14 +430,6 @@ class Matrices:
         """Returns the columns of a stage's tile of a matrix from column `first` on, [part, 64]."""
         tile, columns = self.ring.right_tile(stage, matrix), pl.ds(first, self.kernel.tiles.part)
         return tile.at[columns] if self.kernel.transpose_rhs else transposed(tile.at[:, columns])
-
-
-def format_of(rhs: jax.Array | Scaled) -> type[Matrices]:
-    if not isinstance(rhs, Scaled):
-        return Matrices
-    from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
-
-    return Mxfp4Matrices
 
 
 # By what a compute warpgroup multiplies rows: (index of a matrix, first column in its tile) each.

@@ -29,6 +29,7 @@ from pallas_kernels.formats import Scaled
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 from pallas_kernels.matmul.gated_matmul import gated_matmul
 from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
+from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
 # The number of rows, and those of each group: groups lie within a tile, are empty, start off a
 # multiple of 8 rows, or span several tiles.
@@ -54,7 +55,7 @@ def operands(num_rows, sizes, depth, width):
 
 
 def run_product(rows, matrices, groups, tiles):
-    options = dict(transpose_rhs=True, tiles=tiles, num_blocks=2)
+    options = dict(transpose_rhs=True, format=Mxfp4Matrices, tiles=tiles, num_blocks=2)
     return interpret(lambda: grouped_matmul([(rows, scaled(matrices))], groups, **options))
 
 
