@@ -27,6 +27,8 @@ _DUMP_NAME = "mosaic_gpu.dump_basename"
 def kernel(
     body: Callable[..., None],
     *,
+    num_blocks: int | None = None,
+    num_warpgroups: int | None = None,
     interpret: Any = None,
     auto_barriers: bool = True,
     **options: Any,
@@ -47,6 +49,11 @@ def kernel(
             _simplify_once_lowered()
         body(*refs, **scratch)
 
+    if num_blocks is not None:
+        options |= dict(grid=(num_blocks,), grid_names=("block",))
+    if num_warpgroups is not None:
+        # What Pallas calls a thread is a warpgroup.
+        options |= dict(num_threads=num_warpgroups, thread_name="warpgroup")
     parameters = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
     )

@@ -69,15 +69,11 @@ class Elementwise:
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
         return mosaic.inline(emit, [(array, layout) for array in arrays], result)
 
-    def emit(self, *values: Value) -> Value:
-        """Emits PTX by which each thread applies the function to float32 scalars of its own."""
-        return self.emit_all(*values, approximate=False)[0]
+    def emit(self, *values: Value, approximate: bool = False) -> list[Value]:
+        """Emits PTX by which each thread applies the function to float32 scalars of its own.
 
-    def emit_all(self, *values: Value, approximate: bool) -> list[Value]:
-        """Does what `emit` does; returns all results of the function.
-
-        If `approximate`, exp and logistic take fewer instructions; exp(x) has a relative error of
-        about 2^-22 + |x| * 2^-24.
+        Returns the results. If `approximate`, exp and logistic take fewer instructions; exp(x) has
+        a relative error of about 2^-22 + |x| * 2^-24.
         """
         return _emit(self._jaxpr.jaxpr, values, _APPROXIMATE if approximate else _EMIT)
 

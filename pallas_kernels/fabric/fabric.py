@@ -248,7 +248,7 @@ def kernel(
       shared: indices of the buffers that peers access, counted over inputs and then outputs.
     """
     of_fabric = fabric.scratch_types(len(shared))
-    grid: dict[str, Any] = dict(grid=(num_blocks,), grid_names=("block",))
+    grid: dict[str, Any] = dict(num_blocks=num_blocks)
     if fabric.stacked:
         grid = dict(grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block"))
 
@@ -273,9 +273,7 @@ def kernel(
             run,
             out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
             scratch_types={**scratch_types, **of_fabric},
-            # What Pallas calls a thread is a warpgroup.
-            num_threads=num_warpgroups,
-            thread_name="warpgroup",
+            num_warpgroups=num_warpgroups,
             auto_barriers=False,
             interpret=fabric.interpret,
             kernel_name=name,

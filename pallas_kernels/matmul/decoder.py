@@ -18,10 +18,9 @@ are done, it only has to multiply the numbers by their scales.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +58,7 @@ _TABLE_BARRIER = 8
 _LOADED = (WARPGROUP * _PER_THREAD,)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["scales", "table"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(NamedTuple):
     """Shared memory of a decoder, besides the ring: types of scratch, or references to it."""
 
     # [stages, pieces * matrices * block_n] int32. A word has the two scales of a column in a piece,

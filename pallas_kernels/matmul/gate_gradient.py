@@ -144,7 +144,7 @@ def gradients_of_row(
     total = mosaic.f32(0.0)
     for grad, *arguments in zip(grads, *pre, strict=True):
         weighted = arith.mulf(grad, weight)  # the gradient of h
-        hidden, dgate, dup = gating.emit_all(*arguments, weighted, approximate=True)
+        hidden, dgate, dup = gating.emit(*arguments, weighted, approximate=True)
         total = arith.addf(total, arith.mulf(grad, hidden))
         for elements, number in zip(results, (dgate, dup, arith.mulf(hidden, weight)), strict=True):
             elements.append(number)

@@ -13,9 +13,8 @@ With `keep` the kernel also stores the two products, which the gradients need.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,11 +167,7 @@ class _GatedProduct(Product):
         return (*products, hidden) if self.keep else (hidden,)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["product", "full", "answered"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class Passed:
+class Passed(NamedTuple):
     """Shared memory through which compute warpgroups pass parts of their products to each other.
 
     Outside the kernel's body, the attributes are types of scratch; inside, references to it.

@@ -194,10 +194,8 @@ def launch(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(kernel.all_blocks,),
-        grid_names=("block",),
-        num_threads=COMPUTERS + kernel.has_loader,
-        thread_name="warpgroup",
+        num_blocks=kernel.all_blocks,
+        num_warpgroups=COMPUTERS + kernel.has_loader,
         kernel_name=name,
     )
 

@@ -66,7 +66,7 @@ def on_tiles(
         emit(memrefs, *(mosaic.scalar(each) for each in (block, column, first, count)))
 
     def kernel(*refs: Any, **scratch: Any) -> None:
-        block, column = quotient_and_rest(lax.axis_index("tile"), jnp.int32(tiles))
+        block, column = quotient_and_rest(lax.axis_index("block"), jnp.int32(tiles))
         if blocks is None:
             numbers, arrays = [block, column, block * BLOCK, jnp.int32(BLOCK)], [*refs]
         else:
@@ -91,10 +91,8 @@ def on_tiles(
         kernel,
         out_type=list(out_type),
         scratch_types=shared,
-        num_threads=num_warps * WARP // WARPGROUP,
-        thread_name="warpgroup",
-        grid=(num_row_blocks * tiles,),
-        grid_names=("tile",),
+        num_blocks=num_row_blocks * tiles,
+        num_warpgroups=num_warps * WARP // WARPGROUP,
         auto_barriers=False,
         kernel_name=name,
     )

@@ -129,8 +129,7 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
     return compiler.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((most + 1, 4), jnp.int32),
-        grid=(num_groups + 1,),
-        grid_names=("block",),
+        num_blocks=num_groups + 1,
         kernel_name="row_tiles",
     )(group_sizes, heights)
 

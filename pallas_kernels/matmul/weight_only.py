@@ -150,7 +150,7 @@ def weight_only_matmul(
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         table, out = refs[-2:]
-        tile, block = quotient_and_rest(lax.axis_index("tile"), jnp.int32(job.blocks_of_columns))
+        tile, block = quotient_and_rest(lax.axis_index("block"), jnp.int32(job.blocks_of_columns))
         group, first, begin, end = (table[tile, each] for each in (GROUP, FIRST, BEGIN, END))
 
         # Tiles past the last, and those of a choice of no group, are left out.
@@ -162,10 +162,8 @@ def weight_only_matmul(
         kernel,
         out_type=jax.ShapeDtypeStruct((total, width), rows.dtype),
         scratch_types=job.scratch_types(),
-        num_threads=_WARPS * WARP // WARPGROUP,
-        thread_name="warpgroup",
-        grid=((len(groups.table) - 1) * job.blocks_of_columns,),
-        grid_names=("tile",),
+        num_blocks=(len(groups.table) - 1) * job.blocks_of_columns,
+        num_warpgroups=_WARPS * WARP // WARPGROUP,
         auto_barriers=False,
         kernel_name=f"weight_only_{'' if gating is None else 'gated_'}{format.name}",
     )(*operands)
@@ -452,7 +450,7 @@ class _Job:
                 existing = arith.minui(column, mosaic.i32(self.width - 1))
                 number = arith.addf(number, self.bias(next(biases), group, existing))
             numbers.append(number)
-        result = numbers[0] if self.gating is None else self.gating.emit(*numbers)
+        result = numbers[0] if self.gating is None else self.gating.emit(*numbers)[0]
         narrow = mosaic.element_type(jnp.bfloat16)
         with mosaic.when(mosaic.below(column, self.width)):
             pointer = pointer_to(out, mosaic.add(first, row), self.width, column, size=2)

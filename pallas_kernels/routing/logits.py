@@ -61,16 +61,14 @@ def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     job = _Job(num_tokens, hidden, num_experts, jnp.dtype(gate.dtype))
 
     def kernel(x_ref: Any, gate_ref: Any, out: Any, shared: Any) -> None:
-        mosaic.inline(job.emit, [x_ref, gate_ref, out, shared, lax.axis_index("columns")])
+        mosaic.inline(job.emit, [x_ref, gate_ref, out, shared, lax.axis_index("block")])
 
     return compiler.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((job.num_tokens, job.num_experts), jnp.float32),
         scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.block_logits,), jnp.float32)),
-        num_threads=_THREADS // WARPGROUP,
-        thread_name="warpgroup",
-        grid=(job.num_experts // _COLUMNS,),
-        grid_names=("columns",),
+        num_blocks=job.num_experts // _COLUMNS,
+        num_warpgroups=_THREADS // WARPGROUP,
         auto_barriers=False,
         kernel_name="router_logits",
     )(x, gate)

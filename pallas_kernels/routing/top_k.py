@@ -115,8 +115,7 @@ def top_k(
         *compiler.kernel(
             kernel,
             out_type=out_type,
-            grid=(pl.cdiv(rows, _ROWS),),
-            grid_names=("block",),
+            num_blocks=pl.cdiv(rows, _ROWS),
             kernel_name="top_k",
         )(*given.values())
     )
@@ -293,7 +292,7 @@ def _number(value: float) -> Value:
 def _apply(function: Elementwise, *words: Value) -> Value:
     """Applies a function of float32 numbers to their bits; returns bits, too."""
     floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
-    return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
+    return arith.bitcast(mosaic.integer_type(32), function.emit(*floats)[0])
 
 
 def _selected(condition: Value, a: _Pair, b: _Pair) -> _Pair:

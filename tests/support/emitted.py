@@ -194,7 +194,7 @@ class Emulator:
         body: Callable[..., None],
         *,
         out_type: Any,
-        grid: tuple[int],
+        num_blocks: int,
         scratch_types: Any = None,
         **_: Any,
     ) -> Callable[..., Any]:
@@ -203,7 +203,7 @@ class Emulator:
         def run(*operands: Any) -> Any:
             refs = [Memory(np.asarray(operand)) for operand in operands]
             outs = [_poisoned(out) for out in jax.tree.leaves(out_type)]
-            for block in range(*grid):
+            for block in range(num_blocks):
                 scratch = {
                     name: Memory(np.full(of.shape, np.nan, of.dtype), is_shared=True)
                     for name, of in (scratch_types or {}).items()
