@@ -68,9 +68,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("methods", "kernel", "message"), quick(FAULTS, "silent", "impatient in combine")
-)
+@pytest.mark.parametrize(("methods", "kernel", "message"), quick(FAULTS, "impatient in combine"))
 def test_a_faulty_fabric_is_found(methods, kernel, message):
     with pytest.raises(KernelError, match=message):
         simulate(kernel(PROBLEM, PLAN, faulty(**methods)))
