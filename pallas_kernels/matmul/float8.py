@@ -43,6 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE
 from pallas_kernels.fabric.mosaic import Value, arith, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Scaled
 from pallas_kernels.matmul import register_tiles, tensor_cores
@@ -64,7 +65,7 @@ from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
 
 # The number of rows of an output tile that each compute warpgroup computes.
 ROWS = BLOCK // COMPUTERS
-# The matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
+# The most matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
 HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
@@ -78,9 +79,18 @@ class Float8Tiles:
     num_stages: int = 4
     # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 8
-    # Columns of an output tile. Callers keep the default; `float8_gated_matmul` and `drhs_of_each`
-    # replace it by 128 if the halves of a tile are the same columns of two matrices.
-    block_n: int = HALVES * BLOCK
+    # Columns of an output tile: 128 of each matrix, or 256 of one.
+    block_n: int = BLOCK
+    # Passes over K, each for its part of these columns.
+    parts: int = 1
+
+    @classmethod
+    def of(cls, num_matrices: int) -> Float8Tiles:
+        """Returns the fastest tiles for a kernel with one or two right operands."""
+        if REGISTERS_MOVE:
+            return cls(block_n=HALVES * BLOCK // num_matrices)
+        # Totals of 256 columns would leave no registers for a loader.
+        return cls(band=16 // num_matrices, parts=num_matrices)
 
 
 def float8_matmul(
@@ -111,7 +121,7 @@ def float8_matmul(
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     kernel = _Product(
-        tiles=tiles or Float8Tiles(),
+        tiles=tiles or Float8Tiles.of(1),
         num_blocks=num_blocks,
         width=width,
         depths=tuple(rows.values.shape[1] for rows, _ in pairs),
@@ -158,7 +168,7 @@ def float8_gated_matmul(
     """
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
     kernel = _GatedProduct(
-        tiles=dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
+        tiles=tiles or Float8Tiles.of(HALVES),
         num_blocks=num_blocks,
         width=width,
         depths=(lhs.values.shape[1],),
@@ -220,8 +230,31 @@ class Float8Kernel(Kernel):
     rows_have_scales: ClassVar[bool] = True
 
     @property
-    def steps(self) -> int:
+    def halves(self) -> int:
+        """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
+        return self.num_matrices * self.step_columns // BLOCK
+
+    @property
+    def step_columns(self) -> int:
+        """The number of columns of each right operand that a step multiplies by."""
+        return self.tiles.block_n // self.tiles.parts
+
+    @property
+    def num_scales(self) -> int:
+        """The number of scales of blocks of the right operands in a step."""
+        return max(self.halves, self.num_matrices)
+
+    @property
+    def fits_beside_loader(self) -> bool:
+        return self.halves == 1
+
+    @property
+    def steps_of_part(self) -> int:
         return sum(self.depths) // BLOCK
+
+    @property
+    def steps(self) -> int:
+        return self.tiles.parts * self.steps_of_part
 
     @property
     def chunk(self) -> int:
@@ -234,8 +267,10 @@ class Float8Kernel(Kernel):
         arrivals = 2 + self.rows_have_scales + self.num_matrices
         types = dict(
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=transforms),
-            right=plgpu.SMEM((stages, HALVES * BLOCK, BLOCK), self.dtype, transforms=transforms),
-            block_scales=plgpu.SMEM((stages, HALVES), jnp.float32),
+            right=plgpu.SMEM(
+                (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
+            ),
+            block_scales=plgpu.SMEM((stages, self.num_scales), jnp.float32),
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
@@ -298,8 +333,9 @@ class Float8Kernel(Kernel):
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns the range of columns of each right operand for an output tile: 256, or 128."""
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.num_matrices)
+        """Returns the range of columns of each right operand that a step multiplies by."""
+        columns = self.step_columns
+        return pl.ds(pl.multiple_of(left_edge, min(columns, BLOCK)), columns)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -312,7 +348,7 @@ class Float8Kernel(Kernel):
             return [at(array, block) for array in scales]
         # Past the output's end, the second half gets the scale of the first, which is not used.
         last = self.width // BLOCK - 1
-        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
+        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(self.halves)]
 
     def fill_stage(
         self,
@@ -329,7 +365,7 @@ class Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = HALVES * BLOCK // len(rights)
+        width = self.step_columns
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -356,17 +392,17 @@ class Float8Kernel(Kernel):
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(i, carry):
+        def step(n, carry):
             totals, feed = carry
-            stage = lax.rem(used + i, num_stages)
+            stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + half, HALVES - 1)]
-                for half in range(HALVES)
+                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
+                for i in range(self.num_scales)
             ]
             totals = tensor_cores.add_float8_products(
                 totals,
@@ -380,9 +416,9 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + i, feed)
+            return totals, computer.feeder.follow(used + n, feed)
 
-        return lax.fori_loop(0, steps, step, ((zero,) * HALVES, feed))
+        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
@@ -423,8 +459,14 @@ class _RowLoader:
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
+    def _part_of(self, step: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns the part of the tile that step number `step` is of, and its number there."""
+        if self.kernel.tiles.parts == 1:
+            return 0, step
+        return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_part))
+
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a tile."""
+        """Returns body(operands of a pair, the pair's step), for step number `step` of a part."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.
@@ -448,12 +490,14 @@ class _RowLoader:
 
             return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
 
-        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
+        _, step = self._part_of(jnp.minimum(step, self.kernel.steps - 1))
+        return self._of_pair(step, read)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        columns = self.kernel.columns_of(left_edge)
+        part, step = self._part_of(step)
+        columns = self.kernel.columns_of(left_edge + part * self.kernel.step_columns)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -481,10 +525,10 @@ class _Product(Float8Kernel):
     def compute_tile(self, computer, tile, used, feed):
         _, first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
-        is_short = end - first <= ROWS
+        is_short = (end - first <= ROWS) & (self.halves > 1)
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
         first_half = jnp.where(is_short, computer.number, 0)
-        num_halves = jnp.where(is_short, 1, HALVES)
+        num_halves = jnp.where(is_short, 1, self.halves)
         totals, feed = self.accumulate_halves(
             computer, used, feed, row, first_half, num_halves, self.steps
         )
@@ -544,15 +588,44 @@ class _GatedProduct(Float8Kernel):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
+    def scratch_types(self) -> dict[str, Any]:
+        types = super().scratch_types()
+        if self.tiles.parts > 1:
+            shape = COMPUTERS, HALVES, ROWS, self.step_columns
+            types["first_part"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(jnp.float32))
+        return types
+
+    def multiply(
+        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
+    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
+        """Multiplies 64 rows by both matrices; also returns the feed.
+
+        For each part of the tile's columns, the result is a function that returns the product with
+        matrix 0 or 1, [64, columns] float32.
+        """
+        steps = self.steps_of_part
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
+        if self.tiles.parts == 1:
+            return [lambda i: totals[i]], feed
+        # A total has 64 columns of each product. Those of the first part wait in shared memory.
+        first_part, columns = computer.scratch["first_part"].at[computer.number], self.step_columns
+        own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
+        for i in range(HALVES):
+            first_part[i] = totals[0][:, own[i]]
+        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
+
+        def load(i: int) -> jax.Array:
+            return plgpu.load(first_part.at[i], layout=plgpu.Layout.WGMMA)
+
+        return [load, lambda i: second[:, own[i]]], feed
+
     def compute_tile(self, computer, tile, used, feed):
         _, first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
-            products, feed = self.accumulate_halves(
-                computer, used, feed, row, 0, HALVES, self.steps
-            )
+            parts, feed = self.multiply(computer, used, feed, row)
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -566,15 +639,39 @@ class _GatedProduct(Float8Kernel):
                 of_scales = target._replace(left=block)
                 register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
-            store(self.gating(*products), index=0)
+            def store_product(i):
+                store(side_by_side([part(i) for part in parts]), index=1 + i)
+
+            in_parts = len(parts) > 1
+            # In parts, this order needs the fewest registers.
+            if self.keep and in_parts:
+                store_product(0)
+            # The last part first, since it is in registers.
+            hidden = [self.gating(part(0), part(1)) for part in reversed(parts)]
+            store(side_by_side(hidden[::-1]), index=0)
             if self.keep:
-                for i, rows in enumerate(products):
-                    store(rows, index=1 + i)
+                for i in range(in_parts, HALVES):
+                    store_product(i)
             return feed
 
         # A short tile has no rows for the second warpgroup.
         feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
         return used + self.steps, feed
+
+
+def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
+    """Joins parts, [64, n] float32 each, to [64, n * parts]."""
+    if len(parts) == 1:
+        return parts[0]
+    shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
+
+    def emit(*arrays: mosaic.Array) -> mosaic.Array:
+        # A thread's registers are in the order of columns.
+        registers = [register for array in arrays for register in mosaic.registers(array)]
+        return mosaic.tensor_core_array(registers, shape, mosaic.float_type())
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    return mosaic.inline(emit, [(part, layout) for part in parts], result)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -592,19 +689,22 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
     pairs = mosaic.registers(rows)
     numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
 
-    def of_row(values: Sequence[Any], row: int) -> list[Any]:
-        # Returns the thread's values of its row 0 or 1; pairs alternate between the rows.
-        return [value for i, value in enumerate(values) if i // 2 % 2 == row]
+    def of_row(row: int) -> list[Value]:
+        # Returns the thread's numbers of its row 0 or 1; pairs alternate between the rows.
+        return [number for i, number in enumerate(numbers) if i // 2 % 2 == row]
 
     def without_infinities() -> list[Value]:
         # Returns the numbers, NaN for infinities, and the largest magnitude of each row.
-        is_finite, bits = zip(*map(float8.magnitude, numbers), strict=True)
-        clean = map(float8.or_nan, numbers, is_finite)
-        return [*clean, *(max_of(of_row(bits, row)) for row in range(2))]
+        clean, largest = [], [mosaic.i32(0)] * 2
+        for i, number in enumerate(numbers):
+            is_finite, bits = float8.magnitude(number)
+            clean.append(float8.or_nan(number, is_finite))
+            largest[i // 2 % 2] = arith.maxui(largest[i // 2 % 2], bits)
+        return [*clean, *largest]
 
     # Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
     # maximum ignores NaN, and a NaN stays one when it is multiplied.
-    sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
+    sizes = [float8.largest_magnitude(of_row(row)) for row in range(2)]
     is_finite = mosaic.below(max_of(sizes), float8.INFINITY)
     *numbers, first, second = mosaic.unless(is_finite, without_infinities, [*numbers, *sizes])
     # Four threads have a part of each of the two rows.
