@@ -18,7 +18,8 @@ two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_m
 are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
 matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
 of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
-tensor cores.
+tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
+of one half, whose totals and accumulators leave a loader its third of the registers.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
@@ -79,18 +80,19 @@ class Float8Tiles:
     num_stages: int = 4
     # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 8
-    # Columns of an output tile: 128 of each matrix, or 256 of one.
+    # Columns of an output tile: 128 of each matrix, or 256 of one matrix.
     block_n: int = BLOCK
-    # Passes over K, each for its part of these columns.
-    parts: int = 1
 
     @classmethod
-    def of(cls, num_matrices: int) -> Float8Tiles:
-        """Returns the fastest tiles for a kernel with one or two right operands."""
-        if REGISTERS_MOVE:
+    def of(cls, num_matrices: int, narrow_stages: int = 4) -> Float8Tiles:
+        """Returns the fastest tiles for a kernel with one or two right operands.
+
+        `narrow_stages` are those of tiles of one half.
+        """
+        if REGISTERS_MOVE or num_matrices == HALVES:
             return cls(block_n=HALVES * BLOCK // num_matrices)
-        # Totals of 256 columns would leave no registers for a loader.
-        return cls(band=16 // num_matrices, parts=num_matrices)
+        # Totals of two halves would leave no registers for a loader.
+        return cls(num_stages=narrow_stages, band=16)
 
 
 def float8_matmul(
@@ -232,29 +234,15 @@ class Float8Kernel(Kernel):
     @property
     def halves(self) -> int:
         """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
-        return self.num_matrices * self.step_columns // BLOCK
-
-    @property
-    def step_columns(self) -> int:
-        """The number of columns of each right operand that a step multiplies by."""
-        return self.tiles.block_n // self.tiles.parts
-
-    @property
-    def num_scales(self) -> int:
-        """The number of scales of blocks of the right operands in a step."""
-        return max(self.halves, self.num_matrices)
+        return self.num_matrices * self.tiles.block_n // BLOCK
 
     @property
     def fits_beside_loader(self) -> bool:
         return self.halves == 1
 
     @property
-    def steps_of_part(self) -> int:
-        return sum(self.depths) // BLOCK
-
-    @property
     def steps(self) -> int:
-        return self.tiles.parts * self.steps_of_part
+        return sum(self.depths) // BLOCK
 
     @property
     def chunk(self) -> int:
@@ -270,7 +258,7 @@ class Float8Kernel(Kernel):
             right=plgpu.SMEM(
                 (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
             ),
-            block_scales=plgpu.SMEM((stages, self.num_scales), jnp.float32),
+            block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
@@ -334,8 +322,7 @@ class Float8Kernel(Kernel):
 
     def columns_of(self, left_edge: Any) -> Any:
         """Returns the range of columns of each right operand that a step multiplies by."""
-        columns = self.step_columns
-        return pl.ds(pl.multiple_of(left_edge, min(columns, BLOCK)), columns)
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), self.tiles.block_n)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -365,7 +352,7 @@ class Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = self.step_columns
+        width = self.tiles.block_n
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -392,17 +379,17 @@ class Float8Kernel(Kernel):
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(n, carry):
+        def step(i, carry):
             totals, feed = carry
-            stage = lax.rem(used + n, num_stages)
+            stage = lax.rem(used + i, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
-                for i in range(self.num_scales)
+                scratch["block_scales"][stage, jnp.minimum(first_half + half, self.halves - 1)]
+                for half in range(self.halves)
             ]
             totals = tensor_cores.add_float8_products(
                 totals,
@@ -416,7 +403,7 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + n, feed)
+            return totals, computer.feeder.follow(used + i, feed)
 
         return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 
@@ -459,14 +446,8 @@ class _RowLoader:
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
-    def _part_of(self, step: jax.Array) -> tuple[Any, jax.Array]:
-        """Returns the part of the tile that step number `step` is of, and its number there."""
-        if self.kernel.tiles.parts == 1:
-            return 0, step
-        return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_part))
-
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a part."""
+        """Returns body(operands of a pair, the pair's step), for step number `step` of a tile."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.
@@ -490,14 +471,12 @@ class _RowLoader:
 
             return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
 
-        _, step = self._part_of(jnp.minimum(step, self.kernel.steps - 1))
-        return self._of_pair(step, read)
+        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        part, step = self._part_of(step)
-        columns = self.kernel.columns_of(left_edge + part * self.kernel.step_columns)
+        columns = self.kernel.columns_of(left_edge)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -588,44 +567,15 @@ class _GatedProduct(Float8Kernel):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
-    def scratch_types(self) -> dict[str, Any]:
-        types = super().scratch_types()
-        if self.tiles.parts > 1:
-            shape = COMPUTERS, HALVES, ROWS, self.step_columns
-            types["first_part"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(jnp.float32))
-        return types
-
-    def multiply(
-        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
-    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
-        """Multiplies 64 rows by both matrices; also returns the feed.
-
-        For each part of the tile's columns, the result is a function that returns the product with
-        matrix 0 or 1, [64, columns] float32.
-        """
-        steps = self.steps_of_part
-        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
-        if self.tiles.parts == 1:
-            return [lambda i: totals[i]], feed
-        # A total has 64 columns of each product. Those of the first part wait in shared memory.
-        first_part, columns = computer.scratch["first_part"].at[computer.number], self.step_columns
-        own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
-        for i in range(HALVES):
-            first_part[i] = totals[0][:, own[i]]
-        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
-
-        def load(i: int) -> jax.Array:
-            return plgpu.load(first_part.at[i], layout=plgpu.Layout.WGMMA)
-
-        return [load, lambda i: second[:, own[i]]], feed
-
     def compute_tile(self, computer, tile, used, feed):
         _, first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
-            parts, feed = self.multiply(computer, used, feed, row)
+            products, feed = self.accumulate_halves(
+                computer, used, feed, row, 0, HALVES, self.steps
+            )
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -639,39 +589,15 @@ class _GatedProduct(Float8Kernel):
                 of_scales = target._replace(left=block)
                 register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
-            def store_product(i):
-                store(side_by_side([part(i) for part in parts]), index=1 + i)
-
-            in_parts = len(parts) > 1
-            # In parts, this order needs the fewest registers.
-            if self.keep and in_parts:
-                store_product(0)
-            # The last part first, since it is in registers.
-            hidden = [self.gating(part(0), part(1)) for part in reversed(parts)]
-            store(side_by_side(hidden[::-1]), index=0)
+            store(self.gating(*products), index=0)
             if self.keep:
-                for i in range(in_parts, HALVES):
-                    store_product(i)
+                for i, rows in enumerate(products):
+                    store(rows, index=1 + i)
             return feed
 
         # A short tile has no rows for the second warpgroup.
         feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
         return used + self.steps, feed
-
-
-def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
-    """Joins parts, [64, n] float32 each, to [64, n * parts]."""
-    if len(parts) == 1:
-        return parts[0]
-    shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
-
-    def emit(*arrays: mosaic.Array) -> mosaic.Array:
-        # A thread's registers are in the order of columns.
-        registers = [register for array in arrays for register in mosaic.registers(array)]
-        return mosaic.tensor_core_array(registers, shape, mosaic.float_type())
-
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
-    return mosaic.inline(emit, [(part, layout) for part in parts], result)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -689,22 +615,19 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
     pairs = mosaic.registers(rows)
     numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
 
-    def of_row(row: int) -> list[Value]:
-        # Returns the thread's numbers of its row 0 or 1; pairs alternate between the rows.
-        return [number for i, number in enumerate(numbers) if i // 2 % 2 == row]
+    def of_row(values: Sequence[Any], row: int) -> list[Any]:
+        # Returns the thread's values of its row 0 or 1; pairs alternate between the rows.
+        return [value for i, value in enumerate(values) if i // 2 % 2 == row]
 
     def without_infinities() -> list[Value]:
         # Returns the numbers, NaN for infinities, and the largest magnitude of each row.
-        clean, largest = [], [mosaic.i32(0)] * 2
-        for i, number in enumerate(numbers):
-            is_finite, bits = float8.magnitude(number)
-            clean.append(float8.or_nan(number, is_finite))
-            largest[i // 2 % 2] = arith.maxui(largest[i // 2 % 2], bits)
-        return [*clean, *largest]
+        is_finite, bits = zip(*map(float8.magnitude, numbers), strict=True)
+        clean = map(float8.or_nan, numbers, is_finite)
+        return [*clean, *(max_of(of_row(bits, row)) for row in range(2))]
 
     # Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
     # maximum ignores NaN, and a NaN stays one when it is multiplied.
-    sizes = [float8.largest_magnitude(of_row(row)) for row in range(2)]
+    sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
     is_finite = mosaic.below(max_of(sizes), float8.INFINITY)
     *numbers, first, second = mosaic.unless(is_finite, without_infinities, [*numbers, *sizes])
     # Four threads have a part of each of the two rows.
