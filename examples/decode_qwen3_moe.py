@@ -30,6 +30,7 @@ from jax_ep.flags import Flags, at_least, integer, number
 from jax_ep.models import generation, published
 from jax_ep.models.config import PUBLISHED, DecoderConfig
 from jax_ep.models.generation import GREEDY, Model, Sampling, State, Times
+from jax_ep.models.launch import blamed_flag
 from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
@@ -100,11 +101,11 @@ def load(args: argparse.Namespace, mesh: Any) -> tuple[DecoderConfig, Model]:
         config = DecoderConfig.of(PUBLISHED[args.model]).replace(**fields)
         return published.random_decoder(config, mesh, dtype, quantized=quantized)
     except (OSError, ValueError) as error:
-        # For example, a matrix is not a whole number of the format's blocks.
-        flag = "quantized" if "quantized" in str(error) else "checkpoint"
-        raise SystemExit(
-            f"--{flag}={getattr(args, flag)}: {' '.join(str(error).split())}"
-        ) from error
+        text = " ".join(str(error).split())
+        flag = blamed_flag(text, args, ["quantized", "matmul_dtype"], ["checkpoint"])
+        # Of a matrix that is no whole number of the format's blocks, only its name is told.
+        flag = flag or ("quantized" if args.quantized else "checkpoint")
+        raise SystemExit(f"--{flag}={getattr(args, flag)}: {text}") from error
 
 
 def prompts_of(args: argparse.Namespace, vocab: int, tokenizer: Any) -> list[list[int]]:

@@ -66,7 +66,8 @@ def load_moe_params(
             mesh, or else one device.
         param_dtype: the dtype of the parameters, floating and of 16 bits or more; the selection
             bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
-            Quantized parameters dequantize to it.
+            Quantized parameters dequantize to it. Give float32 to train them: bfloat16 parameters
+            lose updates below 1/512 of a value.
         quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
             matrices of routed and shared experts that the files hold as float8 or MXFP4 become
             `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as

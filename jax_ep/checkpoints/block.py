@@ -319,28 +319,22 @@ class Block:
             if not tensor.params:
                 continue
             arrays = {param: params[param] for param in tensor.params}
-            experts = range(self.sizes["E"]) if self.is_by_expert(tensor) else None
-            block.write_tensor(tensor, arrays, experts)
+
+            def write_expert(e: int, tensor: Tensor = tensor, arrays: Any = arrays) -> None:
+                of_expert = {param: _entry(array, e) for param, array in arrays.items()}
+                block.write_part(tensor, of_expert, e)
+
+            if self.is_by_expert(tensor):
+                for_each(write_expert, range(self.sizes["E"]))
+            else:
+                block.write_part(tensor, arrays, None)
 
     def is_by_expert(self, tensor: Tensor) -> bool:
         """Returns whether the parameters of a tensor have a matrix or vector for each expert."""
         axes = PARAMETER_AXES[tensor.params[0]]
         return axes[0] == "E" and len(axes) > 1
 
-    def write_tensor(
-        self, tensor: Tensor, arrays: Mapping[str, Parameter], experts: range | None
-    ) -> None:
-        """Writes `experts`, one for each entry of axis 0, to a stored tensor; None: all of it."""
-
-        def write(expert: int | None) -> None:
-            part = dict(arrays)
-            if experts is not None and expert is not None:
-                part = {param: _entry(a, expert - experts.start) for param, a in arrays.items()}
-            self._write_part(tensor, part, expert)
-
-        for_each(write, [None] if experts is None else experts)
-
-    def _write_part(
+    def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
     ) -> None:
         """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None."""

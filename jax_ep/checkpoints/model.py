@@ -153,6 +153,12 @@ def _read(
     return values
 
 
+def holds_model(path: Path) -> bool:
+    """Returns whether a directory has files of a model, even of one that is not complete."""
+    patterns = CONFIG, "*.safetensors*", "*.bin*"
+    return any(any(path.glob(pattern)) for pattern in patterns)
+
+
 def save_model(
     directory: PathLike,
     config: Mapping[str, Any],
@@ -185,12 +191,12 @@ def save_model(
         progress: as in `load_model`, of the bytes written.
 
     Raises:
-        ValueError: the directory holds a model, and `overwrite` is False; the architecture is
-            unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
+        ValueError: the directory has files of a model, and `overwrite` is False; the architecture
+            is unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
             that of the published block.
     """
     path = Path(directory)
-    if not overwrite and any((path / name).exists() for name in (INDEX, ONE_FILE)):
+    if not overwrite and holds_model(path):
         raise ValueError(f"{path} must hold no model, but does; overwrite=True replaces it.")
     if config.get("quantization_config"):
         raise ValueError(
@@ -267,13 +273,13 @@ class _Stored:
         writers, gathered = self._writers()
         arrays = jax.tree.map(_gather, self.arrays, gathered)
 
-        def write_part(experts: range | None) -> None:
-            parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
+        def write_part(expert: int | None) -> None:
+            parts = {name: self._as_numbers(_on_host(a, expert)) for name, a in arrays.items()}
             if self.of_block is None:
                 into.write(self.names[0], (), parts[self.names[0]])
             else:
                 block, tensor = self.of_block
-                dataclasses.replace(block, directory=into).write_tensor(tensor, parts, experts)
+                dataclasses.replace(block, directory=into).write_part(tensor, parts, expert)
             counter(sum(part.nbytes for part in parts.values()))
 
         if self.of_block is None or not self.of_block[0].is_by_expert(self.of_block[1]):
@@ -283,8 +289,7 @@ class _Stored:
         num_experts = self.of_block[0].sizes["E"]
         # A tensor that has all experts has one writer, which writes them all.
         writers = writers if len(writers) == num_experts else writers * num_experts
-        own = [e for e, writer in enumerate(writers) if writer == jax.process_index()]
-        for_each(lambda expert: write_part(range(expert, expert + 1)), own)
+        for_each(write_part, [e for e, w in enumerate(writers) if w == jax.process_index()])
 
     def _as_numbers(self, part: Any) -> np.ndarray:
         if isinstance(part, QuantizedArray):
@@ -408,25 +413,23 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     return writers
 
 
-def _on_host(array: Any, rows: range | None) -> Any:
-    """Copies rows of an array that this process holds to the host; None: the whole array."""
+def _on_host(array: Any, row: int | None) -> Any:
+    """Copies a row of an array that this process holds to the host; None: the whole array."""
     if isinstance(array, QuantizedArray):
-        return jax.tree.map(lambda part: _on_host(part, rows), array)
-    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
-    out = np.empty(shape, array.dtype)
+        return jax.tree.map(lambda part: _on_host(part, row), array)
+    out = np.empty(array.shape if row is None else array.shape[1:], array.dtype)
     # Takes one of the shards that are copies of each other.
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
         data, into = shard.data, tuple(shard.index)
-        if rows is not None:
+        if row is not None:
             start, stop, _ = into[0].indices(array.shape[0])
-            first, last = max(start, rows.start), min(stop, rows.stop)
-            if first >= last:
+            if not start <= row < stop:
                 continue
-            # The slice is an array of its own: JAX keeps an array's host copy with the array. It is
+            # The row is an array of its own: JAX keeps an array's host copy with the array. It is
             # computed on a mesh of its device, because the ambient mesh may have more.
             with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):
-                data = lax.dynamic_slice_in_dim(data, first - start, last - first)
-            into = (slice(first - rows.start, last - rows.start), *into[1:])
+                data = lax.dynamic_index_in_dim(data, row - start, keepdims=False)
+            into = into[1:]
         out[into] = np.asarray(data)
     return out
 

@@ -113,6 +113,12 @@ def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
     with pytest.raises(ValueError, match="must hold no model, but does; overwrite=True"):
         checkpoints.save_model(into, config, model.moe, model.weights)
     assert_same(contents(into), tensors)
+    for name in ("config.json", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
+        (other := tmp_path / name).mkdir()
+        (other / name).write_text("{}")
+        with pytest.raises(ValueError, match="must hold no model, but does; overwrite=True"):
+            checkpoints.save_model(other, config, model.moe, model.weights)
+        assert [each.name for each in other.iterdir()] == [name]
     checkpoints.save_model(into, config, model.moe, model.weights, overwrite=True)
     assert_same(contents(into), tensors)
     assert {p.name for p in into.iterdir()} == {
