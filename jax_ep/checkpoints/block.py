@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +295,14 @@ class Block:
         for_each(read_part, slots)
         return out
 
+    def open_others(self) -> dict[str, Encoding]:
+        """Opens the tensors of `others`, by their names after `prefix`."""
+        return {t.name: self.open(t, 0) for t in self.tensors if not t.params}
+
     def read_others(self) -> dict[str, np.ndarray]:
         """Reads the tensors of `others` whole, dequantized."""
-        opened = {t.name: self.open(t, 0) for t in self.tensors if not t.params}
-        return {name: each.read(_whole(each.shape)) for name, each in opened.items()}
+        opened = self.open_others().items()
+        return {name: encoding.read(_whole(encoding.shape)) for name, encoding in opened}
 
     def write(
         self,
@@ -480,11 +484,18 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     return block
 
 
-def new_block(config: Mapping[str, Any], layer: int, path: Path) -> Block:
-    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`."""
+def new_block(
+    config: Mapping[str, Any], layer: int, path: Path, others: Collection[str] = ()
+) -> Block:
+    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`.
+
+    `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
+    """
     keys = look_up(path, layer, config)
-    nothing = Directory(path / "new", may_be_empty=True)
-    return _block(nothing, f"{keys.root}{layer}.", keys)
+    directory = Directory(path / "new", may_be_empty=True)
+    # Of alternative layouts, `_block` takes the one that is there.
+    directory.files = dict.fromkeys(others, "")
+    return _block(directory, f"{keys.root}{layer}.", keys)
 
 
 def moe_layers(directory: Directory) -> list[int]:
