@@ -30,10 +30,10 @@ from jax_ep.flags import Flags, at_least, integer, number
 from jax_ep.models import generation, published
 from jax_ep.models.config import PUBLISHED, DecoderConfig
 from jax_ep.models.generation import GREEDY, Model, Sampling, State, Times
+from jax_ep.models.launch import blamed_flag
 from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
-FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
 # Hopper GPUs multiply any number of tokens by experts in this format without dequantizing them.
 AS_STORED = formats.Transposed.of(formats.MXFP4)
 
@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag("checkpoint", None, "Directory of a published model.", Path)
     flag("model", "tiny", "Without --checkpoint: a shape for random weights.", choices=PUBLISHED)
     held = "How experts stay in memory; keep: as the files hold them. Default: not quantized."
-    flag("quantized", None, held, choices=["keep", *FORMATS])
+    flag("quantized", None, held, choices=["keep", "float8", "mxfp4"])
     needs = "Dtype that experts multiply; needs experts that --quantized holds as float8."
     flag("matmul_dtype", None, needs, choices=["float8_e4m3fn"])
     flag("prompt", None, "Token ids by commas; may be given several times.", ids, action="append")
@@ -86,12 +86,11 @@ def tokenizer_of(folder: Path | None) -> Any:
 
 def load(args: argparse.Namespace, mesh: Any) -> tuple[DecoderConfig, Model]:
     dtype = jnp.bfloat16 if mesh.devices.flat[0].platform == "gpu" else jnp.float32
-    quantized: Any = FORMATS.get(args.quantized, args.quantized)
     if args.quantized == "keep" and not args.checkpoint:
         raise SystemExit("--quantized=keep needs a --checkpoint; give float8 or mxfp4 instead")
     if args.matmul_dtype and not args.quantized:
         raise SystemExit("--matmul_dtype needs --quantized=float8, or keep and float8 files")
-    fields = {"matmul_dtype": args.matmul_dtype}
+    quantized, fields = args.quantized, {"matmul_dtype": args.matmul_dtype}
     try:
         if args.checkpoint:
             return published.load_decoder(
@@ -100,11 +99,11 @@ def load(args: argparse.Namespace, mesh: Any) -> tuple[DecoderConfig, Model]:
         config = DecoderConfig.of(PUBLISHED[args.model]).replace(**fields)
         return published.random_decoder(config, mesh, dtype, quantized=quantized)
     except (OSError, ValueError) as error:
-        # For example, a matrix is not a whole number of the format's blocks.
-        flag = "quantized" if "quantized" in str(error) else "checkpoint"
-        raise SystemExit(
-            f"--{flag}={getattr(args, flag)}: {' '.join(str(error).split())}"
-        ) from error
+        text = " ".join(str(error).split())
+        flag = blamed_flag(text, args, ["quantized", "matmul_dtype"], ["checkpoint"])
+        # Of a matrix that is no whole number of the format's blocks, only its name is told.
+        flag = flag or ("quantized" if args.quantized else "checkpoint")
+        raise SystemExit(f"--{flag}={getattr(args, flag)}: {text}") from error
 
 
 def prompts_of(args: argparse.Namespace, vocab: int, tokenizer: Any) -> list[list[int]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -31,12 +30,13 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ep.checkpoints.model import holds_model
 from jax_ep.flags import Flags, at_least, integer, number
 from jax_ep.models import launch, published, train_step
 from jax_ep.models.axes import mesh_of
 from jax_ep.models.config import PUBLISHED, SIZES, DecoderConfig
 from jax_ep.models.decoder import REMAT, Decoder
-from jax_ep.models.launch import file, folder, print_once
+from jax_ep.models.launch import blamed_flag, file, folder, print_once
 from jax_ep.models.metrics_log import MetricsLog
 
 
@@ -158,7 +158,7 @@ class Program:
         folder = Path(args.checkpoint) if args.checkpoint else None
         sizes = {key: getattr(args, name) for name, key in SIZES.items() if getattr(args, name)}
         self.published = published.config_of(folder or args.model, sizes)
-        config = DecoderConfig.of(self.published).replace(
+        config = DecoderConfig.of(self.published, folder or Path()).replace(
             matmul_dtype=args.matmul_dtype,
             wire_dtype=args.wire_dtype,
             capacity_factor=args.capacity_factor,
@@ -167,7 +167,7 @@ class Program:
         )
         if args.export_dir and args.bias_rate:
             raise SystemExit("--bias_rate must be 0 with --export_dir, which cannot hold biases")
-        if args.export_dir and list(Path(args.export_dir).glob("*.safetensors*")):
+        if args.export_dir and holds_model(Path(args.export_dir)):
             raise SystemExit(f"--export_dir={args.export_dir} must hold no model, but does")
         parallel = {n: getattr(args, n) for n in ("expert_parallel", "fsdp", "tensor_parallel")}
         self.mesh = mesh_of(config, jax.devices(), **parallel)
@@ -358,13 +358,11 @@ def run(args: argparse.Namespace) -> None:
     try:
         program = Program(args)
     except (OSError, TypeError, ValueError) as error:
-        text, given = " ".join(f"{error}".split()), vars(args)
-        # The flag to blame: the one whose path is in the message, or whose name is.
-        paths = ("checkpoint_dir", "checkpoint")
-        flags = [name for name in paths if given[name] and given[name] in text]
-        flags += [name for name in given if re.search(rf"\b{name}\b", text)]
-        flags.append("checkpoint" if args.checkpoint else "model")
-        raise SystemExit(f"--{flags[0]}: {text}") from error
+        text = " ".join(f"{error}".split())
+        paths = "metrics_file", "tensorboard_dir", "checkpoint_dir", "checkpoint"
+        flag = blamed_flag(text, args, vars(args).keys() - {"fixed"}, paths)
+        flag = flag or ("checkpoint" if args.checkpoint else "model")
+        raise SystemExit(f"--{flag}: {text}") from error
     config, mesh = program.config, program.mesh
     shape = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
     number = sum(x.size for x in jax.tree.leaves(program.state.params))

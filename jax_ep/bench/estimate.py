@@ -72,7 +72,7 @@ def estimate(args: Args, hosts: int) -> list[Row]:
     per_host = args.ranks_per_host
     ranks = hosts * per_host
     num_experts = args.num_experts or -(-256 // ranks) * ranks
-    check_experts(num_experts, ranks, args.top_k)
+    check_experts(args, num_experts, ranks, args.top_k)
     wire = interface.wire_format(None if args.wire_dtype == "none" else args.wire_dtype)
     row_bytes = args.tokens * wire.row_bytes(args.hidden, jnp.bfloat16)
 

@@ -168,7 +168,7 @@ class ExchangeBench(runner.Bench):
             problem, names = _problem(num_ranks), args.implementations or ()
             reasons = {name: IMPLEMENTATIONS[name].unavailable_reason(problem) for name in names}
             runner.check_available("implementations", reasons)
-            check_experts(args.num_experts, num_ranks, args.top_k)
+            check_experts(args, args.num_experts, num_ranks, args.top_k)
 
 
 def check_wire_dtype(name: str, hidden: int) -> None:

@@ -83,7 +83,7 @@ def chosen_shapes(args: Args, ranks: Sequence[int]) -> dict[str, Shape]:
             shape = shape._replace(num_experts=num_experts)
         found[name] = shape
         for num_ranks in ranks:
-            check_experts(found[name].num_experts, num_ranks, found[name].top_k)
+            check_experts(args, shape.num_experts, num_ranks, shape.top_k)
     return found
 
 

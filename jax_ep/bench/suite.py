@@ -40,9 +40,13 @@ def add_flags(flags: Flags) -> None:
 def run(args: Args) -> int:
     if not args.json:
         raise Error("--json is required: name the file to write the results to")
+    try:
+        flags = shlex.split(args.flags)
+    except ValueError as error:
+        raise Error(f"--flags: {args.flags!r} cannot be split into words: {error}") from error
     steps: list[dict[str, Any]] = []
     for name, step in STEPS.items():
-        command = [sys.executable, "-m", "jax_ep", *step, *shlex.split(args.flags)]
+        command = [sys.executable, "-m", "jax_ep", *step, *flags]
         print(f"\n{name}: {shlex.join(command)}", flush=True)
         found = run_step(command, _STEP_SECONDS)
         print(found["output"], end="", flush=True)

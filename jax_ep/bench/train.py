@@ -162,7 +162,7 @@ class TrainBench(runner.Bench):
                 if num_ranks % args.fsdp:
                     raise Error(f"--fsdp must divide {num_ranks} ranks, but is {args.fsdp}")
                 split = num_ranks // args.fsdp
-                check_experts(config.num_experts, split, config.num_experts_per_token)
+                check_experts(args, config.num_experts, split, config.num_experts_per_token)
         programs = [("jax_ep", dtype) for dtype in args.matmul_dtype]
         programs += [(name, "none") for name in args.baselines]
         return [

@@ -66,6 +66,20 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
 
+def _check_scales(
+    directory: Directory, name: str, scales: np.ndarray, used: np.ndarray | bool = True
+) -> None:
+    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`."""
+    numbers = scales.astype(np.float32)
+    wrong = ~np.isfinite(numbers) | (numbers < 0) | ((numbers == 0) & used)
+    if wrong.any():
+        raise ValueError(
+            f"{name} in {directory.path / directory.files[name]} must hold scales that are finite "
+            f"and above 0, but has {numbers[wrong][0]} ({wrong.sum()} of the {wrong.size} scales "
+            "that were read)."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _InBlocks:
     """A quantized tensor, which consists of blocks of numbers that share a scale."""
@@ -226,21 +240,10 @@ class Float8(_InBlocks):
         return self.format.encode(values, divide=True)
 
     def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Does as `_load`; ValueError for scales that only a damaged file has."""
         values, scales = self._load(blocks)
-        numbers = scales.astype(np.float32)
-        wrong = ~(np.isfinite(numbers) & (numbers > 0))
-        # A scale of 0 is right for a block of zeros.
-        zero = numbers == 0
-        if zero.any():
-            wrong[zero] = self._any_of_block(values.astype(np.float32) != 0)[zero]
-        if wrong.any():
-            name = self.name + SCALE_SUFFIX
-            raise ValueError(
-                f"{name} in {self.directory.path / self.directory.files[name]} must hold scales "
-                f"that are finite and above 0, but has {numbers[wrong][0]} ({wrong.sum()} of the "
-                f"{wrong.size} scales that were read)."
-            )
+        is_zero = scales.astype(np.float32) == 0
+        used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
+        _check_scales(self.directory, self.name + SCALE_SUFFIX, scales, used)
         return values, scales
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
@@ -371,14 +374,17 @@ class Scaled:
         values = self._decoded(self.directory.read(self._values, (*rows, slice(first, last))))
         # The decoded values begin with number `first` of a row.
         first *= self._per_value
-        numbers = values[..., start - first : stop - first : step] * self._scales_of(index)
-        divisor, factor = (
-            self.directory.read(name, (slice(None),) * len(self.directory.entry(name).shape))
-            if name in self.directory.files
-            else np.ones(1, np.float32)
-            for name in self._factors
-        )
-        return numbers * factor.astype(np.float32).ravel() / divisor.astype(np.float32).ravel()
+        values = values[..., start - first : stop - first : step]
+        divisor, factor = map(self._factor, self._factors)
+        return values * self._scales_of(index, values) * factor / divisor
+
+    def _factor(self, name: str) -> np.ndarray:
+        """Reads a number that divides or multiplies all; 1 if it is not there."""
+        if name not in self.directory.files:
+            return np.ones(1, np.float32)
+        factor = self.directory.read(name, (slice(None),) * len(self.directory.entry(name).shape))
+        _check_scales(self.directory, name, factor)
+        return factor.astype(np.float32).ravel()
 
     def _decoded(self, values: np.ndarray) -> np.ndarray:
         """Decodes stored values [.., columns] to float32 numbers, which are not scaled yet."""
@@ -391,8 +397,8 @@ class Scaled:
         nibbles = values.view(np.uint32)[..., None] >> shifts & 15
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
-    def _scales_of(self, index: Index) -> np.ndarray:
-        """Returns the scale of each number in a slice, in float32."""
+    def _scales_of(self, index: Index, values: np.ndarray) -> np.ndarray:
+        """Returns the scale of each number in a slice, in float32, and checks the scales."""
         stored = self.directory.entry(self.scales).shape
         # The number of blocks along each axis: all 1 if the whole tensor has one scale.
         counts = () if np.prod(stored) == 1 else stored
@@ -414,8 +420,12 @@ class Scaled:
         scales = scales.reshape([block.stop - block.start for block in blocks])
         if scales.dtype == np.uint8:
             scales = scales.view(jnp.float8_e8m0fnu)
-        scale_of_number = np.ix_(*(place - place[0] for place in places))
-        return scales.astype(np.float32)[scale_of_number]
+        scales = scales.astype(np.float32)
+        _check_scales(self.directory, self.scales, scales, used=False)
+        of_numbers = scales[np.ix_(*(place - place[0] for place in places))]
+        if not scales.all():
+            _check_scales(self.directory, self.scales, of_numbers, values != 0)
+        return of_numbers
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Raises ValueError unless the values are those that the tensor has."""

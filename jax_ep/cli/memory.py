@@ -32,7 +32,7 @@ def add_flags(flags: Flags) -> None:
 
 
 def run(args: Args) -> int:
-    check_experts(args.num_experts, args.ranks, args.top_k)
+    check_experts(args, args.num_experts, args.ranks, args.top_k)
     if args.ranks % args.hosts:
         raise Error(f"--hosts: {args.hosts} does not divide --ranks={args.ranks}")
     if args.host_capacity is not None and args.hosts == 1:

@@ -112,28 +112,32 @@ class DecoderConfig:
         shapes: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(block.shape(name), np.float32) for name in block.params()
         }
-        layers = published["num_hidden_layers"]
+
+        def needed(key: str) -> Any:
+            return _value(published, key, path)
+
+        layers = needed("num_hidden_layers")
         windows = [NO_WINDOW]
         if is_gpt_oss:
             kinds = published.get("layer_types") or ["sliding_attention", "full_attention"]
             slides = (kind == "sliding_attention" for kind in kinds[:layers])
-            windows = [published["sliding_window"] if each else NO_WINDOW for each in slides]
+            windows = [needed("sliding_window") if each else NO_WINDOW for each in slides]
         rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
-        heads, hidden = published["num_attention_heads"], published["hidden_size"]
+        heads, hidden = needed("num_attention_heads"), needed("hidden_size")
         # A token id, a list of them, or None.
         stop = published.get("eos_token_id")
         return cls(
-            vocab=published["vocab_size"],
+            vocab=needed("vocab_size"),
             hidden=hidden,
             num_layers=layers,
             num_heads=heads,
-            num_key_value_heads=published["num_key_value_heads"],
+            num_key_value_heads=needed("num_key_value_heads"),
             head_dim=published.get("head_dim") or hidden // heads,
             mlp_dim=block.sizes["F"],
             moe=MoEConfig(**dict(block.fields)),
             parameters=ParameterOptions.of_params(MoEParams.of(**shapes)),
-            epsilon=published["rms_norm_eps"],
-            rotary_base=rope.get("rope_theta") or published["rope_theta"],
+            epsilon=needed("rms_norm_eps"),
+            rotary_base=rope.get("rope_theta") or needed("rope_theta"),
             yarn=_yarn(rope, published, path),
             windows=tuple(windows),
             qk_norm=not is_gpt_oss,
@@ -188,6 +192,12 @@ class DecoderConfig:
         return 6.0 * (self.active_params() + attention)
 
 
+def _value(options: Mapping[str, Any], key: str, path: Path) -> Any:
+    if options.get(key) is None:
+        raise ValueError(f"{path / 'config.json'} must have {key}, but does not.")
+    return options[key]
+
+
 def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> Yarn | None:
     """Reads YaRN from `rope`, the rotary embedding's options in config.json; None without it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -197,10 +207,10 @@ def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> 
         raise ValueError(
             f"rope_type of {path / 'config.json'} must be 'default' or 'yarn', but is {kind!r}."
         )
-    context = rope.get("original_max_position_embeddings") or published["max_position_embeddings"]
+    context = rope.get("original_max_position_embeddings")
     return Yarn(
-        factor=rope["factor"],
-        context=context,
+        factor=_value(rope, "factor", path),
+        context=context or _value(published, "max_position_embeddings", path),
         fast=rope.get("beta_fast") or 32,
         slow=rope.get("beta_slow") or 1,
         truncate=rope.get("truncate", True),

@@ -127,6 +127,8 @@ def hidden_states(
         def attend(q: Any, k: Any, v: Any, sinks: Any, i: int = i, seen: Any = seen) -> Any:
             keys = lax.dynamic_update_slice_in_dim(cache.keys[i], k, cache.filled, 1)
             values = lax.dynamic_update_slice_in_dim(cache.values[i], v, cache.filled, 1)
+            # JAX's attention has no sinks, and with cuDNN takes only masks of even lengths: a step
+            # has one token. Without cuDNN it computes what `masked_attention` does.
             return masked_attention(q, keys, values, seen, sinks), (keys, values)
 
         x, metrics, kept = decoder_layer(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -30,6 +32,21 @@ def file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"must be a file, but is the folder {text}")
     folder(str(Path(text).parent))
     return text
+
+
+def blamed_flag(
+    text: str, args: argparse.Namespace, names: Iterable[str], paths: Iterable[str]
+) -> str | None:
+    """Returns the flag that an error's text names first: one of `names`, or the value of a path."""
+    words = {name: name for name in names}
+    for flag in paths:
+        if value := getattr(args, flag):
+            words |= {str(Path(value)): flag, str(Path(value).absolute()): flag}
+    # The longest is tried first: "run/metrics.jsonl" before "run".
+    choices = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    # A part of another word or path, such as the name in "model-1.safetensors", is none.
+    found = re.search(rf"(?<![\w./-])({choices})(?![\w-]|\.\w)", text)
+    return words[found[1]] if found else None
 
 
 def run(
@@ -59,7 +76,8 @@ def run(
         raise SystemExit(f"--{missing[0]} must be given together with --{' and --'.join(others)}")
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise SystemExit(f"--process_id must be below --num_processes={num_processes}")
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+    host, _, port = (coordinator or "").rpartition(":")
+    if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16):
         raise SystemExit(f"--coordinator must be HOST:PORT, but is {coordinator}")
     is_set = jax.config.values["jax_num_cpu_devices"] >= 0
     if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -67,9 +85,16 @@ def run(
     if not missing or _is_started_by_cluster():
         # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
-        )
+        try:
+            if coordinator is not None:
+                # XLA aborts if it cannot look the host up.
+                socket.getaddrinfo(host.strip("[]"), None)
+            jax.distributed.initialize(
+                coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_seconds
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            raise SystemExit(f"--coordinator={coordinator}: {text}") from error
     try:
         main()
     except BaseException as error:

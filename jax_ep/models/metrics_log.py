@@ -16,9 +16,9 @@ class MetricsLog:
     """Writes metrics in process 0, a line for each step and one for each evaluation.
 
     What the file `path` has of steps before `start`, the first of this run, is kept, so that a
-    resumed run has each step once; ValueError if a line is none of metrics. `tensorboard_dir` needs
-    the package tensorboardX, and gets the greatest ratio of an expert's load to the mean in place
-    of "expert_counts" [layers, E].
+    resumed run has each step once; ValueError if a line is none of metrics. Only the last may be
+    cut off. `tensorboard_dir` needs the package tensorboardX, and gets the greatest ratio of an
+    expert's load to the mean in place of "expert_counts" [layers, E].
     """
 
     def __init__(self, path: str | None, tensorboard_dir: str | None, start: int):
@@ -55,13 +55,15 @@ class MetricsLog:
 
 def _records_before(path: Path, start: int) -> list[dict[str, Any]]:
     """Reads a file's records of steps before `start`; [] if there is no file."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            # The line was half written when the run died.
-            continue
+            if number == len(lines) and '{"step": '.startswith(line[:9]):
+                break  # the run died while it wrote this line
+            record = None
         if not isinstance(record, dict) or "step" not in record:
             raise ValueError(f"{path} must be a file of metrics, but has the line {line!r}.")
         # An evaluation has the number of the step that follows it, so one of `start` is kept.

@@ -8,14 +8,14 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.checkpoints import load_model, save_model
-from jax_ep.checkpoints.api import Progress, Quantized
+from jax_ep.checkpoints.api import NAMED_FORMATS, Progress, Quantized
 from jax_ep.checkpoints.config import read_config
 from jax_ep.formats import Format, Transposed, quantize
 from jax_ep.models.axes import on_mesh, spec_of_moe, spec_of_weight
@@ -109,7 +109,7 @@ def save_params(
 def load_decoder(
     directory: Path,
     mesh: Mesh,
-    dtype: Any,
+    param_dtype: Any,
     *,
     quantized: Quantized = None,
     progress: Progress | None = None,
@@ -117,8 +117,9 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    The mesh has the axis "expert". Weights that are not quantized get `dtype`. `fields` replace
-    those of the `MoEConfig`. Other arguments are as in `jax_ep.checkpoints.load_model`.
+    The mesh has the axis "expert". `param_dtype` is that of weights that are not quantized.
+    `fields` replace those of the `MoEConfig`. Other arguments are as in
+    `jax_ep.checkpoints.load_model`.
     """
     published = read_config(directory)
     generation = directory / "generation_config.json"
@@ -130,7 +131,7 @@ def load_decoder(
         directory,
         layers=range(config.num_layers),
         mesh=mesh,
-        param_dtype=dtype,
+        param_dtype=param_dtype,
         quantized=quantized,
         progress=progress,
         num_slots=config.moe.num_slots,
@@ -141,21 +142,26 @@ def load_decoder(
 
 
 def random_decoder(
-    config: DecoderConfig, mesh: Mesh, dtype: Any, *, quantized: Format | None = None
+    config: DecoderConfig,
+    mesh: Mesh,
+    param_dtype: Any,
+    *,
+    quantized: Literal["float8", "mxfp4"] | Format | None = None,
 ) -> tuple[DecoderConfig, Model]:
     """Makes a model with random weights, split and quantized as `load_decoder` does."""
     config = on_mesh(_with_slots(config, mesh), mesh)
+    format: Any = NAMED_FORMATS.get(quantized, quantized)
     everywhere = NamedSharding(mesh, PartitionSpec())
     draw = functools.partial(jax.jit, out_shardings=everywhere)
 
     @jax.jit
     def block(key: jax.Array) -> Any:
-        params = init_moe(key, config, dtype)
+        params = init_moe(key, config, param_dtype)
         arrays = {name: w for name, w in params._asdict().items() if w is not None}
         for name, w in arrays.items():
-            if quantized is not None and name in ROUTED_WEIGHTS and w.ndim == 3:
+            if format is not None and name in ROUTED_WEIGHTS and w.ndim == 3:
                 # Quantizes the transposed matrices, as published files do.
-                arrays[name] = quantize(w, Transposed.of(quantized))
+                arrays[name] = quantize(w, Transposed.of(format))
             # Only the axis of experts is split, as in `load_decoder`.
             split = NamedSharding(mesh, PartitionSpec(*spec_of_moe(name, config, mesh)[:1]))
             # A `QuantizedArray` has several arrays, which are split alike.
@@ -164,9 +170,9 @@ def random_decoder(
             )
         return params._replace(**arrays)
 
-    layer = draw(lambda key: init_weights(key, layer_shapes(config), dtype))
+    layer = draw(lambda key: init_weights(key, layer_shapes(config), param_dtype))
     key, *keys = jax.random.split(jax.random.key(0), 2 * config.num_layers + 1)
-    weights = draw(lambda key: init_weights(key, shared_shapes(config), dtype))(key)
+    weights = draw(lambda key: init_weights(key, shared_shapes(config), param_dtype))(key)
     for i in range(config.num_layers):
         weights |= {f"model.layers.{i}.{name}": w for name, w in layer(keys[2 * i]).items()}
     params = Params(weights, [block(key) for key in keys[1::2]])

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.float8 import QuantizedMatrices
@@ -23,7 +24,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, explicit_axes, large_axes
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
-from jax_ep.runtime.jax_compat import to_varying, varying_axes
+from jax_ep.runtime.jax_compat import is_traced, to_varying, varying_axes
 
 # The name that `checkpoint_name` gives gathered parameters. With it, a policy of `jax.checkpoint`
 # decides whether the backward pass keeps them or gathers them again.
@@ -73,11 +74,6 @@ def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
     if where.mesh is None:
         return
     for logical, axes in given.items():
-        if missing := [axis for axis in axes if axis not in where.mesh.axis_names]:
-            raise ValueError(
-                f"fsdp_axes must name axes of the mesh {dict(where.mesh.shape)}, but has {missing} "
-                f"for {logical!r}."
-            )
         if same := [axis for axis in axes if axis not in where.batch_axes]:
             raise ValueError(
                 f"fsdp_axes must name axes over which the tokens are spread, batch_axes "
@@ -111,7 +107,24 @@ def _axes_by_option(
                 f"{array.shape} has {size}, and {where.size(base + more)} ranks are along "
                 f"{base + more}."
             )
+    if name == "wi_0":
+        _warn_of_copies(array, further, where.mesh)
     return tuple(large_axes(axes, where.mesh) for axes in further)
+
+
+def _warn_of_copies(wi_0: Any, further: Sequence[Axes], mesh: Mesh | AbstractMesh) -> None:
+    """Warns if wi_0 is on several devices, but is not split over its FSDP axes `further`."""
+    sharding = getattr(wi_0, "sharding", None)
+    if is_traced(wi_0) or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return
+    split_over = {axis for part in sharding.spec for axis in large_axes(part, mesh)}
+    wanted = [axis for axes in further for axis in large_axes(axes, mesh)]
+    if not split_over.issuperset(wanted):
+        warnings.warn(
+            f"wi_0 of shape {wi_0.shape} is sharded by {sharding.spec}, and not over {wanted} of "
+            "fsdp_axes: each rank along them holds a copy. A rule may be missing or misspelled.",
+            stacklevel=5,
+        )
 
 
 def _axes_by_type_and_rules(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
@@ -21,6 +21,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts
 from jax_ep.moe.params import MoEParams, default_kernel_init, per_expert
 from jax_ep.placement.weights import ADAPTERS
+from jax_ep.runtime.jax_compat import is_traced
 from pallas_kernels.matmul.chosen_groups import group_of_row
 
 
@@ -34,7 +35,8 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
 
     Returns:
         `params` with adapters of wi_0, wi_1 (unless it is None) and wo, in their dtype. An adapter
-        is sharded like its matrix, but not along r; those of quantized matrices along E only.
+        is sharded like its matrix, in the same memory, but not along r; those of quantized matrices
+        along E only.
 
     Raises:
         TypeError, ValueError: `rank` is not an integer of at least 1.
@@ -55,26 +57,27 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
     return params
 
 
-def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> NamedSharding | None:
+def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> Sharding | None:
     """Returns the sharding of the adapter `name`, or None if that of its matrix is not known."""
     values = matrix.values if isinstance(matrix, QuantizedArray) else matrix
     sharding = getattr(values, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return None
+        is_chosen = isinstance(sharding, SingleDeviceSharding) and values.committed
+        return sharding if is_chosen else None
     spec = (*sharding.spec, None, None, None)
     if isinstance(matrix, QuantizedArray):
-        return NamedSharding(sharding.mesh, PartitionSpec(spec[0]))
+        return sharding.update(spec=PartitionSpec(spec[0]))
     # A has the rows of the matrix, B its columns; r is not split.
     rows, columns = (spec[1], None) if name.endswith("a") else (None, spec[2])
-    return NamedSharding(sharding.mesh, PartitionSpec(spec[0], rows, columns))
+    return sharding.update(spec=PartitionSpec(spec[0], rows, columns))
 
 
 def merge_lora(params: MoEParams, lora_scale: float) -> MoEParams:
     """Adds each adapter to its matrix, W + lora_scale * A @ B, and removes the adapters.
 
     `lora_scale` is that of the layer's `MoEConfig`. The sums are computed in float32 and rounded to
-    the dtype of the matrix; quantized matrices that have adapters are dequantized. With the result,
-    the layer computes the same up to rounding.
+    the dtype of the matrix, whose sharding and kind of memory they get; quantized matrices that
+    have adapters are dequantized. With the result, the layer computes the same up to rounding.
     """
     merged: dict[str, Any] = dict.fromkeys(ADAPTERS)
     for name in ("wi_0", "wi_1", "wo"):
@@ -84,9 +87,22 @@ def merge_lora(params: MoEParams, lora_scale: float) -> MoEParams:
         matrix = getattr(params, name)
         if isinstance(matrix, QuantizedArray):
             matrix = matrix.dequantize()
-        delta = jnp.einsum("ehr,erf->ehf", *(x.astype(jnp.float32) for x in (a, b)))
-        merged[name] = (matrix.astype(jnp.float32) + lora_scale * delta).astype(matrix.dtype)
+        w, a, b = (_on_devices(x).astype(jnp.float32) for x in (matrix, a, b))
+        total = (w + lora_scale * jnp.einsum("ehr,erf->ehf", a, b)).astype(matrix.dtype)
+        merged[name] = jax.device_put(total, matrix.sharding) if _is_placed(matrix) else total
     return params._replace(**merged)
+
+
+def _is_placed(array: jax.Array) -> bool:
+    return not is_traced(array) and getattr(array, "committed", False)
+
+
+def _on_devices(array: jax.Array) -> jax.Array:
+    """Moves an array to the devices' memory: XLA computes nothing in that of the host."""
+    if not _is_placed(array):
+        return array
+    sharding: Any = array.sharding
+    return jax.device_put(array, sharding.with_memory_kind(None))
 
 
 def adapted_mlp(

@@ -103,6 +103,8 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
     if ambient.manual_axes:
         # The call is in the caller's `jax.shard_map`.
         expert_axes, tensor_axes = axes_on_mesh(config, ambient)
+        # The caller has split the sequence, so these axes are only checked.
+        _check_has_axes(ambient, "sequence_axes", as_axes(config.sequence_axes or ()))
         batch_axes: Axes = ()
         if x is not None:
             batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
@@ -134,6 +136,8 @@ def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
 
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
     """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack."""
+    for logical, axes in config.further_axes().items():
+        _check_has_axes(mesh, "fsdp_axes", axes, f" for {logical!r}")
     found, bound = [], set(getattr(mesh, "manual_axes", ()))
     for name, axes in config.split_axes().items():
         present = [axis for axis in axes if axis in mesh.axis_names]
@@ -153,6 +157,13 @@ def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
             axes = ()
         found.append(axes)
     return found
+
+
+def _check_has_axes(mesh: Mesh | AbstractMesh, name: str, axes: Axes, where: str = "") -> None:
+    if missing := [axis for axis in axes if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"{name} must name axes of the mesh {dict(mesh.shape)}, but has {missing}{where}."
+        )
 
 
 def check_mesh_of_experts(

@@ -149,7 +149,8 @@ def by_dispatch(
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
     if config.host_capacity_factor is not None and where.expert_axes:
-        host_capacity = math.ceil(config.host_capacity_factor * tokens.shape[0])
+        num_tokens = tokens.shape[0]
+        host_capacity = min(num_tokens, math.ceil(config.host_capacity_factor * num_tokens))
     with jax.named_scope("dispatch"):
         received = dispatch(
             lax.stop_gradient(tokens) if stays_quantized else tokens,
@@ -191,7 +192,13 @@ def receive_capacity(
         rows = min(rows, math.ceil(config.capacity_factor * (max(num_tokens, 1) * k)))
     # R is a multiple of ROW_ALIGNMENT, because the matmul kernels would have to copy any other
     # receive buffer to pad it.
-    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    rows = -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    if rows > checks.MAX_INT32:
+        raise ValueError(
+            f"capacity_factor must give a rank at most {checks.MAX_INT32} rows, but is "
+            f"{config.capacity_factor}, with which it has {rows}."
+        )
+    return rows
 
 
 def _run_experts(

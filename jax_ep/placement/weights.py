@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
@@ -107,6 +107,9 @@ def _gather(leaf: Any, index: Array) -> Any:
     if xp is np:
         return taken(leaf)
     sharding: Any = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
+    if isinstance(sharding, SingleDeviceSharding) and leaf.committed:
+        leaf = jax.device_put(leaf, SingleDeviceSharding(*sharding.device_set))
+        return jax.device_put(taken(leaf), sharding)
     if not isinstance(sharding, NamedSharding):
         return taken(leaf)
     mesh, spec = sharding.mesh, sharding.spec

@@ -109,6 +109,11 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
     assert all("--check" in each and "--repeats=1" in each for each in seen)
     assert jax_ep.cli.main(["jax_ep", "bench", "all"]) == 2
     assert "--json is required" in capsys.readouterr().err
+    command[3] = "--flags='"
+    assert jax_ep.cli.main(command) == 2
+    assert (
+        '--flags: "\'" cannot be split into words: No closing quotation' in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +128,10 @@ def test_all_benchmarks_write_one_file(monkeypatch, tmp_path, capsys):
         ("layer --quantize=once", "--quantize needs --matmul_dtype=float8_e4m3fn"),
         ("layer --token_chunks=2", "--token_chunks above 1 needs --capacity_factor=0"),
         ("layer --num_experts=7 --ranks=2", "--num_experts must be a multiple of the 2 ranks"),
+        ("layer --num_experts=2 --ranks=1", "--num_experts must be at least 4, which a token choo"),
+        ("layer --shapes=mixtral --ranks=3", "--ranks: 3 ranks cannot share 8 experts equally"),
+        ("decode --shapes=mixtral --ranks=3", "--ranks: 3 ranks cannot share 8 experts equally"),
+        ("train --ranks=3", "--ranks: 3 ranks cannot share "),
         ("matmul --case=nothing", "--case: no case has 'nothing' in its name; the cases are: "),
         ("matmul --ranks=2", "--ranks: a grouped matmul runs on 1 rank"),
         ("train --ranks=1 --fsdp=2", "--fsdp must divide 1 ranks, but is 2"),

@@ -62,7 +62,8 @@ def test_bytes_of_an_operation(op, changes, remote, local):
 
 
 def test_collectives_of_xla_send_all_tokens_to_all_ranks():
-    assert operations.sent_bytes("dispatch", WORK, "all_gather_reduce_scatter") == 2 * ROW
+    for name in ("xla", *operations.BASELINES):
+        assert operations.sent_bytes("dispatch", WORK, name) == 2 * ROW
     assert operations.sent_bytes("dispatch", WORK, "two_level") is None
 
 

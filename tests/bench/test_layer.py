@@ -19,6 +19,16 @@ def run(*args: str) -> int:
 
 
 @pytest.mark.slow
+def test_every_layer_has_a_backward_pass_on_one_rank(tmp_path):
+    path = tmp_path / "out.json"
+    flags = "--ranks=1", "--directions=forward_backward", f"--baselines={','.join(bench.BASELINES)}"
+    assert run(*flags, "--check", f"--json={path}") == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["implementation"] for row in rows] == ["jax_ep", *bench.BASELINES]
+    assert all(row["checked"] and row["ranks"] == 1 for row in rows)
+
+
+@pytest.mark.slow
 def test_chunks_and_remat_are_measured_next_to_the_whole(tmp_path):
     path = tmp_path / "out.json"
     flags = "--token_chunks=1,4", "--capacity_factor=0", "--tokens=256", "--baselines=", "--check"

@@ -9,9 +9,8 @@ from support.selection import quick
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench
-from jax_ep.bench import matmul_operations as operations
 
-(CASE,) = operations.SMALL_CASES
+(CASE,) = bench.SMALL_CASES
 
 
 def run(*args: str) -> int:
@@ -22,22 +21,6 @@ def run(*args: str) -> int:
 @pytest.fixture(autouse=True)
 def one_case(monkeypatch):
     monkeypatch.setattr(bench, "CASES", (CASE,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", operations.OPERATIONS)
-def test_float8_is_measured_next_to_the_operands_own_dtype(op, tmp_path):
-    path = tmp_path / "out.json"
-    flags = "--matmul_dtype=none,float8_e4m3fn", "--implementations=xla", f"--ops={op}"
-    assert run("--check", *flags, f"--json={path}") == 0
-    rows = json.loads(path.read_text())["rows"]
-    found = {(row["implementation"], row["matmul_dtype"]): row for row in rows}
-    assert set(found) == {(n, d) for n in ("dense", "xla") for d in ("none", "float8_e4m3fn")}
-    row, plain = (found["xla", dtype] for dtype in ("float8_e4m3fn", "none"))
-    assert row["checked"] and plain["checked"] and row["share_of_dense"] > 0
-    assert row["flops"] == plain["flops"] == CASE.flops(op, CASE.live)
-    ratio = plain["wall"]["median_us"] / row["wall"]["median_us"]
-    assert row["speedup_of_float8"] == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("dtype", quick(["none", "float8_e4m3fn"], "none"))

@@ -21,6 +21,24 @@ from jax_ep.checkpoints.safetensors import (
 WHOLE = slice(None)
 
 
+def test_what_was_read_leaves_the_process(tmp_path):
+    """Reading must give the mapped pages of a file back to the system.
+
+    The system counts the pages that a process has read as memory of the process.
+    """
+    x = np.zeros((64, 1 << 17), np.float32)
+    directory = Directory(publish(tmp_path, {}, {"x": x}))
+
+    def mapped_kib() -> int:
+        (line,) = (s for s in open("/proc/self/status") if s.startswith("RssFile"))
+        return int(line.split()[1])
+
+    before = mapped_kib()
+    for row in range(64):
+        directory.read("x", (slice(row, row + 1), WHOLE))
+    assert mapped_kib() - before < x.nbytes / 1024 / 8
+
+
 def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
     folder, cache = tmp_path / "model", tmp_path / "cache"
     x, y = np.zeros(2, np.float32), np.ones(2, np.float32)

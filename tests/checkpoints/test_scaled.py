@@ -177,6 +177,29 @@ def test_numbers_are_those_of_the_definition(tmp_path, case):
         np.testing.assert_array_equal(got.scales, scales)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_scales_of_damaged_files_are_refused(tmp_path, case):
+    config, tensors, _ = model(case)
+    module = "model.layers.1.mlp.experts.0.up_proj."
+    for part in ("scale", "scale_inv", "scale_2", "global_scale"):
+        name = module + (part if module + part in tensors else f"weight_{part}")
+        if name not in tensors:
+            continue
+        for bad in (np.nan, np.inf, -1.0, 0.0):
+            stored = tensors[name].copy()
+            if stored.dtype in (np.uint8, jnp.float8_e8m0fnu):
+                if not np.isnan(bad):
+                    continue
+                stored.view(np.uint8).flat[0] = 255  # the only exponent that is no number
+            else:
+                stored.flat[0] = bad
+                if np.isinf(bad) and np.isnan(stored.astype(np.float32)).any():
+                    continue
+            folder = publish(tmp_path, config, tensors | {name: stored})
+            with pytest.raises(ValueError, match=f"{name} in .* finite and above 0, but has"):
+                checkpoints.load_moe_params(folder, 1)
+
+
 @pytest.mark.parametrize("case", ["int4", "float8 per tensor"])
 def test_only_unchanged_numbers_are_saved(tmp_path, case):
     config, tensors, _ = model(case)

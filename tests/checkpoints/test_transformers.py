@@ -126,32 +126,26 @@ def gemma(layer):
     return block
 
 
+DOCS = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+
+
+def documented(first_line, **names):
+    """Returns the caller's part of a block: docs/checkpoints.md's program from `first_line` on."""
+    lines = DOCS[DOCS.index(f"\n{first_line}") :]
+    program = lines.partition("\n```")[0].partition("\n\n")[0]
+
+    def run(layer, others, x):
+        given = dict(layer=lambda *args, **call: (layer(*args, **call), None), others=others, x=x)
+        scope = {"jax": jax, "jnp": jnp} | given | names
+        exec(program, scope)
+        return scope["y"]
+
+    return run
+
+
 def run_gemma(layer, others, x):
-    normalized = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-    return layer(x, router_x=normalized * others["router.scale"] * H**-0.5)
-
-
-def run_nemotron(layer, others, x):
-    into, out_of, up, down = (
-        others[f"mixer.{name}.weight"].T
-        for name in ("fc1_latent_proj", "fc2_latent_proj")
-        + ("shared_experts.up_proj", "shared_experts.down_proj")
-    )
-    return layer(x @ into, router_x=x) @ out_of + jax.nn.relu(x @ up) ** 2 @ down
-
-
-def run_inkling(layer, others, x):
-    logits = x @ others["mlp.gate.weight"].T
-    routed, shared = logits[..., :E], logits[..., E:]
-    _, chosen = jax.lax.top_k(jax.nn.sigmoid(routed) + others["mlp.gate.bias"], K)
-    weighed = jnp.concatenate([jnp.take_along_axis(routed, chosen, -1), shared], axis=-1)
-    weights = jax.nn.softmax(jax.nn.log_sigmoid(weighed)) * 2 * others["mlp.gate.global_scale"]
-    y = layer(x, topk_idx=chosen, topk_weights=weights[..., :K])
-    wi = others["mlp.shared_experts.shared_w13_weight"]
-    gate, up = (jnp.einsum("...h,sfh->...sf", x, wi[:, i::2]) for i in (0, 1))
-    hidden = jax.nn.silu(gate) * up * weights[..., K:, None]
-    wo = others["mlp.shared_experts.shared_w2_weight"]
-    return y + jnp.einsum("...sf,shf->...h", hidden, wo)
+    # The test's block norms for its router what it gives the experts.
+    return documented("# Gemma 4", h=x, rms_norm_eps=1e-6)(layer, others, x)
 
 
 SMALL = dict(
@@ -308,10 +302,14 @@ VARIANTS = {
         "DeepseekV4",
         DEEPSEEK_V4 | dict(mlp_layer_types=["hash_moe"] * 2),
         block=chosen_by_token,
-        run=lambda layer, others, x: layer(x, topk_idx=others["ffn.gate.tid2eid"][TOKENS]),
+        run=documented("# DeepSeek-V4", tokens=TOKENS),
     ),
     "Nemotron-H, latent experts": variant(
-        "NemotronH", NEMOTRON, moe_latent_size=8, block=lambda layer: layer.mixer, run=run_nemotron
+        "NemotronH",
+        NEMOTRON,
+        moe_latent_size=8,
+        block=lambda layer: layer.mixer,
+        run=documented("# Nemotron-H"),
     ),
     "Gemma 4": variant(
         "Gemma4",
@@ -328,10 +326,15 @@ VARIANTS = {
         decoder="model.decoder",
         run=run_gemma,
     ),
-    "JetMoE": variant(
-        "JetMoe", LOCAL, kv_channels=8, run=lambda layer, others, x: layer(x) + others["mlp.bias"]
+    "JetMoE": variant("JetMoe", LOCAL, kv_channels=8, run=documented("# JetMoE.")),
+    "Inkling": variant(
+        "Inkling",
+        ROUTED,
+        SPARSE,
+        INKLING,
+        run=documented("logits =", num_experts=E, k=K, route_scale=2.0),
+        **PART,
     ),
-    "Inkling": variant("Inkling", ROUTED, SPARSE, INKLING, run=run_inkling, **PART),
     "Nemotron-H": variant("NemotronH", NEMOTRON, block=lambda layer: layer.mixer),
     "Hunyuan 3": variant("HYV3", OWN_WIDTH, num_shared_experts=2, head_dim=8),
     "AFMoE": variant("Afmoe", OWN_WIDTH, num_dense_layers=1, route_scale=2.0, head_dim=8),

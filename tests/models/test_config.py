@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -41,6 +43,20 @@ def test_a_config_json_gives_the_sizes_of_its_keys():
         assert getattr(config, name) == changed[key], name
     assert config == MODELS["tiny"].replace(**{n: changed[key] for n, key in SIZES.items()})
     assert config.stop_tokens == () and not config.sinks and config.windows == (NO_WINDOW,)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-gpt-oss"])
+def test_a_config_json_that_lacks_a_key_is_refused_by_its_name(model):
+    published, lacking = PUBLISHED[model], []
+    for key in published:
+        others = {other: value for other, value in published.items() if other != key}
+        try:
+            DecoderConfig.of(others, Path("model"))
+        except ValueError as error:
+            assert "model/config.json" in str(error) and key in str(error)
+            lacking.append(key)
+    needed = {"vocab_size", "rms_norm_eps", "rope_theta", "num_key_value_heads", "model_type"}
+    assert needed <= set(lacking)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,10 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 
 def test_another_file_is_not_overwritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("5\n")
-    with pytest.raises(ValueError, match="must be a file of metrics, but has the line '5'"):
-        MetricsLog(str(path), None, 0)
-    assert path.read_text() == "5\n"
+    record, half = '{"step": 0, "loss": 1}\n', '{"step": 1, "lo'
+    for text, line in (("5\n", "5"), ("notes", "notes"), (f"{half}\n{record}", half)):
+        path.write_text(text)
+        wanted = f"must be a file of metrics, but has the line {line!r}"
+        with pytest.raises(ValueError, match=re.escape(wanted)):
+            MetricsLog(str(path), None, 0)
+        assert path.read_text() == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -345,3 +346,18 @@ def test_in_the_callers_shard_map_the_caller_gathers():
     )
     with jax.set_mesh(mesh((2, 4), AXES)), pytest.raises(ValueError, match="fsdp_axes must not"):
         layer(random_params(), make_x())
+
+
+def test_matrices_that_are_not_split_over_the_fsdp_axes_warn_once():
+    params, devices = random_params(), mesh((4, 2), AXES)
+    config = dataclasses.replace(CONFIG, fsdp_axes={"embed": "fsdp"})
+    by_rules = {"exp": "expert", "embed": "fsdp"}
+    # With a misspelled rule of "embed", each rank along "fsdp" holds a copy.
+    for axes, messages in (({"exp": "expert"}, ["holds a copy"]), (by_rules, [])):
+        held = jax.tree.map(jax.device_put, params, shardings(params, devices, axes))
+        with jax.set_mesh(devices), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            jax.eval_shape(lambda x, held=held: moe_layer(held, x, config), make_x())
+        assert len(found) == len(messages)
+        for warning, message in zip(found, messages, strict=True):
+            assert re.search(rf"^wi_0 .*over \['fsdp'\].*{message}", str(warning.message))

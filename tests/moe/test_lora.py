@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.dense_moe import E, make_x, random_params
-from support.meshes import expert_mesh, mesh
+from support.meshes import expert_mesh, mesh, skip_without
 from support.selection import quick
 
 import jax_ep
@@ -121,6 +121,28 @@ def test_added_adapters_change_nothing_and_are_sharded_like_the_experts():
     with jax.set_mesh(expert_mesh(4)):
         got, want = (jax_ep.moe_layer(p, x, CONFIG)[0] for p in (params, plain))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.needs_devices(4)
+@pytest.mark.parametrize("memory_kind", quick(["device", "pinned_host"], "pinned_host"))
+@pytest.mark.parametrize("split", quick({"mesh": True, "one device": False}, "mesh"))
+def test_adapters_and_merged_matrices_are_where_the_matrices_are(split, memory_kind):
+    devices = mesh((2, 2), ("expert", "fsdp"))
+    skip_without(memory_kind, devices)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind=memory_kind)
+    if split:
+        sharding = jax.NamedSharding(devices, jax.P("expert", "fsdp"), memory_kind=memory_kind)
+    plain = params_with()._replace(**dict.fromkeys(ADAPTERS))
+    names = ("wi_0", "wi_1", "wo")
+    plain = plain._replace(**{n: jax.device_put(getattr(plain, n), sharding) for n in names})
+    params = jax_ep.init_lora(plain, RANK, jax.random.key(0))
+    for name in ADAPTERS:
+        held = getattr(params, name).sharding
+        assert held.device_set == sharding.device_set and held.memory_kind == memory_kind
+    merged = jax_ep.merge_lora(params, CONFIG.lora_scale)
+    for name in names:
+        assert getattr(merged, name).sharding == sharding
+        np.testing.assert_array_equal(getattr(merged, name), getattr(plain, name))
 
 
 @pytest.mark.slow

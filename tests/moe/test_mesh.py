@@ -232,6 +232,19 @@ def test_an_axis_that_the_mesh_lacks_is_refused(changes, kind):
         jax.eval_shape(lambda x: moe_layer(make_params(), x, MoEConfig(**SIZES, **changes)), x)
 
 
+@pytest.mark.parametrize("changes", [dict(fsdp_axes={"embed": "dta"}), dict(sequence_axes="sq")])
+def test_further_axes_that_the_callers_mesh_lacks_are_refused(changes):
+    ((name, axes),) = changes.items()
+    missing = next(iter(axes.values())) if isinstance(axes, dict) else axes
+    message = rf"{name} must name axes of the mesh .*'data': 2.* but has \['{missing}'\]"
+    with pytest.raises(ValueError, match=message):
+        in_callers_shard_map(("data", "expert"), True, **changes)
+    if name == "fsdp_axes":
+        with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+            with pytest.raises(ValueError, match=message):
+                LAYERS["nnx"](H, F, **SIZES, **changes).abstract()
+
+
 REPLICATED = r"wi_0 of shape .*replicated on the mesh .*over expert_axis \('expert',\).*\"exp\""
 
 

@@ -21,7 +21,7 @@ from jax_ep import reference
 from jax_ep.exchange import xla
 from jax_ep.exchange.routes import counts_here, row_groups
 from jax_ep.matmul.backend import Backend
-from jax_ep.moe.routed_experts import routed_experts
+from jax_ep.moe.routed_experts import receive_capacity, routed_experts
 
 H, F, T, K, E = 64, 64, 12, 3, 8
 TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloat16": 3e-2}
@@ -336,6 +336,17 @@ def test_what_is_kept_and_what_is_computed_again():
 
 
 EACH, FEW = np.zeros((T, K), np.float32), np.zeros((T, K - 1), np.float32)
+
+
+def test_a_receive_buffer_of_too_many_rows_is_refused_by_the_layers_option():
+    config = jax_ep.MoEConfig(num_experts=8, num_experts_per_token=2)
+    assert receive_capacity(config, 2**28 - 8, 8, True) == 2**31 - 64
+    with pytest.raises(ValueError, match="^capacity_factor must .* but is None, with which"):
+        receive_capacity(config, 2**28, 8, True)
+    config = dataclasses.replace(config, capacity_factor=2.0)
+    assert receive_capacity(config, 2**28, 8, True) == 2**30
+
+
 WIDE_WO, BF16_WI = np.zeros((E, F + 1, H), np.float32), np.zeros((E, H, F), jnp.bfloat16)
 ON_INPUT = dict(weights_on="input")
 

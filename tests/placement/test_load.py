@@ -25,6 +25,13 @@ def test_the_average_forgets_by_the_decay():
     np.testing.assert_allclose(tracker.load, want, rtol=1e-6)
 
 
+def test_sums_of_counts_do_not_overflow():
+    tracker, most = LoadTracker.of((2,), decay=0.5), 2**31 - 1
+    for _ in range(4):
+        tracker = jax.jit(LoadTracker.update)(tracker, np.array([most, 1], np.int32))
+    np.testing.assert_allclose(tracker.load, [most, 1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_tracker_is_on_all_devices_of_the_mesh(kind):
     """One that is restored onto its own shardings must take counts that are on the mesh."""

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import random_bits
 from support.loads import random_loads
-from support.meshes import expert_mesh, mesh
+from support.meshes import expert_mesh, mesh, skip_without
 from support.selection import quick
 
 from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
@@ -46,12 +46,6 @@ def tree(rng):
     state = {"wi_0": rng.integers(0, 99, (LAYERS, E), np.int32)}
     # The gate's leading sizes equal those of the experts' weights, but it must not be moved.
     return {"params": weights | {"gate": np.ones((LAYERS, E))}, "opt": [state, np.int32(3)]}
-
-
-def skip_without(memory_kind, devices):
-    kinds = {memory.kind for memory in devices.devices.flat[0].addressable_memories()}
-    if memory_kind not in kinds:
-        pytest.skip(f"the devices have the memories {kinds}")
 
 
 def assert_same_bits(actual, expected):
@@ -107,6 +101,17 @@ def test_weights_by_slot_and_by_expert_are_split_alike(spec, kind, memory_kind):
     by_slot = to_slots({"wo": jax.device_put(weights[:4], sharding)}, uneven)["wo"]
     split = P() if spec == P(("expert", "fsdp")) else spec
     assert by_slot.sharding.is_equivalent_to(sharding.update(spec=split), 3)
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+def test_weights_of_one_device_stay_in_its_memory(memory_kind):
+    skip_without(memory_kind, expert_mesh(2))
+    sharding = SingleDeviceSharding(jax.devices()[1], memory_kind=memory_kind)
+    weights = np.random.default_rng(3).random((8, 3), np.float32)
+    placement = Placement.in_order(num_experts=8, num_slots=12, num_ranks=2)[0]
+    by_slot = to_slots({"wo": jax.device_put(weights, sharding)}, placement)["wo"]
+    assert by_slot.sharding == sharding
+    np.testing.assert_array_equal(by_slot, to_slots({"wo": weights}, placement)["wo"])
 
 
 def test_weights_by_slot_have_gradients():

@@ -7,7 +7,6 @@ import pickle
 import socket
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -194,7 +193,7 @@ def test_who_began_first_waits_for_those_it_has_told(folder, monkeypatch):
     """
     clock, found = Clock(), {}
     monkeypatch.setattr(processes, "time", clock)
-    began = threading.Event()
+    began, waits, left = threading.Event(), threading.Event(), []
     exchanged = threading.Barrier(2, action=lambda: setattr(clock, "now", 2500.0))
 
     def take_part(number: int) -> None:
@@ -204,7 +203,16 @@ def test_who_began_first_waits_for_those_it_has_told(folder, monkeypatch):
             exchanged.wait(HANG_SECONDS)
             if number == 1:
                 # A real process now maps the memory whose handles the other one has sent.
-                time.sleep(0.2)
+                waits.wait(HANG_SECONDS)
+            else:
+                receive = meeting._receive
+
+                def watched(*args):
+                    left.append(meeting._left())
+                    waits.set()
+                    return receive(*args)
+
+                monkeypatch.setattr(meeting, "_receive", watched)
             found[number] = sorted(meeting.agree({"maps": number}))
 
     threads = [threading.Thread(target=take_part, args=(i,)) for i in range(2)]
@@ -214,7 +222,7 @@ def test_who_began_first_waits_for_those_it_has_told(folder, monkeypatch):
     threads[1].start()
     for thread in threads:
         thread.join()
-    assert found == {0: [0, 1], 1: [0, 1]}
+    assert found == {0: [0, 1], 1: [0, 1]} and left == [2000.0]
 
 
 def test_a_socket_of_another_user_is_not_written_to(run, folder):

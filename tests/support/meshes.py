@@ -32,6 +32,13 @@ def mesh(
     return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names, axis_types=types)
 
 
+def skip_without(memory_kind: str, devices: Mesh) -> None:
+    """Skips the test if the devices lack a kind of memory."""
+    kinds = {memory.kind for memory in devices.devices.flat[0].addressable_memories()}
+    if memory_kind not in kinds:
+        pytest.skip(f"the devices have the memories {kinds}")
+
+
 def cuda_mesh(
     shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
 ) -> Mesh | AbstractMesh:
