@@ -34,7 +34,6 @@ from jax_ep.models.launch import blamed_flag
 from jax_ep.moe.few_tokens import MOST_TOKENS
 from jax_ep.moe.params import LOGICAL_AXES
 
-FORMATS = {"float8": formats.FLOAT8_MATRICES, "mxfp4": formats.MXFP4}
 # Hopper GPUs multiply any number of tokens by experts in this format without dequantizing them.
 AS_STORED = formats.Transposed.of(formats.MXFP4)
 
@@ -49,7 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flag("checkpoint", None, "Directory of a published model.", Path)
     flag("model", "tiny", "Without --checkpoint: a shape for random weights.", choices=PUBLISHED)
     held = "How experts stay in memory; keep: as the files hold them. Default: not quantized."
-    flag("quantized", None, held, choices=["keep", *FORMATS])
+    flag("quantized", None, held, choices=["keep", "float8", "mxfp4"])
     needs = "Dtype that experts multiply; needs experts that --quantized holds as float8."
     flag("matmul_dtype", None, needs, choices=["float8_e4m3fn"])
     flag("prompt", None, "Token ids by commas; may be given several times.", ids, action="append")
@@ -87,12 +86,11 @@ def tokenizer_of(folder: Path | None) -> Any:
 
 def load(args: argparse.Namespace, mesh: Any) -> tuple[DecoderConfig, Model]:
     dtype = jnp.bfloat16 if mesh.devices.flat[0].platform == "gpu" else jnp.float32
-    quantized: Any = FORMATS.get(args.quantized, args.quantized)
     if args.quantized == "keep" and not args.checkpoint:
         raise SystemExit("--quantized=keep needs a --checkpoint; give float8 or mxfp4 instead")
     if args.matmul_dtype and not args.quantized:
         raise SystemExit("--matmul_dtype needs --quantized=float8, or keep and float8 files")
-    fields = {"matmul_dtype": args.matmul_dtype}
+    quantized, fields = args.quantized, {"matmul_dtype": args.matmul_dtype}
     try:
         if args.checkpoint:
             return published.load_decoder(

@@ -35,6 +35,7 @@ from jax_ep.moe.layer import moe_layer as moe_layer
 from jax_ep.moe.lora import init_lora as init_lora
 from jax_ep.moe.lora import merge_lora as merge_lora
 from jax_ep.moe.losses import BalanceSums as BalanceSums
+from jax_ep.moe.losses import balance_sums as balance_sums
 from jax_ep.moe.losses import load_balance_loss as load_balance_loss
 from jax_ep.moe.losses import pooled_load_balance_loss as pooled_load_balance_loss
 from jax_ep.moe.losses import router_z_loss as router_z_loss

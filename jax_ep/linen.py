@@ -83,15 +83,6 @@ class Gate(nn.Module):
         bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_choosable,), jnp.float32)
         return kernel, bias.value
 
-    def update_bias(
-        self, expert_counts: jax.Array, rate: float | jax.Array, zero_mean: bool
-    ) -> None:
-        bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
-        if bias is None:
-            raise ValueError("update_bias needs selection_bias=True and an initialized layer")
-        bias = routing.update_expert_bias(bias, expert_counts, rate, zero_mean=zero_mean)
-        self.put_variable(ROUTER_STATE, "bias", bias)
-
 
 class MoE(nn.Module):
     """Mixture of MLP experts, spread over the ranks of a mesh axis.
@@ -267,7 +258,11 @@ class MoE(nn.Module):
         """
         if self.gate_init is None:
             raise ValueError("update_bias needs a gate, but gate_init is None")
-        self.gate.update_bias(expert_counts, rate, zero_mean)
+        bias: jax.Array | None = self.gate.get_variable(ROUTER_STATE, "bias")
+        if bias is None:
+            raise ValueError("update_bias needs selection_bias=True and an initialized layer")
+        bias = routing.update_expert_bias(bias, expert_counts, rate, zero_mean=zero_mean)
+        self.gate.put_variable(ROUTER_STATE, "bias", bias)
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:

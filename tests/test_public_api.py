@@ -19,14 +19,13 @@ from jax_ep import placement
 
 # The public names that the tests in a folder compare with NumPy or with `jax_ep.reference`.
 TESTED_IN = {
-    ".": "Handle RankHandle",
     "checkpoints": "checkpoints",
     "collectives": "all_gather all_reduce all_reduce_rms_norm all_to_all reduce_scatter",
-    "exchange": "Dispatched RankDispatched combine dispatch dispatch_like "
+    "exchange": "Dispatched Handle RankDispatched RankHandle combine dispatch dispatch_like "
     "group_by_expert reference sum_by_token workspace_bytes",
     "formats": "Format QuantizedArray formats quantize",
     "matmul": "grouped_matmul",
-    "moe": "BalanceSums MoEConfig MoEMetrics MoEParams Routing expert_mlp init_lora "
+    "moe": "BalanceSums MoEConfig MoEMetrics MoEParams Routing balance_sums expert_mlp init_lora "
     "load_balance_loss merge_lora moe_layer pooled_load_balance_loss quantize_experts "
     "routed_experts router_z_loss top_k_routing update_expert_bias",
     "placement": "placement",

@@ -21,7 +21,6 @@ SHARED_TESTS = (
     ("jax_ep", "version", "tests/cli/test_info.py"),
     ("jax_ep/bench", "decode estimate report runner suite", "commands"),
     ("jax_ep/bench", "operations", "exchange"),
-    ("jax_ep/bench", "matmul_operations", "matmul"),
     ("jax_ep/checkpoints", "architectures config", "block"),
     ("jax_ep/collectives", "algorithms primitives xla", "api"),
     ("jax_ep/collectives", "pallas", "tests/kernels/collectives/test_collectives.py"),

@@ -12,34 +12,103 @@ that of the same implementation in bfloat16.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jax_ep.bench import matmul_operations as operations
 from jax_ep.bench import runner
 from jax_ep.bench.agreement import agree
 from jax_ep.bench.layer import MATMUL_DTYPES
-from jax_ep.bench.matmul_operations import (
-    CASES,
-    OF_TWO_PAIRS,
-    OPERATIONS,
-    SMALL_CASES,
-    Case,
-    Float8Operands,
-    Operands,
-)
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop, expert_mesh
 from jax_ep.flags import Args, Error, Flags, choice, some
 from jax_ep.formats import QuantizedArray
-from jax_ep.matmul import float8, primitives
+from jax_ep.matmul import float8, primitives, xla
 from jax_ep.matmul.backend import Backend, Problem
-from pallas_kernels.matmul.row_blocks import padded_rows
+from jax_ep.matmul.float8 import QuantizedMatrices
+from jax_ep.moe.expert_mlp import HiddenUnit
+from pallas_kernels.matmul.row_blocks import TransposedRows, padded_rows, row_blocks
+
+OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
+# The operations that consist of two matrix products. Their yardstick, a dense matmul, is a single
+# product.
+OF_TWO_PAIRS = ("gated", "sum_of_dlhs")
+
+_SWIGLU = HiddenUnit()
+
+
+class Case(NamedTuple):
+    """The sizes of a grouped matmul: rows [num_rows, hidden] by num_groups matrices [hidden, mlp].
+
+    The first `live` rows belong to groups. If `slow`, the slow backend "xla" is timed, too.
+    """
+
+    name: str
+    num_rows: int
+    hidden: int
+    mlp: int
+    num_groups: int
+    live: int
+    slow: bool = False
+
+    def flops(self, operation: str, rows: int) -> float:
+        pairs = 2 if operation in OF_TWO_PAIRS else 1
+        return 2.0 * pairs * rows * self.hidden * self.mlp
+
+
+CASES = (
+    Case("deepseek-v3 up", 32768, 7168, 2048, 32, 32768, slow=True),
+    Case("deepseek-v3 down", 32768, 2048, 7168, 32, 32768),
+    Case("dropless, 1/8 live", 262144, 7168, 2048, 32, 32768),
+    Case("qwen3-moe up", 32768, 2048, 768, 16, 32768),
+    Case("decode", 1024, 7168, 2048, 32, 1024),
+    Case("mixtral up, 8 experts", 16384, 4096, 14336, 8, 16384),
+    Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
+    Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
+    Case("qwen3-moe up, 2 ranks", 36864, 2048, 768, 64, 32768),
+    Case("qwen3-moe down, 2 ranks", 36864, 768, 2048, 64, 32768),
+    Case("qwen3-moe up, decode", 1152, 2048, 768, 64, 1024),
+    Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
+)
+# The cases that are measured on CPUs.
+SMALL_CASES = (Case("small", 96, 256, 128, 3, 80, slow=True),)
+
+
+class Operands(NamedTuple):
+    """The operands of all operations, for R rows in L groups.
+
+    lhs is [R, H], rhs and rhs_1 are [L, H, F], and grad and grad_1, the cotangents of their
+    products, are [R, F].
+    """
+
+    lhs: Any
+    rhs: Any
+    grad: Any
+    rhs_1: Any
+    grad_1: Any
+    group_sizes: Any
+
+
+class Float8Operands(NamedTuple):
+    """The operands of all operations, quantized to float8.
+
+    `rows` are lhs, grad and grad_1; `matrices` rhs and rhs_1, as they are and transposed;
+    `transposed` lhs and grad for "drhs". `groups` has each group's blocks there (`row_blocks`).
+    """
+
+    rows: tuple[QuantizedArray, QuantizedArray, QuantizedArray]
+    matrices: tuple[QuantizedMatrices, QuantizedMatrices]
+    transposed: tuple[TransposedRows, TransposedRows]
+    groups: Any
+    group_sizes: Any
+
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in primitives.IMPLEMENTATIONS}
 
@@ -114,19 +183,19 @@ class MatmulBench(runner.Bench):
         return rows
 
     def prepare(self, row: Row) -> tuple[Operands, Float8Operands | None]:
-        operands = operations.random_operands(self.sizes[row["case"]])
+        operands = random_operands(self.sizes[row["case"]])
         has_float8 = any(dtype != "none" for dtype in self.args.matmul_dtype)
-        return operands, operations.quantized(operands) if has_float8 else None
+        return operands, quantized(operands) if has_float8 else None
 
     def build(self, row: Row, shared: tuple[Operands, Float8Operands | None]) -> Loop:
         name, op, dtype = row["implementation"], row["op"], row["matmul_dtype"]
         function: Any
         if name == "dense":
-            function = operations.dense_operation(op, dtype)
+            function = dense_operation(op, dtype)
         elif dtype == "none":
-            function = operations.operation(BACKENDS[name], op)
+            function = operation(BACKENDS[name], op)
         else:
-            function = operations.float8_operation(name, op)
+            function = float8_operation(name, op)
         operands = shared[0] if dtype == "none" else shared[1]
         return Loop(function, operands, expert_mesh(1), self.args.iterations or 5)
 
@@ -134,14 +203,14 @@ class MatmulBench(runner.Bench):
         op, case = row["op"], self.sizes[row["case"]]
         if row["implementation"] == "dense":
             return False
-        limit = operations.tolerance(op, row["matmul_dtype"])
+        limit = tolerance(op, row["matmul_dtype"])
         out, last = loop.outputs(), case.num_groups - 1
         if isinstance(out, QuantizedArray):  # whose rows past the last group are undefined
             out = out.dequantize(jnp.float32)
         elif op != "drhs":
             assert not jnp.any(out[:, case.live :] != 0), "rows past the last group"
         for group in sorted({0, last // 2, last}):
-            wanted, rows = operations.group_in_float32(op, shared[0], group)
+            wanted, rows = group_in_float32(op, shared[0], group)
             agree(out[:, group : group + 1] if op == "drhs" else out[:, rows], wanted, limit)
         return True
 
@@ -191,3 +260,153 @@ def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
     platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
     return BACKENDS[name].unavailable_reason(problem)
+
+
+# ----------------------------------------------------------------- operands, programs and results
+
+
+def random_operands(case: Case) -> Operands:
+    """Draws operands, with groups of random sizes and a leading axis of one rank."""
+    equal = np.full(case.num_groups, 1 / case.num_groups)
+    sizes = np.random.default_rng(0).multinomial(case.live, equal)
+    shape_of_rhs = (case.num_groups, case.hidden, case.mlp)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+    def array(stream: int, *shape: int) -> jax.Array:
+        return normal(jax.random.key(stream), (1, *shape), jnp.bfloat16)
+
+    return Operands(
+        lhs=array(0, case.num_rows, case.hidden),
+        rhs=array(1, *shape_of_rhs),
+        grad=array(2, case.num_rows, case.mlp),
+        rhs_1=array(3, *shape_of_rhs),
+        grad_1=array(4, case.num_rows, case.mlp),
+        group_sizes=jnp.asarray(sizes[None], jnp.int32),
+    )
+
+
+@jax.jit
+def quantized(operands: Operands) -> Float8Operands:
+    o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
+    blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
+    rows, matrices = float8.quantize_rows, float8.quantize_matrices
+    found = Float8Operands(
+        rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
+        matrices=(matrices(o.rhs), matrices(o.rhs_1)),
+        transposed=(
+            float8.transpose_rows(o.lhs, blocks)[1],
+            float8.transpose_rows(o.grad, blocks)[1],
+        ),
+        groups=groups,
+        group_sizes=o.group_sizes,
+    )
+    return jax.tree.map(lambda leaf: leaf[None], found)
+
+
+def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
+    """Returns the function that computes `op` by `backend` from one rank's operands."""
+    functions: dict[str, Callable[[Operands], jax.Array]] = {
+        "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
+        "gated": lambda o: backend.gated_product(
+            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, _SWIGLU, keep=False
+        )[0],
+        "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
+        "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
+        "sum_of_dlhs": lambda o: backend.sum_of_products(
+            [(o.grad, o.rhs), (o.grad_1, o.rhs_1)], o.group_sizes, transpose_rhs=True
+        ),
+    }
+    return functions[op]
+
+
+def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands], Any]:
+    """Returns the function that computes `op` from one rank's operands in float8."""
+    # The float8 products take the transposes of their matrices.
+    product = functools.partial(
+        float8.product_of_float8, dtype=jnp.bfloat16, implementation=implementation
+    )
+
+    def gated(o: Float8Operands) -> Any:
+        gate, up = (each.transposed for each in o.matrices)
+        return float8.gated_product_of_float8(
+            o.rows[0],
+            (gate, up),
+            o.group_sizes,
+            _SWIGLU,
+            keep=False,
+            implementation=implementation,
+        )[0]
+
+    def drhs(o: Float8Operands) -> Any:
+        lhs, grad = o.transposed
+        return float8.drhs_of_each(lhs, [grad], o.groups, jnp.bfloat16, implementation)[0]
+
+    def sum_of_dlhs(o: Float8Operands) -> Any:
+        matrices = (each.matrices for each in o.matrices)
+        return product(list(zip(o.rows[1:], matrices, strict=True)), o.group_sizes)
+
+    functions: dict[str, Callable[[Float8Operands], Any]] = {
+        "product": lambda o: product([(o.rows[0], o.matrices[0].transposed)], o.group_sizes),
+        "gated": gated,
+        "dlhs": lambda o: product([(o.rows[1], o.matrices[0].matrices)], o.group_sizes),
+        "drhs": drhs,
+        "sum_of_dlhs": sum_of_dlhs,
+    }
+    return functions[op]
+
+
+def dense_operation(op: str, matmul_dtype: str) -> Callable[[Any], jax.Array]:
+    """Returns XLA's dense matmul of as many rows, of one product, that is `op`'s yardstick."""
+
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        dims = (((1,), (1,)), ((), ()))
+        return lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.bfloat16)
+
+    def plain(o: Operands) -> jax.Array:
+        if op == "drhs":
+            return jnp.dot(o.lhs.T, o.grad)
+        if op in ("dlhs", "sum_of_dlhs"):
+            return jnp.dot(o.grad, o.rhs[0].T)
+        return jnp.dot(o.lhs, o.rhs[0])
+
+    def of_float8(o: Float8Operands) -> jax.Array:
+        if op == "drhs":
+            return dot(o.transposed[0].values, o.transposed[1].values)
+        if op in ("dlhs", "sum_of_dlhs"):
+            return dot(o.rows[1].values, o.matrices[0].matrices.values[0])
+        return dot(o.rows[0].values, o.matrices[0].transposed.values[0])
+
+    return plain if matmul_dtype == "none" else of_float8
+
+
+def group_in_float32(op: str, operands: Operands, group: int) -> tuple[jax.Array, slice]:
+    """Computes an operation for one group by XLA in float32; also returns the group's rows.
+
+    Operands and result have a leading axis of one rank.
+    """
+    sizes = np.asarray(operands.group_sizes[0])
+    end = int(sizes[: group + 1].sum())
+    rows = slice(end - int(sizes[group]), end)
+    groups, o = slice(group, group + 1), operands
+
+    def part(x: jax.Array, index: slice) -> jax.Array:
+        return x[0, index].astype(jnp.float32)
+
+    of_group = Operands(
+        lhs=part(o.lhs, rows),
+        rhs=part(o.rhs, groups),
+        grad=part(o.grad, rows),
+        rhs_1=part(o.rhs_1, groups),
+        grad_1=part(o.grad_1, rows),
+        group_sizes=o.group_sizes[0, groups],
+    )
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(operation(xla.BACKEND, op))(of_group)[None], rows
+
+
+def tolerance(op: str, matmul_dtype: str) -> float:
+    """Returns the largest relative error of a row of an operation's result; see `agree`."""
+    if matmul_dtype == "none":
+        return 1e-2
+    # Each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
+    return 2 * 2**-4 if op == "gated" else 2**-4

@@ -22,7 +22,7 @@ from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, OtherModelError, open_block, plan_block
 from jax_ep.checkpoints.safetensors import Directory, adding, rewriting
 from jax_ep.checks import as_axes, as_dtype_of_arrays
-from jax_ep.formats import Format, QuantizedArray, Transposed
+from jax_ep.formats import FLOAT8_MATRICES, MXFP4, Format, QuantizedArray, Transposed
 from jax_ep.moe.call_checks import check_placement
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.layer import moe_layer
@@ -39,7 +39,8 @@ Progress = Callable[[int, int], None]
 PathLike = str | os.PathLike[str]
 
 # See `load_moe_params`.
-Quantized = Literal["keep"] | Format | None
+Quantized = Literal["keep", "float8", "mxfp4"] | Format | None
+NAMED_FORMATS: dict[Any, Format] = {"float8": FLOAT8_MATRICES, "mxfp4": MXFP4}
 
 
 def load_moe_params(
@@ -70,10 +71,11 @@ def load_moe_params(
             lose updates below 1/512 of a value.
         quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
             matrices of routed and shared experts that the files hold as float8 or MXFP4 become
-            `jax_ep.QuantizedArray` objects with the same bytes. A `jax_ep.Format`, such as
-            `jax_ep.formats.MXFP4`: the routed experts' matrices are quantized to this format, with
-            values and scales stored as [out, in] (`jax_ep.formats.Transposed`); matrices that the
-            files hold in it keep their bytes. Quantized parameters have no gradient.
+            `jax_ep.QuantizedArray` objects with the same bytes. "float8"
+            (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4" (`jax_ep.formats.MXFP4`) or another
+            `jax_ep.Format`: the routed experts' matrices are quantized to this format, with values
+            and scales stored as [out, in] (`jax_ep.formats.Transposed`); matrices that the files
+            hold in it keep their bytes. Quantized parameters have no gradient.
         partial: whether the block may have tensors that the layer does not hold, and that
             `load_others` returns.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
@@ -103,14 +105,14 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
     """Raises TypeError for arguments of `load_moe_params` that are not of their type."""
     if param_dtype is not None:
         as_dtype_of_arrays("param_dtype", param_dtype)
-        hint = "; quantized=jax_ep.formats.FLOAT8_MATRICES holds experts as float8"
+        hint = '; quantized="float8" holds experts as float8'
         check_compute_dtype(param_dtype, hint, name="param_dtype")
     if mesh is not None:
         checks.check_mesh(mesh)
-    is_keep = isinstance(quantized, str) and quantized == "keep"
-    if not (quantized is None or is_keep or isinstance(quantized, Format)):
+    is_name = isinstance(quantized, str) and quantized in ("keep", *NAMED_FORMATS)
+    if not (quantized is None or is_name or isinstance(quantized, Format)):
         raise TypeError(
-            'quantized must be None, "keep" or a jax_ep.Format, but is '
+            'quantized must be None, "keep", "float8", "mxfp4" or a jax_ep.Format, but is '
             f"{checks.described(quantized)}."
         )
 
@@ -401,17 +403,23 @@ def _arrays_to_save(params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig 
             "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
             f"{checks.described(params)}."
         )
+    return arrays_by_name(params, "layer_or_params"), config
+
+
+def arrays_by_name(params: MoEParams, subject: str) -> dict[str, Any]:
+    """Returns the parameters that are not None; ValueError, about `subject`, for adapters."""
     given = {name: value for name, value in params._asdict().items() if value is not None}
     if adapters := [name for name in ADAPTERS if name in given]:
         raise ValueError(
-            f"layer_or_params must have no adapters, which no published model has, but has "
+            f"{subject} must have no adapters, which no published model has, but has "
             f"{', '.join(adapters)}: merge them with jax_ep.merge_lora."
         )
-    return given, config
+    return given
 
 
 def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
     """Returns the formats of the parameters that become a `QuantizedArray`, by name."""
+    quantized = NAMED_FORMATS.get(quantized, quantized)
     if isinstance(quantized, Format):
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}

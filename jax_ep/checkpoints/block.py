@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +295,14 @@ class Block:
         for_each(read_part, slots)
         return out
 
+    def open_others(self) -> dict[str, Encoding]:
+        """Opens the tensors of `others`, by their names after `prefix`."""
+        return {t.name: self.open(t, 0) for t in self.tensors if not t.params}
+
     def read_others(self) -> dict[str, np.ndarray]:
         """Reads the tensors of `others` whole, dequantized."""
-        opened = {t.name: self.open(t, 0) for t in self.tensors if not t.params}
-        return {name: each.read(_whole(each.shape)) for name, each in opened.items()}
+        opened = self.open_others().items()
+        return {name: encoding.read(_whole(encoding.shape)) for name, encoding in opened}
 
     def write(
         self,
@@ -319,28 +323,22 @@ class Block:
             if not tensor.params:
                 continue
             arrays = {param: params[param] for param in tensor.params}
-            experts = range(self.sizes["E"]) if self.is_by_expert(tensor) else None
-            block.write_tensor(tensor, arrays, experts)
+
+            def write_expert(e: int, tensor: Tensor = tensor, arrays: Any = arrays) -> None:
+                of_expert = {param: _entry(array, e) for param, array in arrays.items()}
+                block.write_part(tensor, of_expert, e)
+
+            if self.is_by_expert(tensor):
+                for_each(write_expert, range(self.sizes["E"]))
+            else:
+                block.write_part(tensor, arrays, None)
 
     def is_by_expert(self, tensor: Tensor) -> bool:
         """Returns whether the parameters of a tensor have a matrix or vector for each expert."""
         axes = PARAMETER_AXES[tensor.params[0]]
         return axes[0] == "E" and len(axes) > 1
 
-    def write_tensor(
-        self, tensor: Tensor, arrays: Mapping[str, Parameter], experts: range | None
-    ) -> None:
-        """Writes `experts`, one for each entry of axis 0, to a stored tensor; None: all of it."""
-
-        def write(expert: int | None) -> None:
-            part = dict(arrays)
-            if experts is not None and expert is not None:
-                part = {param: _entry(a, expert - experts.start) for param, a in arrays.items()}
-            self._write_part(tensor, part, expert)
-
-        for_each(write, [None] if experts is None else experts)
-
-    def _write_part(
+    def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
     ) -> None:
         """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None."""
@@ -486,11 +484,18 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     return block
 
 
-def new_block(config: Mapping[str, Any], layer: int, path: Path) -> Block:
-    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`."""
+def new_block(
+    config: Mapping[str, Any], layer: int, path: Path, others: Collection[str] = ()
+) -> Block:
+    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`.
+
+    `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
+    """
     keys = look_up(path, layer, config)
-    nothing = Directory(path / "new", may_be_empty=True)
-    return _block(nothing, f"{keys.root}{layer}.", keys)
+    directory = Directory(path / "new", may_be_empty=True)
+    # Of alternative layouts, `_block` takes the one that is there.
+    directory.files = dict.fromkeys(others, "")
+    return _block(directory, f"{keys.root}{layer}.", keys)
 
 
 def moe_layers(directory: Directory) -> list[int]:

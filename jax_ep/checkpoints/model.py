@@ -29,6 +29,7 @@ from jax_ep.checkpoints.api import (
     Progress,
     Quantized,
     ambient_mesh,
+    arrays_by_name,
     check_arguments,
     plan_load,
     print_progress,
@@ -55,8 +56,9 @@ class PublishedModel(NamedTuple):
         config: the contents of config.json.
         moe_configs, moe: the configuration and the parameters of each MoE block, by the number of
             its layer.
-        weights: all weights that are in no MoE block, by their published names, in their published
-            shapes, such as [out, in] for a projection.
+        weights: all weights that are in no MoE block, and those in a block that the layer does not
+            hold (`partial`), by their published names, in their published shapes, such as [out, in]
+            for a projection.
     """
 
     config: dict[str, Any]
@@ -72,6 +74,7 @@ def load_model(
     mesh: Mesh | None = None,
     param_dtype: Any = None,
     quantized: Quantized = None,
+    partial: bool = False,
     sharding: ShardingOf | None = None,
     progress: Progress | None = None,
     **fields: Any,
@@ -90,9 +93,12 @@ def load_model(
         layers: the numbers of the layers to load; None: all. Weights that belong to no layer are
             loaded in any case.
         param_dtype: the dtype of all parameters, as in `jax_ep.checkpoints.load_moe_params`.
-            Weights that are stored as integers stay so; other float8 weights are dequantized.
-        sharding: a function (name, shape) -> `jax.sharding.Sharding` for weights outside of MoE
-            blocks. None: they are replicated on the mesh.
+            Integers that a block has besides its layer stay so; other float8 weights are
+            dequantized.
+        partial: whether MoE blocks may have tensors that the layer does not hold
+            (`jax_ep.checkpoints.load_others`). They become `weights`.
+        sharding: a function (name, shape) -> `jax.sharding.Sharding` for `weights`. None: they are
+            replicated on the mesh.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.
@@ -101,7 +107,9 @@ def load_model(
     files = Directory(directory)
     wanted = None if layers is None else set(layers)
     numbers = [n for n in moe_layers(files) if wanted is None or n in wanted]
-    blocks = {n: plan_load(files, n, mesh, param_dtype, quantized, fields) for n in numbers}
+    blocks = {
+        n: plan_load(files, n, mesh, param_dtype, quantized, fields, partial) for n in numbers
+    }
     # Equal blocks need one check.
     shapes = {n: tuple(array.shape for array in b.arrays.values()) for n, b in blocks.items()}
     for block in {(b.config, shapes[n]): b for n, b in blocks.items()}.values():
@@ -113,7 +121,11 @@ def load_model(
     if of_mesh is not None:
         everywhere = NamedSharding(of_mesh, PartitionSpec())
     in_blocks = {name for b in blocks.values() for name in b.block.in_its_modules()}
-    others: dict[str, PlannedArray] = {}
+    opened = {
+        b.block.prefix + name: encoding
+        for b in blocks.values()
+        for name, encoding in b.block.open_others().items()
+    }
     for name in files.files:
         base = name.removesuffix(PACKED)
         of_layer = layer_of(name)
@@ -125,7 +137,9 @@ def load_model(
             or (base == name and belongs_to_quantized(files, name))
         ):
             continue
-        stored = open_tensor(files, base, quantization)
+        opened[base] = open_tensor(files, base, quantization)
+    others: dict[str, PlannedArray] = {}
+    for base, stored in opened.items():
         split = everywhere if sharding is None else sharding(base, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
@@ -174,8 +188,9 @@ def save_model(
 
     In several processes, all of them call this function with the same arguments, and see the
     directory. A process writes the tensors that its devices hold, such as its own experts, to files
-    of its own. A tensor of which no process holds all parts is gathered first. The index and
-    config.json are written last, so an interrupted call leaves no directory that can be loaded.
+    of its own, one tensor after the other, and several experts of a block at a time. A tensor of
+    which no process holds all parts is gathered first. The index and config.json are written last,
+    so an interrupted call leaves no directory that can be loaded.
 
     Args:
         directory: the directory, which is created if there is none.
@@ -183,7 +198,7 @@ def save_model(
             `quantization_config`.
         moe: the parameters of each MoE block, by the number of its layer, or in the order of the
             layers. Parameters with a matrix for each slot: see `jax_ep.placement.to_experts`.
-        weights: all other weights, by their published names.
+        weights: all other weights, by their published names; see `PublishedModel`.
         dtype: the dtype in which floating-point weights but selection biases are written. None:
             their own; quantized matrices are dequantized.
         max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
@@ -192,8 +207,8 @@ def save_model(
 
     Raises:
         ValueError: the directory has files of a model, and `overwrite` is False; the architecture
-            is unknown; `config` has a `quantization_config`; or a parameter's name or shape is not
-            that of the published block.
+            is unknown; `config` has a `quantization_config`; a parameter's name or shape is not
+            that of the published block; or `weights` lacks a tensor of a block.
     """
     path = Path(directory)
     if not overwrite and holds_model(path):
@@ -273,13 +288,13 @@ class _Stored:
         writers, gathered = self._writers()
         arrays = jax.tree.map(_gather, self.arrays, gathered)
 
-        def write_part(experts: range | None) -> None:
-            parts = {name: self._as_numbers(_on_host(a, experts)) for name, a in arrays.items()}
+        def write_part(expert: int | None) -> None:
+            parts = {name: self._as_numbers(_on_host(a, expert)) for name, a in arrays.items()}
             if self.of_block is None:
                 into.write(self.names[0], (), parts[self.names[0]])
             else:
                 block, tensor = self.of_block
-                dataclasses.replace(block, directory=into).write_tensor(tensor, parts, experts)
+                dataclasses.replace(block, directory=into).write_part(tensor, parts, expert)
             counter(sum(part.nbytes for part in parts.values()))
 
         if self.of_block is None or not self.of_block[0].is_by_expert(self.of_block[1]):
@@ -289,8 +304,7 @@ class _Stored:
         num_experts = self.of_block[0].sizes["E"]
         # A tensor that has all experts has one writer, which writes them all.
         writers = writers if len(writers) == num_experts else writers * num_experts
-        own = [e for e, writer in enumerate(writers) if writer == jax.process_index()]
-        for_each(lambda expert: write_part(range(expert, expert + 1)), own)
+        for_each(write_part, [e for e, w in enumerate(writers) if w == jax.process_index()])
 
     def _as_numbers(self, part: Any) -> np.ndarray:
         if isinstance(part, QuantizedArray):
@@ -328,10 +342,17 @@ def _stored_arrays(
     for name, weight in weights.items():
         yield _Stored({name: weight}, dtype_of(weight), [name], weight.shape)
     for layer, params in moe.items():
-        block = new_block(config, layer, path)
-        given = {name: value for name, value in params._asdict().items() if value is not None}
+        block = new_block(config, layer, path, weights)
+        given = arrays_by_name(params, f"moe[{layer}]")
         block.check_shapes(given, f"moe[{layer}]")
+        if missing := set(block.others().values()) - set(weights):
+            raise ValueError(
+                f"weights must hold {', '.join(sorted(missing))} of the MoE block moe[{layer}], as "
+                "jax_ep.checkpoints.load_model returns them with partial=True, but do not."
+            )
         for tensor in block.tensors:
+            if not tensor.params:
+                continue
             yield _Stored(
                 arrays={name: given[name] for name in tensor.params},
                 dtype=dtype_of(given[tensor.params[0]], tensor.params[0]),
@@ -414,25 +435,23 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     return writers
 
 
-def _on_host(array: Any, rows: range | None) -> Any:
-    """Copies rows of an array that this process holds to the host; None: the whole array."""
+def _on_host(array: Any, row: int | None) -> Any:
+    """Copies a row of an array that this process holds to the host; None: the whole array."""
     if isinstance(array, QuantizedArray):
-        return jax.tree.map(lambda part: _on_host(part, rows), array)
-    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
-    out = np.empty(shape, array.dtype)
+        return jax.tree.map(lambda part: _on_host(part, row), array)
+    out = np.empty(array.shape if row is None else array.shape[1:], array.dtype)
     # Takes one of the shards that are copies of each other.
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
         data, into = shard.data, tuple(shard.index)
-        if rows is not None:
+        if row is not None:
             start, stop, _ = into[0].indices(array.shape[0])
-            first, last = max(start, rows.start), min(stop, rows.stop)
-            if first >= last:
+            if not start <= row < stop:
                 continue
-            # The slice is an array of its own: JAX keeps an array's host copy with the array. It is
+            # The row is an array of its own: JAX keeps an array's host copy with the array. It is
             # computed on a mesh of its device, because the ambient mesh may have more.
             with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):
-                data = lax.dynamic_slice_in_dim(data, first - start, last - first)
-            into = (slice(first - rows.start, last - rows.start), *into[1:])
+                data = lax.dynamic_index_in_dim(data, row - start, keepdims=False)
+            into = into[1:]
         out[into] = np.asarray(data)
     return out
 

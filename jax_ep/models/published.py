@@ -8,14 +8,14 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.checkpoints import load_model, save_model
-from jax_ep.checkpoints.api import Progress, Quantized
+from jax_ep.checkpoints.api import NAMED_FORMATS, Progress, Quantized
 from jax_ep.checkpoints.config import read_config
 from jax_ep.formats import Format, Transposed, quantize
 from jax_ep.models.axes import on_mesh, spec_of_moe, spec_of_weight
@@ -142,10 +142,15 @@ def load_decoder(
 
 
 def random_decoder(
-    config: DecoderConfig, mesh: Mesh, param_dtype: Any, *, quantized: Format | None = None
+    config: DecoderConfig,
+    mesh: Mesh,
+    param_dtype: Any,
+    *,
+    quantized: Literal["float8", "mxfp4"] | Format | None = None,
 ) -> tuple[DecoderConfig, Model]:
     """Makes a model with random weights, split and quantized as `load_decoder` does."""
     config = on_mesh(_with_slots(config, mesh), mesh)
+    format: Any = NAMED_FORMATS.get(quantized, quantized)
     everywhere = NamedSharding(mesh, PartitionSpec())
     draw = functools.partial(jax.jit, out_shardings=everywhere)
 
@@ -154,9 +159,9 @@ def random_decoder(
         params = init_moe(key, config, param_dtype)
         arrays = {name: w for name, w in params._asdict().items() if w is not None}
         for name, w in arrays.items():
-            if quantized is not None and name in ROUTED_WEIGHTS and w.ndim == 3:
+            if format is not None and name in ROUTED_WEIGHTS and w.ndim == 3:
                 # Quantizes the transposed matrices, as published files do.
-                arrays[name] = quantize(w, Transposed.of(quantized))
+                arrays[name] = quantize(w, Transposed.of(format))
             # Only the axis of experts is split, as in `load_decoder`.
             split = NamedSharding(mesh, PartitionSpec(*spec_of_moe(name, config, mesh)[:1]))
             # A `QuantizedArray` has several arrays, which are split alike.

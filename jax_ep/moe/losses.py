@@ -108,9 +108,7 @@ def load_balance_loss(
     if sequence_ids is not None:
         # A rank has parts of sequences. Summed over ranks first, they become whole sequences.
         sums, axis_name = sum_over_ranks(sums, axis_name), None
-    of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
-    total, num_not_empty = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
-    return total / _at_least_one(num_not_empty)
+    return _mean_over_sequences(sums, expert_factors, axis_name)
 
 
 def pooled_load_balance_loss(
@@ -123,21 +121,24 @@ def pooled_load_balance_loss(
 
     Adds the choices and probabilities of all layers before multiplying them, as the package
     transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
+    "deepseek_v3" adds nothing: it is the mean "switch" loss of all layers' sequences with tokens.
 
     Args:
         sums: one or several `BalanceSums`, such as `MoEMetrics.balance` of each layer; or one whose
-            arrays have leading axes, as `lax.scan` over layers stacks them.
-        convention, expert_factors: see `load_balance_loss`; not "deepseek_v3", whose loss of
-            several layers or equal microbatches is the mean of theirs.
+            arrays have leading axes, as `lax.scan` over layers stacks them. For "deepseek_v3", each
+            has the sums of whole sequences along a leading axis, as `balance_sums` with
+            `num_sequences` returns them; `MoEMetrics.balance` has no sequences.
+        convention, expert_factors: see `load_balance_loss`.
 
     Returns:
         [] float32.
 
     Raises:
-        ValueError: the convention is another one, or layers differ in their number of experts.
+        ValueError: the convention is unknown; layers differ in their number of experts; or sums
+            have no leading axis for "deepseek_v3".
         TypeError: `sums` holds anything but `BalanceSums`.
     """
-    checks.check_name("convention", convention, ("transformers", "switch"))
+    checks.check_name("convention", convention, get_args(Convention))
     one_layer = isinstance(sums, BalanceSums) or not isinstance(sums, Iterable)
     given: list[Any] = [sums] if one_layer else list(sums)
     if not given or not all(isinstance(one, BalanceSums) for one in given):
@@ -154,6 +155,14 @@ def pooled_load_balance_loss(
         lambda *arrays: jnp.concatenate([a.reshape(-1, a.shape[-1]) for a in arrays]),
         *(one._replace(num_tokens=one.num_tokens[..., None]) for one in given),
     )
+    if convention == "deepseek_v3":
+        if any(one.choices.ndim < 2 for one in given):
+            raise ValueError(
+                'sums must be those of sequences, [B, E], for convention "deepseek_v3", as '
+                "jax_ep.balance_sums with num_sequences returns them, but have no axis B."
+            )
+        by_sequence = stacked._replace(num_tokens=stacked.num_tokens[:, 0])
+        return _mean_over_sequences(by_sequence, expert_factors)
     pooled = jax.tree.map(functools.partial(jnp.sum, axis=0), in_float32(stacked))
     pooled = pooled._replace(num_tokens=pooled.num_tokens[0])
     return _loss(pooled, convention, expert_factors)
@@ -166,10 +175,20 @@ def balance_sums(
     num_sequences: int | None = None,
     sequence_ids: jax.Array | None = None,
 ) -> BalanceSums:
-    """Sums the choices and probabilities of this rank's tokens, for the load-balance loss.
+    """Sums the choices and probabilities of this rank's tokens, for `pooled_load_balance_loss`.
 
-    With `num_sequences` B, returns one sum for each sequence, along a leading axis of size B. The
-    counts are int32, which `in_float32` converts.
+    Sums of ranks, or of parts of the same sequences, may be added before they are passed on.
+
+    Args:
+        probs, topk_idx, num_sequences, sequence_ids: as in `load_balance_loss`, with
+            `num_sequences` B for any convention.
+
+    Returns:
+        The sums of all tokens, or with `num_sequences` those of each sequence, along a leading axis
+        of size B. The counts are int32.
+
+    Raises:
+        ValueError, TypeError: as `load_balance_loss`.
     """
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
@@ -264,6 +283,15 @@ def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) 
         factors = expert_factors.astype(jnp.float32)
         share *= factors.reshape((1,) * (share.ndim - 1) + (-1,))
     return num_experts * jnp.sum(share * (sums.probs / tokens), axis=-1)
+
+
+def _mean_over_sequences(
+    sums: BalanceSums, expert_factors: jax.Array | None, axis_name: AxisName | None = None
+) -> jax.Array:
+    """Returns the mean "switch" loss of the sequences [B] that have tokens, on all ranks."""
+    of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
+    total, num_not_empty = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
+    return total / _at_least_one(num_not_empty)
 
 
 def router_z_loss(

@@ -9,9 +9,8 @@ from support.selection import quick
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench
-from jax_ep.bench import matmul_operations as operations
 
-(CASE,) = operations.SMALL_CASES
+(CASE,) = bench.SMALL_CASES
 
 
 def run(*args: str) -> int:

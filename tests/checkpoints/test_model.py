@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh
 from support.processes import outputs_of_processes
 from support.published import (
+    E,
+    F,
+    H,
+    K,
     assert_same,
+    config_of,
     contents,
     deepseek_v3,
     gpt_oss_in_mxfp4,
@@ -23,10 +28,10 @@ from support.published import (
 )
 from support.selection import quick
 
+import jax_ep
 from jax_ep import checkpoints
 from jax_ep.checkpoints.safetensors import INDEX, read_header
 
-H = 16
 OUTSIDE = {
     "model.embed_tokens.weight": (32, H),
     "model.layers.0.self_attn.q_proj.weight": (H, H),
@@ -127,7 +132,66 @@ def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
     with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes of the block"):
         other = config | {"num_local_experts": 4}
         checkpoints.save_model(tmp_path / "four", other, model.moe, {})
+    adapted = [jax_ep.init_lora(model.moe[0], 2, jax.random.key(0))]
+    with pytest.raises(ValueError, match=r"moe\[0\] must have no adapters.* jax_ep.merge_lora"):
+        checkpoints.save_model(tmp_path / "four", config, adapted, {})
     assert not (tmp_path / "four").exists()
+
+
+def gemma_4() -> tuple[dict, dict[str, np.ndarray]]:
+    """Returns config.json, and two MoE blocks with a scale that the layer does not hold."""
+    shapes = {
+        "router.proj.weight": (E, H),
+        "router.per_expert_scale": (E,),
+        "router.scale": (H,),
+        "experts.gate_up_proj": (E, 2 * F, H),
+        "experts.down_proj": (E, H, F),
+    }
+    names = [(f"model.layers.{i}.{name}", shapes[name]) for i in (0, 1) for name in shapes]
+    tensors = {name: numbers(i, *shape) for i, (name, shape) in enumerate(names)}
+    return config_of("gemma4_text"), tensors
+
+
+def deepseek_v4() -> tuple[dict, dict[str, np.ndarray]]:
+    """Returns config.json and two MoE blocks, of which the first has a table of experts."""
+    tensors = {}
+    for name, array in deepseek_v3(0)[1].items():
+        for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            name = name.replace(old, new)
+        name = name.replace("model.layers.0.mlp", "ffn").replace("e_score_correction_", "")
+        if "shared" in name:
+            array = array[:F] if array.shape[0] > H else array[:, :F]
+        tensors |= {f"layers.{layer}.{name}": array for layer in (0, 1)}
+    del tensors["layers.0.ffn.gate.bias"]
+    tensors["layers.0.ffn.gate.tid2eid"] = np.arange(32 * K, dtype=np.int32).reshape(32, K) % E
+    return config_of("deepseek_v4"), tensors
+
+
+@pytest.mark.parametrize(
+    "published, others, without_others",
+    [
+        (
+            gemma_4,
+            [f"model.layers.{layer}.router.scale" for layer in (0, 1)],
+            r"weights must hold model.layers.0.router.scale of the MoE block moe\[0\]",
+        ),
+        (deepseek_v4, ["layers.0.ffn.gate.tid2eid"], r"moe\[0\] must have .* 'bias': \(8,\)"),
+    ],
+    ids=["Gemma 4", "DeepSeek-V4"],
+)
+def test_tensors_that_the_layers_do_not_hold_are_weights(
+    tmp_path, published, others, without_others
+):
+    config, tensors = published()
+    publish(tmp_path / "one", config, tensors)
+    with pytest.raises(ValueError, match=f"partial must be True for layer 0 .*{others[0]}"):
+        checkpoints.load_model(tmp_path / "one")
+    model = checkpoints.load_model(tmp_path / "one", partial=True)
+    assert_same(jax.tree.map(np.asarray, model.weights), {name: tensors[name] for name in others})
+    checkpoints.save_model(tmp_path / "two", config, model.moe, model.weights)
+    assert_same(contents(tmp_path / "two"), tensors)
+    with pytest.raises(ValueError, match=without_others):
+        checkpoints.save_model(tmp_path / "three", config, model.moe, {})
 
 
 def test_a_dtype_converts_all_numbers_but_selection_biases(tmp_path):

@@ -150,14 +150,39 @@ def test_what_is_stored_in_the_asked_format_keeps_its_bytes(tmp_path):
     publish(tmp_path, *float8())
     kept, asked, other = (
         checkpoints.load_moe_params(tmp_path, 1, quantized=each)[1]
-        for each in ("keep", FLOAT8_MATRICES, MXFP4)
+        for each in ("keep", "float8", "mxfp4")
     )
+    of_model = checkpoints.load_model(tmp_path, quantized="float8").moe[1]
+    assert bytes_of(of_model) == bytes_of(asked)
+    assert asked.wi_0.format == Transposed.of(FLOAT8_MATRICES)
     for name in MATRICES:
         assert bytes_of(getattr(asked, name)) == bytes_of(getattr(kept, name))
         decoded = np.asarray(getattr(kept, name).dequantize(jnp.float32))
         want = jax_ep.quantize(decoded, Transposed.of(MXFP4))
         assert bytes_of(getattr(other, name)) == bytes_of(want)
     assert isinstance(asked.shared_wo, jax.Array)
+
+
+@pytest.mark.parametrize("quantized", [None, "keep"])
+def test_adapters_are_added_to_what_is_loaded_and_merged_into_what_is_saved(tmp_path, quantized):
+    publish(tmp_path, *float8())
+    _, old = checkpoints.load_moe_params(tmp_path, 1, param_dtype=jnp.float32)
+    options = dict(param_dtype=jnp.float32, quantized=quantized, lora_scale=0.5)
+    layer = checkpoints.load_moe(tmp_path, 1, lora_rank=2, rngs=nnx.Rngs(1), **options)
+    assert isinstance(layer.wo.get_value(), QuantizedArray) == (quantized == "keep")
+    # The adapters change nothing at first.
+    before = files_of(tmp_path)
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert files_of(tmp_path) == before
+    a, b = layer.wo_lora_a.get_value(), jax.random.normal(jax.random.key(2), (E, 2, H))
+    layer.wo_lora_b.set_value(b)
+    checkpoints.save_moe(layer, tmp_path, 1)
+    _, new = checkpoints.load_moe_params(tmp_path, 1, param_dtype=jnp.float32)
+    want = old.wo + 0.5 * np.einsum("efr,erh->efh", a, b)
+    # Float8 has three bits after the first; numbers below 2^-6 of a scale are multiples of 2^-9.
+    atol = np.abs(want).max() / 448 * 2**-9
+    np.testing.assert_allclose(new.wo, want, rtol=2**-4, atol=atol)
+    assert bytes_of(new._replace(wo=None)) == bytes_of(old._replace(wo=None))
 
 
 def test_quantized_experts_are_saved_into_a_new_directory(tmp_path):

@@ -242,6 +242,8 @@ def test_grouping_refuses_what_is_not_of_the_rank_layout():
         expert = jax_ep.dispatch(x, topk_idx, **options)
         received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
         grouped = jax_ep.group_by_expert(received)
+        assert isinstance(expert.handle, jax_ep.Handle)
+        assert isinstance(received.handle, jax_ep.RankHandle)
         with pytest.raises(TypeError, match="received must be the RankDispatched of a dispatch"):
             jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="received must be"):

@@ -199,6 +199,29 @@ def test_the_convention_of_transformers_pools_layers():
     np.testing.assert_allclose(got, 2 * losses.load_balance_loss(*pairs[0]), rtol=1e-6)
 
 
+def test_sequences_of_several_layers_are_pooled():
+    """Sums of parts of the same sequences must add up to those of the whole ones."""
+    convention: Any = "deepseek_v3"
+    logits = [jnp.asarray(random_logits(seed)) for seed in (1, 2)]
+    layers = [routing.top_k_routing(each, 2) for each in logits]
+    ids = jnp.arange(len(logits[0])) % 3
+    wanted, sums = [], []
+    for routed in layers:
+        options: Any = dict(num_sequences=4, sequence_ids=ids)  # the last sequence is empty
+        loss = losses.load_balance_loss(
+            routed.probs, routed.topk_idx, convention=convention, **options
+        )
+        wanted.append(loss)
+        halves = []
+        for part in (slice(None, 5), slice(5, None)):
+            options["sequence_ids"] = ids[part]
+            halves.append(losses.balance_sums(routed.probs[part], routed.topk_idx[part], **options))
+        sums.append(jax.tree.map(jnp.add, *halves))
+    for pooled in (sums, jax.tree.map(lambda *a: jnp.stack(a), *sums)):
+        got = losses.pooled_load_balance_loss(pooled, convention=convention)
+        np.testing.assert_allclose(got, np.mean(wanted), rtol=1e-6)
+
+
 def test_the_loss_of_all_microbatches_from_counts_of_a_first_pass():
     """The recipe of docs/training.md must give the value and gradient of the pooled loss."""
     logits = jnp.stack([jnp.asarray(random_logits(seed)) for seed in range(3)])
@@ -353,8 +376,8 @@ def test_losses_of_no_tokens_are_zero(options):
 
 def test_what_cannot_be_pooled_is_named():
     sums = losses.balance_sums(PROBS, IDX)
-    with pytest.raises(ValueError, match="convention must be one of .* but is 'deepseek_v3'"):
-        losses.pooled_load_balance_loss(sums, convention="deepseek_v3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sums must be those of sequences, \[B, E\], for"):
+        losses.pooled_load_balance_loss(sums, convention="deepseek_v3")
     for nothing in ([], None):
         with pytest.raises(TypeError, match="sums must be a BalanceSums or an iterable of them"):
             losses.pooled_load_balance_loss(nothing)  # type: ignore[arg-type]
