@@ -98,9 +98,8 @@ def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 
 
-def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
-    """Returns each expert's first row and padded size, both [L] int32, for counts [N, L]."""
-    counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+def block_starts(counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
+    """Returns each expert's first row and padded size, both [L] int32, for its rows [L]."""
     sizes = -(-counts // expert_alignment) * expert_alignment
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes
 
@@ -123,36 +122,25 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
     return jnp.where(num_cut == 0, jnp.max(counts), quota)
 
 
-def kept_counts(
-    recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
-) -> jax.Array:
-    """Returns how many rows of each local expert fit in the receive buffer, [L] int32."""
-    counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
-    if overflow == "fair":
-        return jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
-    starts, _ = block_starts(recv_counts, expert_alignment)
-    return jnp.minimum(counts, jnp.maximum(capacity - starts, 0))
-
-
 def receive_rows(
     topk_idx: jax.Array,
     positions: jax.Array,
     recv_counts: jax.Array,
     rank: jax.Array,
+    capacity: int,
     expert_alignment: int,
-    *,
-    fair_capacity: int | None = None,
+    fair_counts: jax.Array | None,
 ) -> jax.Array:
-    """Returns `Routes.rows`, [N, T, K] int32; R, the `fair_capacity`, for a row that "fair" drops.
+    """Returns `Routes.rows`, [N, T, K] int32; `capacity` for a row that "fair" drops.
 
     topk_idx and positions, as `count_choices` returns them, are those of all ranks, [N, T, K];
-    recv_counts are [N, L]. `fair_capacity` is None if overflow is "tail".
+    recv_counts are [N, L]. `fair_counts` [L] are the rows that "fair" keeps; None for "tail".
     """
     num_local_experts = recv_counts.shape[1]
-    kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
-    if fair_capacity is not None:
-        kept = kept_counts(recv_counts, fair_capacity, expert_alignment, "fair")
-    starts, _ = block_starts(kept[None], expert_alignment)
+    placed = fair_counts
+    if placed is None:
+        placed = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+    starts, _ = block_starts(placed, expert_alignment)
     # [N, L]: the first of the rows that each source rank sends to each local expert.
     first_rows = starts[None, :] + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
     local_expert = topk_idx - rank * num_local_experts
@@ -160,8 +148,8 @@ def receive_rows(
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
     source = jnp.arange(topk_idx.shape[0])[:, None, None]
     rows = first_rows[source, local_expert] + positions
-    if fair_capacity is not None:
-        rows = jnp.where(rows < (starts + kept)[local_expert], rows, fair_capacity)
+    if fair_counts is not None:
+        rows = jnp.where(rows < (starts + fair_counts)[local_expert], rows, capacity)
     return jnp.where(is_local, rows, -1)
 
 
@@ -170,12 +158,13 @@ def row_groups(
 ) -> RowGroups:
     """Computes the blocks of this rank's receive buffer from recv_counts [N, L] int32."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
-    expert_counts = kept_counts(recv_counts, capacity, expert_alignment, overflow)
-    starts, sizes = block_starts(recv_counts, expert_alignment)
+    starts, sizes = block_starts(counts, expert_alignment)
     if overflow == "fair":
-        starts, group_sizes = block_starts(expert_counts[None], expert_alignment)
+        expert_counts = jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
+        _, group_sizes = block_starts(expert_counts, expert_alignment)
     else:
-        group_sizes = jnp.minimum(sizes, jnp.maximum(capacity - starts, 0))
+        room = jnp.maximum(capacity - starts, 0)
+        expert_counts, group_sizes = jnp.minimum(counts, room), jnp.minimum(sizes, room)
     return RowGroups(
         group_sizes=group_sizes,
         expert_counts=expert_counts,

@@ -62,17 +62,17 @@ def read_messages(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
     recv_counts = counts_here(all_counts, rank)
+    groups = row_groups(recv_counts, config.capacity, config.expert_alignment, config.overflow)
     rows = receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_positions.reshape(-1, *topk_idx.shape),
         recv_counts,
         rank,
+        config.capacity,
         config.expert_alignment,
-        fair_capacity=config.capacity if config.overflow == "fair" else None,
+        groups.expert_counts if config.overflow == "fair" else None,
     )
-    routes = Routes(topk_idx, rows, all_counts)
-    groups = row_groups(recv_counts, config.capacity, config.expert_alignment, config.overflow)
-    return routes, groups
+    return Routes(topk_idx, rows, all_counts), groups
 
 
 def dispatch_like(

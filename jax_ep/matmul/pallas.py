@@ -358,15 +358,12 @@ def launch_size(*lengths: int) -> dict[str, Any]:
 
 
 class _Pallas(Backend):
-    def sum_of_products(self, *operands: Any, **options: Any) -> jax.Array:
-        return sum_of_products(*operands, **options)
+    sum_of_products = staticmethod(sum_of_products)
+    drhs_of_each = staticmethod(drhs_of_each)
 
     def gated_product(self, *operands: Any, **options: Any) -> tuple[jax.Array, ...]:
         results = gated_product_by_kernel(*operands, **options)
         return super().gated_product(*operands, **options) if results is None else results
-
-    def drhs_of_each(self, *operands: Any) -> tuple[jax.Array, ...]:
-        return drhs_of_each(*operands)
 
     def gate_gradient(self, *operands: Any) -> tuple[jax.Array, ...]:
         results = gate_gradient(*operands)

@@ -358,13 +358,11 @@ def check_operands(
                 f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
                 f"{experts.wi_0.shape}, but has shape {array.shape}."
             )
-    for name in matrices:
-        if name in given and given[name].dtype != tokens.dtype:
+        if name in matrices and array.dtype != tokens.dtype:
             raise TypeError(
-                f"{name} must have the dtype of tokens, {tokens.dtype}, but has "
-                f"{given[name].dtype}; cast it with .astype."
+                f"{name} must have the dtype of tokens, {tokens.dtype}, but has {array.dtype}; "
+                "cast it with .astype."
             )
-    for name, array in arrays.items():
         for part in jax.tree.leaves(array):
             checks.check_not_sharded(name, part)
     unit.check()

@@ -79,8 +79,7 @@ def run(
         return elsewhere(experts, routed)
 
     def by_chosen_experts(experts: Experts, routed: RoutedTokens) -> tuple[jax.Array, jax.Array]:
-        operands = routed.tokens, routed.topk_idx, routed.topk_weights
-        out = output(experts, *operands, config, implementation="pallas")
+        out = output(experts, routed, config, implementation="pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
         # Both results vary (vma) over the axes over which those of `elsewhere` do.
         out, dropped, _ = match_varying((out, dropped, routed.topk_idx), where.expert_axes)
@@ -163,20 +162,15 @@ def _matrices_of_weight_only(
 
 
 def output(
-    experts: Experts,
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
-    config: MoEConfig,
-    implementation: Implementation,
+    experts: Experts, routed: RoutedTokens, config: MoEConfig, implementation: Implementation
 ) -> jax.Array:
     """Computes each token's weighted sum of its experts' outputs, [T, H], without a dispatch."""
     with jax.named_scope("dispatch"):
-        groups, rows = chosen_groups(topk_idx, experts.wi_0.shape[0])
+        groups, rows = chosen_groups(routed.topk_idx, experts.wi_0.shape[0])
     with jax.named_scope("experts"):
-        y = _outputs(experts, tokens, groups, config, implementation)
+        y = _outputs(experts, routed.tokens, groups, config, implementation)
     with jax.named_scope("combine"):
-        return sum_of_choices(y, rows, topk_weights).astype(y.dtype)
+        return sum_of_choices(y, rows, routed.topk_weights).astype(y.dtype)
 
 
 def _outputs(

@@ -18,7 +18,8 @@ two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_m
 are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
 matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
 of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
-tensor cores.
+tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
+of one half, whose totals and accumulators leave a loader its third of the registers.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
@@ -43,6 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE
 from pallas_kernels.fabric.mosaic import Value, arith, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Scaled
 from pallas_kernels.matmul import register_tiles, tensor_cores
@@ -64,7 +66,7 @@ from pallas_kernels.matmul.store import Position
 
 # The number of rows of an output tile that each compute warpgroup computes.
 ROWS = BLOCK // COMPUTERS
-# The matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
+# The most matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
 HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
@@ -78,9 +80,19 @@ class Float8Tiles:
     num_stages: int = 4
     # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 8
-    # Columns of an output tile. Callers keep the default; `float8_gated_matmul` and `drhs_of_each`
-    # replace it by 128 if the halves of a tile are the same columns of two matrices.
-    block_n: int = HALVES * BLOCK
+    # Columns of an output tile: 128 of each matrix, or 256 of one matrix.
+    block_n: int = BLOCK
+
+    @classmethod
+    def of(cls, num_matrices: int, narrow_stages: int = 4) -> Float8Tiles:
+        """Returns the fastest tiles for a kernel with one or two right operands.
+
+        `narrow_stages` are those of tiles of one half.
+        """
+        if REGISTERS_MOVE or num_matrices == HALVES:
+            return cls(block_n=HALVES * BLOCK // num_matrices)
+        # Totals of two halves would leave no registers for a loader.
+        return cls(num_stages=narrow_stages, band=16)
 
 
 def float8_matmul(
@@ -111,7 +123,7 @@ def float8_matmul(
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     kernel = _Product(
-        tiles=tiles or Float8Tiles(),
+        tiles=tiles or Float8Tiles.of(1),
         num_blocks=num_blocks,
         width=width,
         depths=tuple(rows.values.shape[1] for rows, _ in pairs),
@@ -158,7 +170,7 @@ def float8_gated_matmul(
     """
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
     kernel = _GatedProduct(
-        tiles=dataclasses.replace(tiles or Float8Tiles(), block_n=BLOCK),
+        tiles=tiles or Float8Tiles.of(HALVES),
         num_blocks=num_blocks,
         width=width,
         depths=(lhs.values.shape[1],),
@@ -220,6 +232,15 @@ class Float8Kernel(Kernel):
     rows_have_scales: ClassVar[bool] = True
 
     @property
+    def halves(self) -> int:
+        """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
+        return self.num_matrices * self.tiles.block_n // BLOCK
+
+    @property
+    def fits_beside_loader(self) -> bool:
+        return self.halves == 1
+
+    @property
     def steps(self) -> int:
         return sum(self.depths) // BLOCK
 
@@ -234,8 +255,10 @@ class Float8Kernel(Kernel):
         arrivals = 2 + self.rows_have_scales + self.num_matrices
         types = dict(
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=transforms),
-            right=plgpu.SMEM((stages, HALVES * BLOCK, BLOCK), self.dtype, transforms=transforms),
-            block_scales=plgpu.SMEM((stages, HALVES), jnp.float32),
+            right=plgpu.SMEM(
+                (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
+            ),
+            block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
@@ -299,8 +322,8 @@ class Float8Kernel(Kernel):
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
-        """Returns the range of columns of each right operand for an output tile: 256, or 128."""
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), HALVES * BLOCK // self.num_matrices)
+        """Returns the range of columns of each right operand that a step multiplies by."""
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), self.tiles.block_n)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -313,7 +336,7 @@ class Float8Kernel(Kernel):
             return [at(array, block) for array in scales]
         # Past the output's end, the second half gets the scale of the first, which is not used.
         last = self.width // BLOCK - 1
-        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(HALVES)]
+        return [at(scales[0], jnp.minimum(block + half, last)) for half in range(self.halves)]
 
     def fill_stage(
         self,
@@ -330,7 +353,7 @@ class Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = HALVES * BLOCK // len(rights)
+        width = self.tiles.block_n
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -366,8 +389,8 @@ class Float8Kernel(Kernel):
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + half, HALVES - 1)]
-                for half in range(HALVES)
+                scratch["block_scales"][stage, jnp.minimum(first_half + half, self.halves - 1)]
+                for half in range(self.halves)
             ]
             totals = tensor_cores.add_float8_products(
                 totals,
@@ -383,7 +406,7 @@ class Float8Kernel(Kernel):
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return totals, computer.feeder.follow(used + i, feed)
 
-        return lax.fori_loop(0, steps, step, ((zero,) * HALVES, feed))
+        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
@@ -482,10 +505,10 @@ class _Product(Float8Kernel):
     def compute_tile(self, computer, tile, used, feed):
         first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
-        is_short = end - first <= ROWS
+        is_short = (end - first <= ROWS) & (self.halves > 1)
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
         first_half = jnp.where(is_short, computer.number, 0)
-        num_halves = jnp.where(is_short, 1, HALVES)
+        num_halves = jnp.where(is_short, 1, self.halves)
         totals, feed = self.accumulate_halves(
             computer, used, feed, row, first_half, num_halves, self.steps
         )

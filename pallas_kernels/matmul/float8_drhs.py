@@ -24,7 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.float8 import HALVES, ROWS, Float8Kernel, Float8Tiles
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE
+from pallas_kernels.matmul.float8 import ROWS, Float8Kernel, Float8Tiles
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     quotient_and_rest,
@@ -65,11 +66,17 @@ def drhs_of_each(
       For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), or the updated sums. An
       empty group's matrix is zero.
     """
+    if len(grads) > 1 and not REGISTERS_MOVE:
+        # Two gradients in a kernel share the tiles of lhs, but leave no registers for a loader.
+        options = dict(dtype=dtype, num_blocks=num_blocks, num_waves=num_waves, tiles=tiles)
+        return tuple(
+            drhs_of_each(lhs, [grad], group_blocks, sums and [sums[i]], **options)[0]
+            for i, grad in enumerate(grads)
+        )
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = group_blocks.shape[0]
-    tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=HALVES * BLOCK // len(grads))
     kernel = _Drhs(
-        tiles=tiles,
+        tiles=tiles or Float8Tiles.of(len(grads), narrow_stages=6),
         num_blocks=num_blocks,
         width=width,
         depths=(padded,),
@@ -143,7 +150,7 @@ class _Drhs(Float8Kernel):
     def compute_tile(self, computer, tile, used, feed):
         top, left_edge, steps = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
-        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, HALVES, steps)
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
         # The copies of the previous tile have read the buffers while this tile was multiplied.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):

@@ -20,6 +20,7 @@ from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed, q
 from jax_ep.moe import few_tokens
 from jax_ep.moe.expert_matmuls import Experts
 from jax_ep.moe.expert_mlp import expert_mlp
+from jax_ep.moe.routed_experts import RoutedTokens
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from pallas_kernels.matmul.chosen_groups import chosen_groups
 
@@ -75,7 +76,8 @@ def numbers_of(params):
 def without_dispatch(params, x, topk_idx, weights, config, implementation=None):
     """Computes the output of the routed experts by `few_tokens.output`, on any platform."""
     experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
-    return few_tokens.output(experts, x, topk_idx, weights, config, implementation)
+    routed = RoutedTokens(x, topk_idx, weights, distinct=False)
+    return few_tokens.output(experts, routed, config, implementation)
 
 
 def expected(params, x, topk_idx, weights, config):

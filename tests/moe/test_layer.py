@@ -535,3 +535,14 @@ def test_almost_every_operation_has_the_name_of_its_part(case, lead):
     assert named > 1000 and sum(counts.values()) <= 0.01 * named, counts
     expected = PARTS if options.keys() >= SHARED.keys() else PARTS[:-1]
     assert found >= {(part, backward) for part in expected for backward in (False, True)}
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels run there")
+def test_a_matmul_backend_that_cannot_run_is_said_by_the_layers_option():
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), random_params(128, 128))
+    for dtype in (jnp.bfloat16, jnp.float32):  # refused where it is lowered, and where it is traced
+        operands = jax.tree.map(lambda w, dtype=dtype: w.astype(dtype), params)
+        with pytest.raises(ValueError, match='matmul_implementation="pallas"'):
+            compiled(
+                operands, jnp.ones((4, 128), dtype), config_with(matmul_implementation="pallas")
+            )

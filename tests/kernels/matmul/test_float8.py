@@ -30,7 +30,7 @@ SIZES = [3, 0, 70, 21]
 # The last 42 of the 136 rows are in no group.
 ROWS, LIVE = 136, sum(SIZES)
 GROUP_SIZES = np.asarray(SIZES, np.int32)
-TILES = Float8Tiles(num_stages=3, band=2)
+NARROW, WIDE = Float8Tiles(3, 2, 128), Float8Tiles(3, 2, 256)
 
 
 def rows_of(x):
@@ -39,8 +39,10 @@ def rows_of(x):
 
 
 @simulated
-@pytest.mark.parametrize("width", quick([128, 384], 128))
-def test_product(width):
+@pytest.mark.parametrize(
+    ("width", "tiles"), quick([(128, NARROW), (384, NARROW), (384, WIDE)], (128, NARROW))
+)
+def test_product(width, tiles):
     lhs = operands.mixed((LIVE, 256))
     kinds = ("random", "nan") if width == 128 else ("infinity", "zero")
     rhs = [operands.numbers(kind, (4, 256, width), seed) for seed, kind in enumerate(kinds)]
@@ -54,7 +56,7 @@ def test_product(width):
             dtype=jnp.bfloat16,
             num_blocks=2,
             zero_unused=True,
-            tiles=TILES,
+            tiles=tiles,
         )
     )
     assert not np.asarray(got[LIVE:]).astype(np.float32).any()
@@ -74,10 +76,15 @@ def test_gated_product(keep):
     rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
     rows = scaled(operands.rows(rows_of(lhs)))
     matrices = tuple(scaled(operands.transposed_matrices(each)) for each in rhs)
-    options = dict(num_blocks=2, tiles=TILES)
     got = run_kernels(
         lambda: float8.float8_gated_matmul(
-            rows, matrices, GROUP_SIZES, Elementwise(operands.swiglu, 2), keep=keep, **options
+            rows,
+            matrices,
+            GROUP_SIZES,
+            Elementwise(operands.swiglu, 2),
+            keep=keep,
+            num_blocks=2,
+            tiles=NARROW,
         )
     )
     assert len(got) == (3 if keep else 1)
@@ -87,13 +94,13 @@ def test_gated_product(keep):
     for kept, each in zip(live[1:], matrices, strict=False):
         product = run_kernels(
             lambda each=each: float8.float8_matmul(
-                [(rows, each)], GROUP_SIZES, dtype=jnp.float32, **options
+                [(rows, each)], GROUP_SIZES, dtype=jnp.float32, num_blocks=2, tiles=NARROW
             )
         )
         assert_encodes(kept, np.asarray(product)[:LIVE])
 
 
-def gradients_of_matrices(lhs, grads, dtype, sums=None):
+def gradients_of_matrices(lhs, grads, dtype, tiles, sums=None):
     _, groups = row_blocks(GROUP_SIZES, ROWS)
 
     def transposed(x):
@@ -107,31 +114,34 @@ def gradients_of_matrices(lhs, grads, dtype, sums=None):
             sums,
             dtype=dtype,
             num_blocks=2,
-            tiles=TILES,
+            tiles=tiles,
         )
     )
 
 
 @simulated
 @pytest.mark.parametrize(
-    ("kinds", "dtype"),
+    ("kinds", "dtype", "tiles", "in_one_kernel"),
     quick(
         {
-            "of_one": (("nan", "random"), jnp.float32),
-            "of_two": (("skewed", "infinity", "huge"), jnp.bfloat16),
+            "of_one": (("nan", "random"), jnp.float32, NARROW, True),
+            "of_one_wide": (("nan", "random"), jnp.bfloat16, WIDE, True),
+            "of_two": (("skewed", "infinity", "huge"), jnp.bfloat16, NARROW, False),
+            "of_two_in_one": (("skewed", "infinity", "huge"), jnp.bfloat16, NARROW, True),
         },
         "of_one",
     ),
 )
-def test_gradient_of_matrices(kinds, dtype):
+def test_gradient_of_matrices(monkeypatch, kinds, dtype, tiles, in_one_kernel):
+    monkeypatch.setattr(float8_drhs, "REGISTERS_MOVE", in_one_kernel)
     lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
-    got = gradients_of_matrices(lhs, grads, dtype)
+    got = gradients_of_matrices(lhs, grads, dtype, tiles)
     for mine, grad in zip(got, grads, strict=True):
         # Group 1 is empty, so its gradient is zero.
         assert not mine[1].astype(np.float32).any()
         assert_within_bound(mine, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
     sums = [jnp.asarray(operands.numbers("random", each.shape, 2), dtype) for each in got]
-    added = gradients_of_matrices(lhs, grads, dtype, sums)
+    added = gradients_of_matrices(lhs, grads, dtype, tiles, sums)
     for mine, total, gradient in zip(added, sums, got, strict=True):
         want = (np.asarray(total).astype(np.float32) + gradient.astype(np.float32)).astype(dtype)
         # NumPy takes two NaN of bfloat16 for different.

@@ -51,7 +51,7 @@ def drhs(**options):
 def float8_product(**options):
     lhs = scaled(operands.rows(operands.mixed((ROWS, 256))))
     rhs = scaled(operands.transposed_matrices(operands.numbers("random", (4, 256, 384))))
-    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2), zero_unused=True)
+    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2, 256), zero_unused=True)
     return float8.float8_matmul([(lhs, rhs), (lhs, rhs)], SIZES, **how, **options)
 
 
@@ -64,7 +64,7 @@ def float8_matrices(**options):
 
     # The group in the middle has no rows.
     blocks = jnp.asarray([[0, 2], [2, 0], [2, 1]], jnp.int32)
-    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2))
+    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2, 256))
     return float8_drhs.drhs_of_each(rows(128), [rows(256)], blocks, **how, **options)[0]
 
 
