@@ -76,7 +76,8 @@ class Plan:
     # Later tokens that a sender sends before a token's stage may be refilled, so that the copies
     # out of the stage have time to read it. Less than `num_stages`.
     store_lag: int = 1
-    window_tokens: int = 16  # tokens whose routing data a block holds in shared memory at a time
+    # Tokens whose routing data a block holds in shared memory at a time.
+    window_tokens: int = _WINDOW_TOKENS
     step_tokens: int = 1  # tokens that a block sends between two signals
     num_copy_stages: int = 2  # rows in the ring of a dispatch's receiver
     # Steps whose sums a combine's receive buffer holds, at least 3: a combine reads the sums
@@ -358,7 +359,6 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_stages=num_stages,
         store_lag=num_stages // 2,
-        window_tokens=_WINDOW_TOKENS,
         num_copy_stages=num_copy_stages,
         step_tokens=step_tokens,
     )
@@ -387,7 +387,6 @@ def for_rank_dispatch(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_stages=num_stages,
         store_lag=num_stages // 2,
-        window_tokens=_WINDOW_TOKENS,
         step_tokens=step_tokens,
     )
     return _with_few_steps(plan, sizes.num_tokens)
