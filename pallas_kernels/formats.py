@@ -65,7 +65,7 @@ class Format:
         if tuple(scales_shape) != expected:
             raise ValueError(
                 f"scales must have shape {expected}, one for each block of {self.block} of "
-                f"{tuple(shape)} numbers, but has shape {tuple(scales_shape)}."
+                f"{tuple(shape)} numbers, but have shape {tuple(scales_shape)}."
             )
 
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

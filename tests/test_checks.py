@@ -93,8 +93,16 @@ TYPES_ON_RANKS = {
     ),
     "y": (lambda: combine([1.0], lambda s: s.handle), "y must be .* the list [1.0]"),
     "grouped": (lambda: regroup(grouped=NONE), "grouped must be .*, but is None"),
+    "grouped, its handle": (
+        lambda: regroup(grouped=lambda grouped: grouped.handle),
+        "grouped must be .*, but is of type Handle",
+    ),
     "received": (lambda: regroup(received=NONE), "received must be .*, but is None"),
     "y to be summed": (lambda: regroup(y=[2]), "y must be .*, but is the list [2]"),
+    "received of group_by_expert": (
+        lambda: jax_ep.group_by_expert(dispatch(layout="rank").handle),
+        "received must be .*, but is of type RankHandle",
+    ),
     "received of routed_experts": (
         lambda: routed_experts(None, WI, WI, WO, WEIGHTS),
         "received must be .*, but is None",

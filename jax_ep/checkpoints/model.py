@@ -285,8 +285,8 @@ class _Stored:
 
     def write(self, into: Directory, counter: Counter) -> None:
         """Writes what this process owns; gathers what no process has whole, so all must call it."""
-        writers, gathered = self._writers()
-        arrays = jax.tree.map(_gather, self.arrays, gathered)
+        writers, shardings = self._writers()
+        arrays = jax.tree.map(_gather, self.arrays, shardings)
 
         def write_part(expert: int | None) -> None:
             parts = {name: self._as_numbers(_on_host(a, expert)) for name, a in arrays.items()}
@@ -297,14 +297,16 @@ class _Stored:
                 dataclasses.replace(block, directory=into).write_part(tensor, parts, expert)
             counter(sum(part.nbytes for part in parts.values()))
 
-        if self.of_block is None or not self.of_block[0].is_by_expert(self.of_block[1]):
-            if writers[0] == jax.process_index():
-                write_part(None)
-            return
-        num_experts = self.of_block[0].sizes["E"]
-        # A tensor that has all experts has one writer, which writes them all.
-        writers = writers if len(writers) == num_experts else writers * num_experts
-        for_each(write_part, [e for e, w in enumerate(writers) if w == jax.process_index()])
+        if self.of_block is not None:
+            block, tensor = self.of_block
+            if block.is_by_expert(tensor):
+                num_experts = block.sizes["E"]
+                # A tensor that has all experts has one writer, which writes them all.
+                writers = writers if len(writers) == num_experts else writers * num_experts
+                for_each(write_part, [e for e, w in enumerate(writers) if w == jax.process_index()])
+                return
+        if writers[0] == jax.process_index():
+            write_part(None)
 
     def _as_numbers(self, part: Any) -> np.ndarray:
         if isinstance(part, QuantizedArray):
@@ -399,7 +401,7 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
 
 
 def _gathered(sharding: Sharding, kept: int) -> Sharding:
-    """Splits only the first `kept` dimensions as `sharding` does, and none of the others."""
+    """Returns a sharding that splits only the first `kept` dimensions, as `sharding` does."""
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             "arrays of several processes must have a jax.sharding.NamedSharding to be saved, but "

@@ -110,22 +110,24 @@ def _matmuls() -> dict[str, Any]:
     lines += [f"{name} does not run: {why}" for name, why in reasons.items() if why is not None]
     if platform != "cuda":
         return {"matmuls": lines, "assembler": "none: JAX has no NVIDIA GPU here"}
-    used = f"{assembler.name()} {assembler.version() or 'of unknown version'}"
-    sample = f"none: {reasons['pallas']}"
-    if reasons["pallas"] is None:
-        used, sample = _compile_sample(used)
+    expected = f"{assembler.name()} {assembler.version() or 'of unknown version'}"
+    if reasons["pallas"] is not None:
+        used, sample = expected, f"none: {reasons['pallas']}"
+    else:
+        used, sample = _compile_sample(expected)
     return {"matmuls": lines, "assembler": used, "sample kernel": sample}
 
 
-def _compile_sample(used: str) -> tuple[str, str]:
-    """Compiles the sample; describes the assembler, expected to be `used`, and its kernel."""
+def _compile_sample(expected: str) -> tuple[str, str]:
+    """Compiles the sample; describes the assembler, `expected` or another one, and the kernel."""
     succeeded, log = assembler.run_reporting(_SAMPLE)
     kernels = [each for each in assembler.reported(log) if "matmul" in each.name]
     if not succeeded or not kernels:
         (*_, why) = log.splitlines() or ["nothing is reported"]
-        return used, f"not compiled: {why}"
+        return expected, f"not compiled: {why}"
+    used = expected
     if assembler.author(log) != assembler.name():
-        used = f"{assembler.author(log)} (expected was {used})"
+        used = f"{assembler.author(log)} (expected was {expected})"
     kernel = max(kernels, key=lambda each: each.spilled)
     spills = f"spills {kernel.spilled} bytes, so it is slow" if kernel.spilled else "spills none"
     serialized = ", its tensor cores wait: it is slow" if kernel.serialized else ""

@@ -100,9 +100,8 @@ class Backend(Implementation):
         biases: tuple[jax.Array, jax.Array] | None = None,
         zero_unused: bool = True,
     ) -> tuple[jax.Array, ...]:
-        products = [
-            self.sum_of_products([(lhs, each)], groups, transpose_rhs=False) for each in rhs
-        ]
+        options = dict(transpose_rhs=False, zero_unused=zero_unused)
+        products = [self.sum_of_products([(lhs, each)], groups, **options) for each in rhs]
         hidden = gated(gating, *products, biases=biases, groups=groups)
         return (hidden, *products) if keep else (hidden,)
 

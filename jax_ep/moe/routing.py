@@ -103,9 +103,8 @@ def _bfloat16_logits_bwd(saved, grad):
     )
     grads = jnp.concatenate([high, low], axis=1)
     dgates = _dot(x, grads, a_axis=0, b_axis=0, dtype=jnp.float32)
-    # The sum begins with the smallest numbers.
     dgate_high, dgate_low = jnp.split(dgates, 2, axis=1)
-    return dx, (dgate_low + dgate_high).astype(gate.dtype)
+    return dx, (dgate_high + dgate_low).astype(gate.dtype)
 
 
 _bfloat16_logits.defvjp(
@@ -176,8 +175,8 @@ def top_k_routing(
 
     A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
     root of the softplus (DeepSeek-V4) of each logit. `lax.top_k` of the float32 sums `score + bias`
-    chooses k experts: of equal sums, the lower id wins. Their weights are their scores. Where there
-    is no bias and no sum of a group, the logits are compared, which have the order of the scores.
+    chooses k experts: of equal sums, the lower id wins. Their weights are their scores. Without
+    a bias, and unless groups are compared by a sum, logits are compared, in the scores' order.
     Gradients flow through the weights and `probs`, but not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token

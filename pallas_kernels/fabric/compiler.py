@@ -67,7 +67,8 @@ def _simplify_once_lowered() -> None:
         scratch, finish = context.scratch, context.scratch.finalize_size
 
         def finish_and_simplify() -> None:
-            # Falsy if the kernel has no descriptors.
+            # The allocation is found by its only use, so before `finish` adds others.
+            # `next_offset` is the bytes of the descriptors, 0 if there are none.
             found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
             finish()
             if found:

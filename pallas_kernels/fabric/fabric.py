@@ -212,7 +212,7 @@ class RanksOfMesh:
 
 
 def pause(nanoseconds: Any) -> None:
-    """Delays the warpgroup by `nanoseconds`, for tests that put ranks out of step."""
+    """Delays the warpgroup by `nanoseconds`, to put ranks out of step in tests and benchmarks."""
 
     def emit(duration: Any) -> None:
         i64 = mosaic.integer_type(64)

@@ -613,6 +613,7 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     def run(context: Any, table: Value) -> None:
         def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
             """Returns `ref` at a peer; as `peer`, Mosaic passes the `entry` of `remote_ref`."""
+            # Mosaic asks on the host where a copy needs a TMA descriptor, as one of tiles does.
             if on_host:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
             kind = ir.MemRefType(ref.type)

@@ -100,7 +100,7 @@ class Decoder:
     # ------------------------------------------------------------------- the loader warpgroup
 
     @property
-    def _of_loader(self) -> int:
+    def _columns_of_thread(self) -> int:
         """The number of columns whose scales a thread of the loader warpgroup stages."""
         return self.lines // WARPGROUP
 
@@ -110,15 +110,15 @@ class Decoder:
         return math.gcd(SCALES * self.pieces, self.matrices[0].scales.shape[2], 8)
 
     @property
-    def _of_column(self) -> int:
+    def _words_of_column(self) -> int:
         """The number of words into which a thread loads the codes of a column."""
         return SCALES * self.pieces // min(self._loaded_bytes, WORD_BYTES)
 
     def load_scales(self, group: jax.Array, left_edge: jax.Array, step: jax.Array) -> jax.Array:
         """Starts to load a step's scales of a group's columns; returns words for `stage_scales`."""
         # N, the number of columns of a matrix, and K / 32, the number of scales of a column.
-        _, width, of_column = self.matrices[0].scales.shape
-        count, num_bytes = self._of_loader * self._of_column, self._loaded_bytes
+        _, width, scales_of_column = self.matrices[0].scales.shape
+        count, num_bytes = self._columns_of_thread * self._words_of_column, self._loaded_bytes
         shape = (count * WARPGROUP,)
 
         def emit(*values: Any) -> Any:
@@ -128,8 +128,8 @@ class Decoder:
             of_step = mosaic.mul(step, SCALES * self.pieces)
             # If a tile has 64 columns, half of the threads load scales of the second matrix.
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
-            codes = []
-            for i in range(self._of_loader):
+            words = []
+            for i in range(self._columns_of_thread):
                 matrix, first = divmod(i * WARPGROUP, self.block_n)
                 of_thread = arith.andi(
                     mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
@@ -138,24 +138,26 @@ class Decoder:
                 # The last tile may reach past the last column.
                 column = arith.minui(column, mosaic.i32(width - 1))
                 row = mosaic.add(mosaic.mul(group, width), column)
-                pointer = pointer_to(memrefs[matrix], row, of_column, of_step, size=1)
+                pointer = pointer_to(memrefs[matrix], row, scales_of_column, of_step, size=1)
                 if self.block_n < WARPGROUP:
-                    of_second = pointer_to(memrefs[matrix + 1], row, of_column, of_step, size=1)
+                    of_second = pointer_to(
+                        memrefs[matrix + 1], row, scales_of_column, of_step, size=1
+                    )
                     pointer = arith.select(is_second, of_second, pointer)
                 for offset in range(0, SCALES * self.pieces, num_bytes):
-                    codes += _load_codes(past(pointer, offset), num_bytes)
-            of_all = mosaic.vector_type(len(codes), mosaic.integer_type(32))
-            all_codes = vector.from_elements(of_all, codes)
-            return mosaic.array_of([all_codes], shape, count, is_signed=True)
+                    words += _load_codes(past(pointer, offset), num_bytes)
+            of_all = mosaic.vector_type(len(words), mosaic.integer_type(32))
+            all_words = vector.from_elements(of_all, words)
+            return mosaic.array_of([all_words], shape, count, is_signed=True)
 
         operands = [*(each.scales for each in self.matrices), group, left_edge, step]
         return mosaic.inline(emit, operands, mosaic.in_registers(shape, jnp.int32, count))
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
         """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
-        count, of_stage = self._of_loader * self._of_column, self.scales.shape[1]
+        count, of_stage = self._columns_of_thread * self._words_of_column, self.scales.shape[1]
         # Of how many pieces a word has the codes, two of each.
-        pairs_of_word = self.pieces // self._of_column
+        pairs_of_word = self.pieces // self._words_of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
@@ -163,10 +165,10 @@ class Decoder:
                 mosaic.mul(mosaic.scalar(stage), of_stage), mosaic.warpgroup_thread()
             )
             (codes,) = mosaic.registers(codes)
-            for i in range(self._of_loader):
+            for i in range(self._columns_of_thread):
                 for piece in range(self.pieces):
                     word_index, pair = divmod(piece, pairs_of_word)
-                    two_codes = vector.extract(codes, [], [i * self._of_column + word_index])
+                    two_codes = vector.extract(codes, [], [i * self._words_of_column + word_index])
                     two_codes = arith.shrui(two_codes, mosaic.i32(16 * pair))
                     at = mosaic.add(first, piece * self.lines + i * WARPGROUP)
                     place = mosaic.pointer_at(scales, at, word)

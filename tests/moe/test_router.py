@@ -65,7 +65,8 @@ def test_given_choices_and_weights(shape, names):
     np.testing.assert_allclose(grad[0, 0, 1], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 8])
 def test_given_choices_are_weighed_by_the_gate(num_ranks):
     topk_idx, _ = choices()
     config = dataclasses.replace(CONFIG, score="sqrt_softplus", scale=1.5)
@@ -119,6 +120,7 @@ def own_router(x, logits):
     return Routing((first + jnp.arange(K)[None]) % E, jnp.full((len(x), K), 0.5))
 
 
+@pytest.mark.slow
 def test_a_router_of_ones_own():
     config = dataclasses.replace(CONFIG, router=own_router)
     with jax.set_mesh(expert_mesh(8)):
@@ -216,6 +218,7 @@ def test_what_a_router_of_ones_own_does_not_see_is_refused(bias, call, message):
         moe_layer(PARAMS._replace(bias=bias), X, config, **call)
 
 
+@pytest.mark.slow
 def test_a_router_is_not_called_where_choices_and_weights_are_given():
     def router(x, logits):
         raise AssertionError("called")

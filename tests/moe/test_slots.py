@@ -14,7 +14,6 @@ from flax import nnx
 from support.dense_moe import E, F, H, K, make_params, make_x
 from support.loads import random_loads
 from support.meshes import expert_mesh
-from support.selection import quick
 
 import jax_ep
 from jax_ep.moe.config import MoEConfig
@@ -61,7 +60,8 @@ def assert_copies_are_equal(params, placement):
             assert all(weights[slot].tobytes() == first for slot in slots[:copies])
 
 
-@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_training_with_copies_is_training_without(num_ranks):
     """Between the steps, the experts move to another placement once."""
     placement, other = placed(num_ranks), placed(num_ranks, seed=1)
