@@ -136,7 +136,8 @@ def windows(streams: Sequence[np.ndarray], seq_len: int) -> grain.MapDataset:
 
 def optimizer_of(args: argparse.Namespace) -> tuple[optax.GradientTransformation, Any]:
     rate, warmup = args.learning_rate, args.warmup_steps
-    schedule = optax.warmup_constant_schedule(0.0, rate, warmup)
+    # Without warm-up, the schedule of Optax stays at its first value.
+    schedule = optax.warmup_constant_schedule(0.0 if warmup else rate, rate, warmup)
     if args.schedule == "cosine":
         end = max(args.decay_steps, warmup + 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, end, rate / 10)
@@ -319,14 +320,16 @@ class Program:
         def report(step: int, metrics: dict[str, Any]) -> None:
             nonlocal begin
             self.metrics.write(step, jax.device_get(metrics) | {"rate": self.schedule(step)})
-            # The first step, which is slower than others, counts in no rate.
-            begin = time.perf_counter() if step == start else begin
-            if step == start or step + 1 == args.steps or (step + 1) % args.log_every == 0:
+            now = time.perf_counter()
+            each = (now - begin) / max(1, step - start)
+            # The first step, which is slower than others, counts in no other step's rate.
+            begin = now if step == start else begin
+            # The second step is the first whose time tells what is left.
+            regular = step == start + 1 or (step > start and (step + 1) % args.log_every == 0)
+            if regular or step + 1 == args.steps:
+                left = timedelta(seconds=round(each * (args.steps - step - 1)))
                 text = f"loss {metrics['loss']:.4f}, {metrics['num_dropped']:.0f} dropped"
-                if step > start:
-                    each = (time.perf_counter() - begin) / (step - start)
-                    left = timedelta(seconds=round(each * (args.steps - step - 1)))
-                    text += f", {tokens / each:,.0f} tokens/s, {left} left"
+                text += f", {tokens / each:,.0f} tokens/s, {left} left"
                 print_once(f"step {step + 1}/{args.steps}: {text}")
 
         waiting: list[tuple[int, dict[str, Any]]] = []
