@@ -22,13 +22,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from support.examples import example
 from support.processes import HANG_SECONDS, environment_of_program, free_address
 from support.selection import quick
 
 from jax_ep import checkpoints
 from jax_ep.checkpoints.safetensors import INDEX
-from jax_ep.models import launch
+from jax_ep.models import generation, launch, published
 from jax_ep.models.config import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
@@ -143,15 +144,13 @@ def tokens_of(output: str) -> str:
 def trained(tmp_path_factory) -> tuple[Path, str]:
     """Trains without interruption, with the program copied into an empty folder.
 
-    Returns the folder, in which the model is "model", and what the program printed.
+    Returns the folder, and what the program printed.
     """
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(ROOT / "examples" / "train_qwen3_moe.py", folder)
     flags = [
         f"--steps={STEPS}",
         f"--metrics_file={folder}/metrics.jsonl",
-        f"--export_dir={folder}/model",
-        "--export_dtype=float32",
         "--eval_every=12",
         f"--tensorboard_dir={folder}/board",
         f"--profile_dir={folder}/profile",
@@ -225,16 +224,13 @@ def test_training_learns_evaluates_and_reports(trained):
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_losses_of_one_never_killed(trained, tmp_path):
-    flags = f"--steps={STEPS}", f"--checkpoint_dir={tmp_path}", "--checkpoint_every=4"
-    flags = *flags, "--eval_every=12", f"--trace={tmp_path}/trace.npz"
-    process = start_training_until(8, *flags)
-    printed, _ = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == -signal.SIGKILL, printed
-    output = train(*flags)
+def test_a_killed_run_ends_with_the_losses_of_one_never_killed(trained, killed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(killed, folder)
+    output = train(*saved_in(folder))
     # The checkpoint of step 8 was begun when that of step 4 was complete.
     assert int(re.search(r"step (\d+) of", output)[1]) in (4, 8)
-    assert (tmp_path / "metrics.jsonl").read_text() == (trained[0] / "metrics.jsonl").read_text()
+    assert (folder / "metrics.jsonl").read_text() == (trained[0] / "metrics.jsonl").read_text()
 
 
 @on_cpus
@@ -262,8 +258,8 @@ def test_training_goes_on_on_other_meshes(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exported_model_is_evaluated_and_decoded(trained):
-    folder, output = trained
+def test_an_exported_model_is_evaluated_and_decoded(exported):
+    folder, output = exported
     again = train("--steps=0", f"--checkpoint={folder}/model", "--num_layers=1", "--model=tiny")
     loss = r"held-out loss ([\d.]+) nats"
     want = float(re.findall(loss, output)[-1])
@@ -281,17 +277,32 @@ def test_an_exported_model_is_evaluated_and_decoded(trained):
 
 
 @pytest.mark.slow
-def test_transformers_reads_an_exported_model(trained):
+def test_transformers_reads_an_exported_model(exported):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    folder = str(trained[0] / "model")
+    folder = exported[0] / "model"
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True
+        str(folder), output_loading_info=True
     )
+    model = model.float()
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    prompt = list(b"The built-in function ")
+
+    prompts = [list(b"A class "), list(b"The built-in function ")]
+    tokens, mask = generation.padded(prompts)
+    length = tokens.shape[1]
+    mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,))
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        config, loaded = published.load_decoder(folder, mesh, np.float32)
+        cache = generation.empty_cache(config, len(prompts), length, np.float32, mesh)
+        logits, _ = generation.prefill(config, loaded, tokens, mask, cache, length)
+    for prompt, got in zip(prompts, logits, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor([prompt])).logits[0, -1]
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-4, atol=1e-4)
+
+    prompt = prompts[1]
     with torch.no_grad():
-        out = model.float().generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     text = f"--prompt={','.join(map(str, prompt))}"
     found = tokens_of(decode(f"--checkpoint={folder}", text, "--steps=8", **ONE_DEVICE))
     assert found.split(", ") == [str(token) for token in out[0, len(prompt) :].tolist()]
