@@ -200,8 +200,9 @@ class PlannedLoad:
         placement = None
         if config.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
-            of_mesh = {} if config.mesh is None else config.mesh.shape
-            along = (of_mesh.get(axis, 1) for axis in as_axes(config.expert_axis))
+            split_over = ambient_mesh() if config.mesh is None else config.mesh
+            ranks = {} if split_over is None else split_over.shape
+            along = (ranks.get(axis, 1) for axis in as_axes(config.expert_axis))
             placement = Placement.in_order(**sizes, num_ranks=math.prod(along))[0]
         # `config` may name implementations of another machine, so the call is traced with "xla",
         # which every machine has. With a host_capacity_factor, only None is allowed.

@@ -210,6 +210,9 @@ def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
     assert layer.config.mesh is None and out.shape == X.shape
     wo = layer.wo.get_value()
     assert wo.sharding.is_equivalent_to(NamedSharding(ambient, P("expert")), 3)
+    with jax.set_mesh(ambient):
+        slots = checkpoints.load_moe(tmp_path, 1, num_slots=16)
+    assert slots.wo.get_value().shape[0] == 16
 
 
 @pytest.mark.slow
