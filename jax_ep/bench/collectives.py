@@ -77,7 +77,7 @@ class CollectivesBench(runner.Bench):
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
         args, on_gpu = self.args, devices[0].platform == "gpu"
         if args.write_table:
-            read_table(args.write_table)
+            read_table(args.write_table)  # raises before the measurements if it is damaged
         args.rows = args.rows or (_GPU_ROWS if on_gpu else _CPU_ROWS)
         self._check_flags(ranks)
         self.facts = {"nccl_nvls_enable": os.environ["NCCL_NVLS_ENABLE"]}

@@ -141,6 +141,7 @@ class DecodeBench(runner.Bench):
         config, mesh = self.config(row), expert_mesh(row["ranks"])
         tokens = -(-row["batch"] // mesh.size)
         size = tokens, self.shapes[row["shape"]].hidden
+        # The stream 4: `random_params` draws the streams 1 to 3.
         make = on_ranks(lambda seed: random_rows(seed + 400, size, jnp.bfloat16), mesh)
         state = shared, make(rank_seeds(mesh.size))
 

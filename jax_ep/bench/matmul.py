@@ -293,6 +293,7 @@ def quantized(operands: Operands) -> Float8Operands:
     found = Float8Operands(
         rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
         matrices=(matrices(o.rhs), matrices(o.rhs_1)),
+        # The first result, for rows that are not transposed, is None by default.
         transposed=(
             float8.transpose_rows(o.lhs, blocks)[1],
             float8.transpose_rows(o.grad, blocks)[1],
@@ -400,7 +401,7 @@ def group_in_float32(op: str, operands: Operands, group: int) -> tuple[jax.Array
         grad_1=part(o.grad_1, rows),
         group_sizes=o.group_sizes[0, groups],
     )
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("highest"):  # by default, GPUs multiply in TF32
         return jax.jit(operation(xla.BACKEND, op))(of_group)[None], rows
 
 

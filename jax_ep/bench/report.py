@@ -111,7 +111,7 @@ def plot(
     """
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # which needs no display
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys(group(row)[0] for row in rows)) or ["nothing measured"]

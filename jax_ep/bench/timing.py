@@ -221,6 +221,7 @@ def traced_launches(
     Raises RuntimeError unless `num_devices` GPUs ran kernels.
     """
     options = jax.profiler.ProfileOptions()
+    # Only the events of devices are read.
     options.host_tracer_level = 0
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:

@@ -211,7 +211,7 @@ class PlannedLoad:
             config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
         )
         call = functools.partial(moe_layer, config=config, placement=placement)
-        # A checked `mesh` has devices.
+        # `check_arguments` refuses an `AbstractMesh`, which `jax.set_mesh` does not take.
         mesh: Any = config.mesh
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             jax.eval_shape(call, MoEParams.of(**params), x, **inputs)
@@ -503,7 +503,7 @@ class Counter:
 def print_progress(loaded: int, total: int) -> None:
     """Draws a progress bar on standard error, if it is a terminal."""
     width = 40
-    # Draws at even percentages only.
+    # Called for each piece that is read, which is often, it draws at even percentages only.
     if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
         bar = "#" * (loaded * width // total)
         end = "\n" if loaded == total else ""

@@ -284,6 +284,7 @@ class Block:
                     parts = encoding.read_parts(where)
                 else:
                     numbers = encoding.read(where).astype(np.float32)
+                    # Drops any stored axis of experts, which has one entry here.
                     numbers = numbers.reshape(numbers.shape[-2:])
                     is_transposed = letters[-2:] != axes[-2:]
                     parts = into.format.encode(numbers.T if is_transposed else numbers)
@@ -492,6 +493,7 @@ def new_block(
     `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
     """
     keys = look_up(path, layer, config)
+    # A directory without tensors: those that `path` may hold do not matter.
     directory = Directory(path / "new", may_be_empty=True)
     # Of alternative layouts, `_block` takes the one that is there.
     directory.files = dict.fromkeys(others, "")

@@ -78,7 +78,7 @@ class Keys:
     row: Architecture
     layer: int  # the entry to take of a value that is a list with one for each layer
     file: Path
-    root: str  # the beginning of the published tensor names, before "layers."
+    root: str  # the beginning of the published tensor names, such as "model.layers."
 
     def value(self, key: str) -> Any:
         """Returns the value of a key or its default; for "a|b", of the first key that is there."""

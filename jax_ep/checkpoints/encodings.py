@@ -51,7 +51,7 @@ class Plain:
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes `values` to a slice; unchanged numbers, in their dtype, keep their stored bits."""
+        """Writes `values`; of another dtype, they replace only numbers that, cast to it, differ."""
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
@@ -69,7 +69,10 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _check_scales(
     directory: Directory, name: str, scales: np.ndarray, used: np.ndarray | bool = True
 ) -> None:
-    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`."""
+    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`.
+
+    `used` says of each scale whether it scales a number other than 0.
+    """
     numbers = scales.astype(np.float32)
     wrong = ~np.isfinite(numbers) | (numbers < 0) | ((numbers == 0) & used)
     if wrong.any():
@@ -145,7 +148,7 @@ class _InBlocks:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Returns a slice's blocks, and its numbers within these as slices of the last axes."""
+        """Returns the blocks that a slice touches, and its part of them as slices of last axes."""
         block = self._block
         blocks, within = [], []
         for taken, n, size in zip(

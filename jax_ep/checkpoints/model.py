@@ -149,7 +149,8 @@ def load_model(
     total = sum(array.num_bytes() for array in arrays)
     counter = Counter(total, progress or print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
-        # Yields what is loaded in the order of `arrays`: the weights, then block after block.
+        # Yields what is loaded in the order of `arrays`: the weights, then block after block. Each
+        # `zip` ends with its first argument, and leaves the rest of `loaded` to the next one.
         loaded = pool.map(lambda array: array.load(counter), arrays)
         weights = dict(zip(others, loaded, strict=False))
         moe = {
@@ -315,6 +316,7 @@ class _Stored:
 
     def _writers(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the process that writes each tensor, and the shardings to gather arrays to."""
+        # With a tensor for each expert, row e of the arrays goes to tensor e.
         by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
@@ -427,7 +429,7 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     if not by_row:
         shape = (1, *shape)
     writers: list[int | None] = [None] * shape[0]
-    # The last process to be entered is the first that holds a row.
+    # Processes are entered in descending order, so that the first one that holds a row stays.
     for process in sorted(held, reverse=True):
         covered = np.zeros(shape[0], np.int64)  # how many numbers of each row it has
         for (first, last), *others in held[process]:

@@ -249,6 +249,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def create(file: Path, tensors: TensorTypes) -> None:
     """Creates a safetensors file of zeros, with the dtypes and shapes of `tensors`."""
+    # Some versions of transformers refuse a file whose metadata do not name a format.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -315,6 +316,7 @@ def adding(
         write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})
         yield Directory(scratch, writable=True)
         write_index(scratch, index)
+        # The index comes last, because the tensors that it names must be there.
         os.replace(scratch / file, directory.path / file)
         os.replace(scratch / INDEX, index_file)
 

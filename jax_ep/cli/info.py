@@ -59,7 +59,7 @@ def render(facts: dict[str, dict[str, Any]]) -> str:
 
 
 def _machine(devices: list[jax.Device]) -> dict[str, Any]:
-    """Raises `Error` if JAX_EP_DEVICES_PER_HOST is set to something but a number of devices."""
+    """Describes the machine; `Error` if JAX_EP_DEVICES_PER_HOST is set to no number of devices."""
     try:
         counts = Counter(environment.hosts_of(devices))
     except ValueError as error:
@@ -92,6 +92,7 @@ def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
     for each in IMPLEMENTATIONS:
         reason = each.unavailable_reason(problem)
         found[each.name] = "runs here" if reason is None else f"does not run: {reason}"
+    # In the order in which implementation=None tries them.
     default, *slower = IMPLEMENTATIONS.available(problem)
     if found["pallas"] == "runs here" and (never := availability.never_run(devices)):
         compiles = f"pallas compiles, but has never run on compute capability {', '.join(never)}"

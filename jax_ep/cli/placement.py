@@ -19,7 +19,7 @@ from jax_ep.placement import Placement, balance, place_by_affinity
 from jax_ep.placement.table import read_arrays
 from jax_ep.placement.traffic import means
 
-# The load and the placement of each layer have an entry for each expert.
+# Limits memory: each layer's load and placement have an entry for each expert, chosen or not.
 _MOST_EXPERTS = 65536
 
 

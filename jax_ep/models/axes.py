@@ -61,7 +61,7 @@ def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
     if FSDP_AXIS not in mesh.axis_names:
         return {}
     # If the ranks divide the experts, each holds whole ones, gathered without transposing them.
-    # "embed" then splits other parameters: an axis splits only one dimension of a parameter.
+    # "embed" (H) then splits only other parameters: an axis splits one dimension of a parameter.
     ranks = mesh.shape.get(EXPERT_AXIS, 1) * mesh.shape[FSDP_AXIS]
     return ({} if num_experts % ranks else {"exp": FSDP_AXIS}) | {"embed": FSDP_AXIS}
 

@@ -165,7 +165,7 @@ class DecoderConfig:
         low, high = pair(yarn.fast), pair(yarn.slow)
         if yarn.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, width - 1)
+        low, high = max(low, 0), min(high, width - 1)  # as published, for only width / 2 pairs
         # For each pair, 0 where its frequency is kept, 1 where it is divided by `factor`.
         slowed = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
         scale = yarn.scale or 0.1 * math.log(max(yarn.factor, 1)) + 1

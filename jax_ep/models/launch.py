@@ -37,7 +37,10 @@ def file(text: str) -> str:
 def blamed_flag(
     text: str, args: argparse.Namespace, names: Iterable[str], paths: Iterable[str]
 ) -> str | None:
-    """Returns the flag that an error's text names first: one of `names`, or the value of a path."""
+    """Returns the flag that an error's text names first: by its name, or by the path that it gives.
+
+    `names` are the flags to look for by name, `paths` those whose values are paths.
+    """
     words = {name: name for name in names}
     for flag in paths:
         if value := getattr(args, flag):
@@ -79,7 +82,7 @@ def run(
     host, _, port = (coordinator or "").rpartition(":")
     if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16):
         raise SystemExit(f"--coordinator must be HOST:PORT, but is {coordinator}")
-    is_set = jax.config.values["jax_num_cpu_devices"] >= 0
+    is_set = jax.config.values["jax_num_cpu_devices"] >= 0  # by default -1
     if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // (num_processes or 1)))
     if not missing or _is_started_by_cluster():

@@ -98,7 +98,8 @@ def _chunks(
     fsdp: tuple[str, ...],
 ) -> _Sums:
     """Computes the losses of a rank's tokens, `chunk` at a time, and the sums over all ranks."""
-    # Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`.
+    # Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`. Each may
+    # be (): a psum or pmax over no axes returns its operand.
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
     columns, hidden = head.shape

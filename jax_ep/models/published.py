@@ -63,7 +63,8 @@ def load_params(
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
-    They are split as `jax_ep.models.decoder.specs` says, and then, if given, as `shardings` do.
+    They are split as `jax_ep.models.decoder.specs` says, and then as `shardings`, a `Params` of
+    shardings, if given.
     """
     of_moe = on_mesh(config, mesh).moe
     loaded = load_model(
@@ -152,6 +153,7 @@ def random_decoder(
     config = on_mesh(_with_slots(config, mesh), mesh)
     format: Any = NAMED_FORMATS.get(quantized, quantized)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    # Jits a function that draws weights; all devices hold its results whole.
     draw = functools.partial(jax.jit, out_shardings=everywhere)
 
     @jax.jit
