@@ -78,7 +78,7 @@ def check_array(
     may_be_empty: bool = True,
     may_be_quantized: bool = False,
 ) -> None:
-    """Raises unless `array` has `ndim` dimensions and a dtype of `kind`; messages quote `shape`."""
+    """Raises unless `array` has `ndim` axes (None: any) and a dtype of `kind`; quotes `shape`."""
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{wanted}, but is {described(array)}.")
@@ -97,7 +97,7 @@ def check_array(
 
 
 def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if an array is sharded over Explicit axes, along `axes` (< 0) or any."""
+    """Raises ValueError if Explicit mesh axes split an array, or one of `axes` (< 0) if given."""
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     checked = [spec[axis] for axis in axes] if axes and spec else spec
     if any(checked):

@@ -101,7 +101,7 @@ def image(path: str) -> str:
 
 
 def check_experts(args: Args, num_experts: int, num_ranks: int, top_k: int) -> None:
-    """Raises `Error`, which names a flag of the command, unless these sizes fit each other."""
+    """Raises `Error`, about a flag that the command has, unless these sizes fit each other."""
     if num_experts % num_ranks:
         if getattr(args, "num_experts", None) is None:
             raise Error(f"--ranks: {num_ranks} ranks cannot share {num_experts} experts equally")

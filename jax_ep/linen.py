@@ -54,7 +54,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 class Gate(nn.Module):
     """Holds the router's kernel [H, R] and, with `selection_bias`, its bias [R] float32."""
 
-    num_choosable: int  # R
+    num_choosable: int  # R, the number of experts that the router chooses among
     selection_bias: bool
     kernel_init: nn.initializers.Initializer
     param_dtype: Any

@@ -44,7 +44,7 @@ class RouterState(nnx.Variable):
 
 
 class Gate(nnx.Module):
-    """Holds the router's kernel [H, R] and, with `selection_bias`, its bias [R] float32."""
+    """Holds the kernel [H, R] for R experts to choose among and, if any, its bias [R] float32."""
 
     def __init__(self, hidden: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
         init: Any = options.gate_init
@@ -71,9 +71,9 @@ class MoE(nnx.Module):
     If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
     `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes
-    there, and any other over none. No mesh axis splits two dimensions of a parameter. Rules that
-    contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses them in
-    calls that are made outside `nnx.logical_axis_rules`.
+    there, and any other over the mesh axis of its name, if any. No mesh axis splits two dimensions
+    of a parameter. Rules that contradict `fsdp_axes` raise an error in a call. The layer stores the
+    rules, and uses them in calls that are made outside `nnx.logical_axis_rules`.
 
     Args:
       hidden: H, the hidden size of a token.
@@ -170,6 +170,7 @@ class MoE(nnx.Module):
         if (mesh := _mesh_of_state(config)) is not None:
             axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
         rules = spmd.get_logical_axis_rules()
+        # Tuples, since NNX hashes static attributes.
         self.axis_rules = tuple((n, tuple(a) if isinstance(a, list) else a) for n, a in rules)
         # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
         columns = hidden if router_dim is None else router_dim
@@ -268,25 +269,26 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     if mesh is None:
         return kind(value, out_sharding=axes, eager_sharding=False)
 
-    given: dict[str, Any] = dict(spmd.get_logical_axis_rules())
-    fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))
+    given: dict[str, Any] = dict(spmd.get_logical_axis_rules())  # the rules in force
+    fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))  # by logical axis
     expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
     defaults = _default_rules(fsdp, given, mesh, config)
     rules = given | defaults
     if "exp" in axes and not expert_axes:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
-        if name == "wi_0":
+        if name == "wi_0":  # once for a layer
             _warn_of_rule(rules["exp"], mesh, config)
         rules["exp"] = None
     axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
     if "exp" in axes:
         _check_divides(value, spec[0], mesh, config)
     all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    is_ambient = isinstance(mesh, AbstractMesh)
+    is_ambient = isinstance(mesh, AbstractMesh)  # config.mesh is a Mesh here
     # Flax would apply a given rule of "exp" even where this function has replaced it by None.
     flax_can = is_ambient and all_auto and spec[0] == given.get(str(axes[0]), spec[0])
     if not flax_can:
         value = shard(value, mesh, PartitionSpec(*spec))
+    # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
     return kind(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
 
@@ -307,6 +309,7 @@ def _default_rules(
         if named_axes or axis == "exp":
             defaults[axis] = _axes_of(mesh, named_axes) or None
         else:
+            # As in Flax, a logical axis without a rule is the mesh axis of its name.
             defaults[axis] = axis if axis in mesh.axis_names else None
     return defaults
 
@@ -348,6 +351,7 @@ def _check_divides(
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"
+        # Axes of `fsdp_axes` or of a rule.
         further = [axis for axis in names if axis not in as_axes(config.expert_axis)]
         hint = f'; or split "embed" over {further}' if further else ""
         of_ranks = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"

@@ -137,7 +137,7 @@ def dispatch(
         dropped_counts = np.zeros(num_local, np.int32)
         own_experts = rank * num_local + np.arange(num_local)
         wanted = [sum(int(np.sum(idx == e)) for idx in topk_idx_per_rank) for e in own_experts]
-        quota = max(wanted)
+        quota = max(wanted)  # with "tail", it limits nothing
         if overflow == "fair":
             quota = fair_quota(wanted, capacity, expert_alignment)
         # The row at which the block of the local expert starts. It may exceed the capacity.
@@ -374,7 +374,7 @@ def rank_combine(
       N arrays [T, H] of y's dtype, accumulated in float32 in rank order.
     """
     outputs = []
-    for owner in range(len(y_per_rank)):
+    for owner in range(len(y_per_rank)):  # the rank whose tokens these are
         out = np.zeros(y_per_rank[0].shape[1:], np.float32)
         for y, local in zip(y_per_rank, local_topk_idx_per_rank, strict=True):
             sent = (local[owner] >= 0).any(axis=-1)

@@ -213,6 +213,7 @@ class PallasCollectives:
             plan = _plan(num_elements, x.dtype)
             return signal_kernel(x, fabric=of_axis(self.axis_name, x), plan=plan)
         here, x = match_varying((mesh_index(), x), self.axis_name)
+        # In low-latency kernels, a warpgroup handles the same tiles of every shard.
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
         channels = channels_of(of_axis(self.axis_name, x))
         return low_latency_kernel(here, x, channels=channels, plan=plan)
@@ -240,6 +241,7 @@ class _RowGrid:
         elif "two_shot" in algorithm:
             rows = num_ranks  # of which each rank sums one
         else:
+            # A low-latency call has at most MAX_WORKERS warpgroups.
             rows = -(-num_rows // (low_latency.MAX_WORKERS // num_warpgroups))
         num_blocks = -(-num_rows // rows)
         return cls(rows_per_block=rows, num_blocks=num_blocks, num_warpgroups=num_warpgroups)

@@ -71,7 +71,8 @@ def _linear(
     result: Callable[[Any, int, tuple[str, ...]], Any],
     transposed: str,
 ) -> Primitive:
-    """`result` maps x's type, the number of ranks N and the mesh axes to the result's type."""
+    """Defines the primitive of linear `op`; `transposed` names the collective of its transpose."""
+    # `result` maps x's type, the number of ranks N and the mesh axes to the result's type.
 
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
         return [result(x, num_ranks, axis_name)]
@@ -128,6 +129,7 @@ def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
 
 
 def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
+    # `axes` are the batch axes of the operands; None: an operand has none.
     x, residual, scale = operands
     if axes[2] is not None:
         raise NotImplementedError(

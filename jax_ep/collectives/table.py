@@ -150,7 +150,8 @@ def lookup(
     best = _of_size(entry["choices"], num_bytes)
     if can_run(best):
         return best
-    # Computes the ranges anew, from the measured times of the algorithms that can run.
+    # Computes the ranges anew, from the measured times of the algorithms that can run, at sizes
+    # where XLA was measured, too: there, at least one algorithm can run.
     times = {
         int(size): {name: us for name, us in at_size.items() if name == "xla" or can_run(name)}
         for size, at_size in entry.get("us", {}).items()

@@ -266,6 +266,7 @@ def without_gradient(name: str, array: Any) -> Any:
         f"{name} is stored quantized, as a QuantizedArray, and has no gradient. Differentiate with "
         "respect to other arguments only, or dequantize it first."
     )
+    # With stop_gradient, not even zero tangents reach what computes with the array.
     return jax.tree.map(lax.stop_gradient, refuse_tangents(why, array))
 
 

@@ -97,6 +97,7 @@ def _split(
     profile = _profile(visits, experts)
     best: Array = np.zeros(experts.shape, int)
     most_kept = -1.0
+    # Clusters depend on their first center, a random expert, so three are tried.
     for seed in range(3):
         part = np.zeros(experts.shape, int)
         similarity = _clusters(profile, parts, np.random.default_rng(seed))
@@ -115,7 +116,8 @@ def _split(
 
 def _profile(visits: list[Any], experts: Array) -> Array:
     """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
-    # The vector of an expert has, for each layer, n entries of norm 1; its own entry is 0.
+    # The vector of an expert has, for each layer, n entries of norm 1. The own entry, which says
+    # nothing of other experts, is 0.
     visitors = visits[0][:, experts[0]].T  # [n, tokens]
     chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
     chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
@@ -141,7 +143,7 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
 
 
 def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
-    """Sums the columns of `matrix` [n, m] by part, [n, parts]; parts have equally many columns."""
+    """Sums columns of `matrix` [n, m] by their `part` [m], [n, parts]; parts are equally large."""
     in_order = matrix[:, np.argsort(part, kind="stable")]
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
@@ -201,7 +203,7 @@ def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
         lost = gain[mine, heaviest][:, None] - gain[mine][:, part[others]]
         lost = lost + gain[others, part[others]][None] - gain[others, heaviest][None]
         lighter = totals[heaviest] - np.maximum(after, limit)
-        # The gain that is lost per unit of load that the heaviest part loses.
+        # The gain that is lost per unit of load above `limit` that the heaviest part loses.
         price = np.where(after < totals[heaviest] * LESS, lost / np.maximum(lighter, 1e-9), np.inf)
         i, j = np.unravel_index(np.argmin(price), price.shape)
         if not np.isfinite(price[i, j]):

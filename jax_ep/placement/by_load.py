@@ -160,6 +160,7 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
 def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
     """Gives one slot to another expert if that lowers the busiest rank's load; returns whether."""
     # Updates the expert of each slot, `expert` [P], and the copies of each expert, `copies` [n].
+    # `rank` [P] is the rank of each slot.
     held = np.zeros((len(load), num_ranks))  # how many copies of each expert each rank holds
     np.add.at(held, (expert, rank), 1)
     totals = (load / copies) @ held
@@ -177,7 +178,7 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     of_a = held[a] * (less - load[a] / copies[a])[:, None]
     of_b = held[b] * (more - load[b] / copies[b])[:, None]
     there = np.eye(num_ranks)[rank[victims]]  # [victims, N]: 1 at the slot's rank
-    # [victims, wanted, ranks]: the ranks' loads after each change. The first line changes the load
+    # [victims, wanted, N]: the ranks' loads after each change. The first line changes the load
     # of all present copies, and the second line replaces the copy in the slot.
     after = totals + of_a[:, None] + of_b[None]
     after += there[:, None] * (more[None] - less[:, None])[:, :, None]

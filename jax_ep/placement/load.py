@@ -56,7 +56,7 @@ class LoadTracker:
         return cls(total, weight, float(decay))
 
     def update(self, counts: Any) -> LoadTracker:
-        """Returns a tracker that includes one more step, such as `MoEMetrics.expert_counts`."""
+        """Returns a tracker that includes one more step's counts, as `MoEMetrics.expert_counts`."""
         counts = jnp.asarray(counts, jnp.float32)
         if counts.shape != jnp.shape(self.total):
             raise ValueError(

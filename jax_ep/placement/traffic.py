@@ -15,8 +15,8 @@ from jax_ep.placement.table import Array, Placement
 def means(steps: Array, placement: Placement) -> dict[str, float]:
     """Returns means over recorded choices of several steps, [steps, layers, tokens, K].
 
-    "balance" is the rows of the busiest rank over the mean of ranks, "wire_rows" are those per
-    token, and "rank_changes" is as in `traffic`.
+    "balance" is the rows of the busiest rank over the mean of ranks, "wire_rows" are the rows that
+    ranks receive from others, per token, and "rank_changes" is as in `traffic`.
     """
     tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
     counted = zip(*(traffic(step, placement) for step in steps), strict=True)

@@ -106,6 +106,7 @@ def _gather(leaf: Any, index: Array) -> Any:
 
     if xp is np:
         return taken(leaf)
+    # XLA gathers from the memory of devices, not of the host, so a leaf is moved there and back.
     sharding: Any = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
     if isinstance(sharding, SingleDeviceSharding) and leaf.committed:
         leaf = jax.device_put(leaf, SingleDeviceSharding(*sharding.device_set))
@@ -124,7 +125,6 @@ def _gather(leaf: Any, index: Array) -> Any:
     if is_traced(leaf):
         is_sharded = any(new_sharding.spec)
         return jax.sharding.reshard(taken(leaf), new_sharding) if is_sharded else taken(leaf)
-    # XLA gathers from the memory of the devices, not of the host.
     leaf = jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
     return jax.device_put(taken(leaf), new_sharding)
 
@@ -214,7 +214,7 @@ def redistribute(
 def _move(
     leaf: Any, plan: Array, mesh: Mesh, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Moves a leaf to the slots of `plan`, and deletes it."""
+    """Moves a leaf to the slots that `plan`, of `_destinations`, names, and deletes the leaf."""
     axis = plan.ndim - 2  # of the slots: 1 after an axis of layers, else 0
     given = getattr(leaf, "sharding", None)
     is_on_mesh = given is not None and given.device_set == set(mesh.devices.flat)
@@ -300,7 +300,7 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the values of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
+    """Returns the length of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
     # `shape` is that of the weights in one slot.
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:

@@ -127,6 +127,7 @@ def one_device_unavailable_reason(program: jax_compat.Program) -> str | None:
         )
     if not program.is_of_one_device:
         return "it runs on one device, and XLA partitions this program over several"
+    # With another default backend, the program is for GPUs of another machine.
     return (
         jax_unavailable_reason()
         or mosaic_unavailable_reason()
@@ -141,6 +142,7 @@ def _memory_unavailable_reason(
     for ranks in groups:
         for start in range(0, len(ranks), ranks_per_host or len(ranks)):
             of_host = ranks[start : start + (ranks_per_host or len(ranks))]
+            # Each process checks its own host: GPUs of other hosts are not in its domain.
             if any(device.process_index == jax.process_index() for device in of_host):
                 if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"

@@ -42,11 +42,11 @@ def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.
     assert not isinstance(domain, str), domain
-    if domain is None:
+    if domain is None:  # The program is lowered for another machine.
         return memory_map.BASE, tuple(range(num_devices))
     program = jax_compat.current_program()
     devices = None if program is None else program.mesh_devices
-    if devices is None:
+    if devices is None:  # Device i of the mesh is then taken to be GPU i.
         return domain.base, tuple(range(num_devices))
     numbers = domain.numbers
     # GPUs of other hosts get an arbitrary number, since kernels of this host never address them.

@@ -309,6 +309,7 @@ class _Sharing:
                 g = next(number for number, of_gpu in self.local.items() if of_gpu == ordinal)
                 heap_length = self._take_heap(g, ordinal, descriptors)
                 pool = self._find_pool(g, device, descriptors)
+                # The GPUs of one process can access every address, so no pool limits them.
                 shared = memory_map.ANY_ADDRESS if self._alone else pool
                 self._write_words(g, memory_map.MAGIC, [memory_map.MAGIC_VALUE, *shared])
                 offers.append([g, heap_length, *pool])
