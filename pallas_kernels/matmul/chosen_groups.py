@@ -66,8 +66,8 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
         tile_of_choice = jnp.arange(num_choices, dtype=jnp.int32)[None]
         rows_of_tile, num_tiles = exists[0].astype(jnp.int32), jnp.int32(num_choices)
     else:
-        # Tile i belongs to the i-th of the chosen groups, in the order of their indices.
-        # `most` is S. ends[g] is the number of chosen groups among groups 0 to g.
+        # Tile i belongs to the i-th of the chosen groups, in the order of their indices; past the
+        # last, to any. `most` is S. ends[g] is the number of chosen groups among groups 0 to g.
         most = min(choices.size, num_groups)
         every_group = jnp.arange(num_groups, dtype=jnp.int32)
         is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
@@ -89,8 +89,8 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
 
 
 def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:
-    """Returns the chosen groups' indices [S], and the same groups for matrices gathered by them."""
-    # Gathered, the matrix of tile i has index i. The last entry of the table has no group.
+    """Returns the chosen groups' indices [S], and the same groups for `matrices[indices]`."""
+    # There, the matrix of tile i has index i. The last entry of the table has no group.
     indices, tiles = groups.table[:-1, 0], jnp.arange(len(groups.table), dtype=jnp.int32)
     group_column = tiles.at[-1].set(groups.table[-1, 0])
     table = jnp.concatenate([group_column[:, None], groups.table[:, 1:]], axis=1)

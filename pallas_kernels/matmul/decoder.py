@@ -251,6 +251,7 @@ class Decoder:
             (words,) = mosaic.registers(loaded)
             words = [vector.extract(words, [], [i]) for i in range(_PER_THREAD)]
             # The caller has waited until the tensor cores no longer read the result's registers.
+            # The compiler must not move code that overwrites them before this wait.
             words = mosaic.opaque(words)
             first, second = (_scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE))
             # Pairs of both columns alternate.
@@ -287,7 +288,8 @@ def own_table(table: Value) -> Value:
 
 
 def look_up(own_table: Value, word: Value, selector: Value) -> Value:
-    """Looks up the two numbers of byte `selector` mod 16 of `word`, as two bfloat16 in a word."""
+    """Looks up the two numbers of byte `selector` - 0x4440 of `word`: two bfloat16 in a word."""
+    # The selector's other digits, 4, put zeros in place of the other bytes.
     byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
     place = mosaic.add(own_table, mosaic.mul(byte, WARP * WORD_BYTES))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))

@@ -135,8 +135,9 @@ def drhs_of_each(
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32."""
-    # The columns are the number of steps (at least one), the first row of the first step (a
-    # multiple of 8), the group's first row, and the row after its last.
+    # The columns are the number of steps, the first row of the first step (a multiple of 8), the
+    # group's first row, and the row after its last. An empty group has a step, too: all rows of it
+    # are cleared, so that the group's matrix becomes zero. Its first row must exist, too.
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // STEP), 1)

@@ -259,6 +259,7 @@ class Float8Kernel(Kernel):
                 (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
             ),
             block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
+            # The rows that a computer is storing; see `store_rows_through`.
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
@@ -374,8 +375,8 @@ class Float8Kernel(Kernel):
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
-        columns, from half `first_half` on. `used` is the number of steps before. Returns two sums
-        [64, 128] float32, the second zero if it is not computed; and the feed after these steps.
+        columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
+        128] float32 for each of `halves`, zero if not computed; and the feed after these steps.
         """
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)

@@ -151,7 +151,7 @@ class _Drhs(Float8Kernel):
         top, left_edge, steps = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
-        # The copies of the previous tile have read the buffers while this tile was multiplied.
+        # The copies of the previous tile, which ran meanwhile, must have read the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
             out, left = self.out_of(half, computer.outs, left_edge)

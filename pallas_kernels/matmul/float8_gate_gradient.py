@@ -134,6 +134,7 @@ class _Tile(Tile):
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
         """Emits the code of one thread: computes, quantizes and stores its part of the tile."""
+        # `outs`: values and scales of dgate, of dup, and of all three transposed; sums of rows.
         down, across = mosaic.divided(mosaic.thread(), _ACROSS)
         # The first column and row of the thread's patch in the tile.
         patch_column = mosaic.mul(across, _COLUMNS)

@@ -108,6 +108,7 @@ class _Tile(Tile):
     def emit(self, weights: Any, dhidden: Any, gate: Any, up: Any, sums: Any) -> None:
         """Emits the code of one thread; overwrites dhidden, gate and up, and stores rows' sums."""
         f32, word = mosaic.float_type(), mosaic.integer_type(32)
+        # The thread's row among those handled at once, and its place among the threads of a row.
         down, across = mosaic.divided(mosaic.thread(), _ACROSS)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), mosaic.mul(across, _COLUMNS))
         with mosaic.repeat(BLOCK // _ROWS_AT_ONCE) as step:
@@ -144,6 +145,7 @@ def gradients_of_row(
     total = mosaic.f32(0.0)
     for grad, *arguments in zip(grads, *pre, strict=True):
         weighted = arith.mulf(grad, weight)  # the gradient of h
+        # Approximate functions take fewer instructions, and err far less than bfloat16 rounds.
         hidden, dgate, dup = gating.emit(*arguments, weighted, approximate=True)
         total = arith.addf(total, arith.mulf(grad, hidden))
         for elements, number in zip(results, (dgate, dup, arith.mulf(hidden, weight)), strict=True):

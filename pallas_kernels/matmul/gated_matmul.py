@@ -262,6 +262,8 @@ class _OneProduct(Computer):
         return used + steps, feed
 
     def _store(self, position: Position, biases: Sequence[jax.Array], *products: jax.Array) -> None:
+        """Applies the gating function to rows of both products, and stores them at `position`."""
+
         def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
             chunk_biases = [bias[columns] for bias in biases]
             chunk_products = (product[columns, rows] for product in products)

@@ -98,7 +98,7 @@ class Tiles:
         is K of matrices in MXFP4, or None. For these, the step is the longest that leaves room for
         3 stages.
         """
-        # A column of a matrix has `column_bytes` in 64 of K.
+        # The bytes of a column in 64 of K, and of the decoder's table; steps, the longest first.
         column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
         if mxfp4_depth is not None:
             from pallas_kernels.matmul import decoder
@@ -215,7 +215,7 @@ class Product(Kernel):
 
     @property
     def accumulators(self) -> int:
-        return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP
+        return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP  # of a thread
 
     @property
     def fits_beside_loader(self) -> bool:
@@ -267,7 +267,8 @@ class Product(Kernel):
         staged: Any = None,
         **scratch: Any,
     ) -> None:
-        # The references are operands, biases, the table of row tiles, and outputs.
+        # The references are operands, biases, the table of row tiles, and outputs. `scratch` is
+        # what a subclass adds to `scratch_types` for its `computer`.
         *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         num_operands = len(others) - self.num_biases
@@ -393,6 +394,7 @@ class Matrices:
         """Returns the types of the format's shared memory."""
         tiles = kernel.tiles
         left = tiles.block_m, tiles.step
+        # A subclass whose steps are longer than STEP replaces `right`.
         right = (tiles.block_n, STEP) if kernel.transpose_rhs else (STEP, tiles.block_n)
         return dict(
             ring=OperandRing.types(dtype, tiles.num_stages, left, right, kernel.num_matrices)
@@ -445,7 +447,7 @@ class Computer:
     row_tiles: RowTiles
     store: Store
     number: jax.Array
-    biases: Sequence[Any]
+    biases: Sequence[Any]  # references to arrays [L, N]
     feeder: Feeder
 
     def run(self) -> None:
@@ -455,8 +457,8 @@ class Computer:
         held = (empty_results,) * kernel.outputs if kernel.holds else ()
         # The carry: the number of steps multiplied, the feed, and the tile held to be stored, which
         # is (its position, its results). Before the first tile, that is the position of tile 0 with
-        # an empty range of rows, [begin, begin). A constant would not vary over the mesh axes (vma)
-        # of later positions.
+        # an empty range of rows, [begin, begin). A constant would have another type in `shard_map`:
+        # it does not vary over mesh axes (vma), as later positions do.
         position, *_ = self._look_up(zero)
         carry = zero, feed, (position._replace(end=position.begin), held)
         used, *_ = self.feeder.tiles.walk(
@@ -486,7 +488,7 @@ class Computer:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        return self.kernel.tiles.part, self.kernel.tiles.block_m
+        return self.kernel.tiles.part, self.kernel.tiles.block_m  # (columns, rows) of its half
 
     @property
     def _first_column(self) -> Any:

@@ -106,9 +106,9 @@ class Mxfp4Matrices(Matrices):
                 sources = [source for _, source in parts]
                 loaded = decoder.load(stage, *sources[0])
                 for i, ((top, side), (piece, _, _)) in enumerate(parts):
-                    # The tensor cores may read registers until their matmul is complete. So before
-                    # a part is decoded, the matmul of the part that these registers held last must
-                    # be complete.
+                    # The tensor cores may read registers until their matmul is complete. Before a
+                    # part is decoded to registers, all matmuls but the last one must be complete;
+                    # with one part in a step also the last one, which reads the same registers.
                     plgpu.wgmma_wait(min(len(parts) - 1, 1))
                     columns = decoder.decode(loaded)
                     position = slice(top, top + CHUNK), slice(side, side + height)

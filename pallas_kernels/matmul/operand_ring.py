@@ -142,7 +142,7 @@ class Feeder:
         return self._load(number + (self.num_stages - 1), feed)
 
     def _load(self, number: jax.Array, feed: Feed) -> Feed:
-        """Loads the feed's step in computer 0, if there is one; returns the feed after it."""
+        """Loads the feed's step in computer 0, if any step is left; returns the feed after it."""
 
         def load(feed: Feed) -> Feed:
             (now, following), tile, step = feed.ahead, feed.tile, feed.step + 1

@@ -330,6 +330,7 @@ class _Transposed(Tile):
     height: int
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
+        """Emits the code of one thread, whose patch begins at (`row`, `place`) of the tile."""
         (num_rows, num_columns), f32 = _TRANSPOSED, mosaic.float_type()
         thread, _, lane, _, row, place = place_of(*_TRANSPOSED)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), place)

@@ -93,7 +93,7 @@ def on_tiles(
         scratch_types=shared,
         num_blocks=num_row_blocks * tiles,
         num_warpgroups=num_warps * WARP // WARPGROUP,
-        auto_barriers=False,
+        auto_barriers=False,  # the emitted code has its own
         kernel_name=name,
     )
     arrays = [*operands, *(() if blocks is None else (blocks,))]
@@ -284,7 +284,7 @@ class Packed:
         return numbers
 
     def without_infinities(self, words: Sequence[Value]) -> list[Value]:
-        # x * 0 + x is x, or NaN if x is not finite.
+        # float8_e4m3fn has no infinities. x * 0 + x is x, or NaN if x is not finite.
         zero = mosaic.i32(0)
         return [self._emit("fma.rn.{type} $0, $1, $2, $1;", word, zero) for word in words]
 

@@ -137,7 +137,7 @@ def _emit_float8_products(
         _text_of_float8_products(num, kinds),
         ",".join(constraints),
         asm_dialect=0,
-        has_side_effects=True,
+        has_side_effects=True,  # keeps its place among waits and arrivals
     )
     values = [llvm.extractvalue(mosaic.float_type(), new_totals, [i]) for i in range(num_totals)]
     pairs = [
@@ -158,6 +158,7 @@ def _descriptor(ref: Value, offset: Array) -> Value:
     place = mosaic.add(place, mosaic.scalar(offset))
     start = arith.shrui(arith.andi(place, mosaic.i32(0x3FFFF)), mosaic.i32(4))
     # Addresses count 16 bytes: tiles of 8 rows, 1024 bytes apart (64 << 32), swizzled (1 << 62).
+    # The tensor cores ignore the other distance (1 << 16), as the contraction is contiguous.
     return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
 
 

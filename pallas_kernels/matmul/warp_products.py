@@ -85,8 +85,8 @@ def add_products(
         thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
         numbers = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
-        # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of column c, and
-        # of column c + 8.
+        # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of its first
+        # column, and then of its second, 8 later.
         sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
         per_part = block_m // _ROWS
         columns = [thread.first_column(mosaic.scalar(line)) for line in lines]
@@ -128,6 +128,7 @@ class _Thread:
         self.pieces, self.lines = decoder.pieces, decoder.lines
         self.line_bytes = self.pieces * NUMBER_BYTES
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
+        # Of 8 rows, and of the warp's first 8 columns, the thread has number `down`; `quad` is q.
         self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
         # Where the thread's word is in a block of a column, in bytes.
         self.word = mosaic.mul(quad, WORD_BYTES)

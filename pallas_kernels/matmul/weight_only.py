@@ -164,13 +164,15 @@ def weight_only_matmul(
         scratch_types=job.scratch_types(),
         num_blocks=(len(groups.table) - 1) * job.blocks_of_columns,
         num_warpgroups=_WARPS * WARP // WARPGROUP,
-        auto_barriers=False,
+        auto_barriers=False,  # the emitted code has its own
         kernel_name=f"weight_only_{'' if gating is None else 'gated_'}{format.name}",
     )(*operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
+    """The sizes of a `weight_only_matmul`, and the code of its thread blocks."""
+
     num_rows: int  # T
     depth: int  # K
     width: int  # N
@@ -241,13 +243,16 @@ class _Job:
 
     def emit(self, is_first: bool, *values: Any) -> None:
         """Emits the code by which one thread computes its part of 16 * `parts` columns."""
-        # `values` are the kernel's references, the group, the index of the round among those of all
-        # blocks, and the first row of the output.
+        # `values` are references to input rows, matrices, biases, output and scratch; the group;
+        # the index of the round among those of all blocks; and the first row of the output.
         *memrefs, out, rows, scales, sums = values[:-3]
         group, round_index, first = (mosaic.scalar(each) for each in values[-3:])
         thread = mosaic.thread()
         warp, lane = mosaic.divided(thread, WARP)
+        # The warp computes group `part` of 16 columns, over each chunk number `split` mod `splits`.
+        # Past the last column, it computes the last 16 again, which are not stored.
         part, split = mosaic.divided(warp, self.splits)
+        # The thread has columns `down` and `down` + 8 of them, and place `across` in its quad.
         down, across = mosaic.divided(lane, _QUAD)
         column = arith.minui(self.column(round_index, part), mosaic.i32(self.width - _COLUMNS))
         operands = []
@@ -354,7 +359,7 @@ class _Job:
         index, exists, row, number = self.chunk_of_row(warp, lane, start)
         numbers = BFLOAT16.numbers(words)
         largest = mosaic.warp_max(max_of(float8.magnitude(each)[1] for each in numbers))
-        # The scale is a power of two: the exponent of the largest number, less _LARGEST.
+        # The scale is 2^(exponent of the largest number - _LARGEST), but never subnormal.
         exponent = arith.maxui(
             arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST + 1) << 23)
         )
@@ -382,6 +387,7 @@ class _Job:
         if (step + 1) * self.splits * _CHUNK <= self.depth:
             return None
         chunk = mosaic.add(split, step * self.splits)
+        # In MXFP4, the last chunk may have fewer blocks of 32, one of which belongs to each thread.
         in_chunk = mosaic.mul(across, 0 if self.is_float8 else self.format.block[1])
         number = mosaic.add(mosaic.mul(chunk, _CHUNK), in_chunk)
         return mosaic.below(number, self.depth)
@@ -519,6 +525,7 @@ class _Operand:
         starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
         scales = [_load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts]
         if inside is not None:
+            # Where not inside, both are the first column's. A NaN of it must not reach the second.
             scales = [arith.select(inside, scale, mosaic.i32(_CODE_OF_ONE)) for scale in scales]
         return columns, scales
 
