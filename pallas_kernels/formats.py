@@ -1,9 +1,9 @@
 """Number formats: numbers stored in few bits, with a scale for each block of numbers.
 
 A number is stored as a *value* of few bits; times the *scale* of its block, it gives the number.
-`encode` and `decode` take NumPy or JAX arrays and return arrays of the same kind.
-`exchange.quantized_rows` and `matmul.quantize` encode `Float8` within kernels. Imports neither
-Pallas nor Mosaic.
+`encode` and `decode` take NumPy or JAX arrays and return arrays of the same kind. They silence
+NumPy's warnings, since NaN and overflow have defined results. `exchange.quantized_rows` and
+`matmul.quantize` encode `Float8` within kernels. Imports neither Pallas nor Mosaic.
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
+        """Whether each block handles one row."""
         return self.plan.num_blocks == self.num_rows
 
     @property

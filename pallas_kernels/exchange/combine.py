@@ -273,7 +273,7 @@ class _Combine:
         """Lists for each sum of a step the rows of y that it adds, and their weights."""
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens, _ = self._range()
-        token = first_token + step * self.step_tokens
+        token = first_token + step * self.step_tokens  # the step's first
         of_rows = [(owner, fabric.mine(refs.rows), owner) for owner in range(num_ranks)]
         loads: list[Any] = [(scratch.window_rows, of_rows)]
         if self.weighted:
@@ -365,7 +365,7 @@ class _Combine:
         """Sums this worker's tiles of a step, and stores them in the owners' receive buffers."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
         rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
-        slot = lax.rem(step, self.receive_steps)
+        slot = lax.rem(step, self.receive_steps)  # the step's place in the receive buffer
         first_owner = fb.first_peer(fabric)
 
         def put_tile(token: jax.Array, item: jax.Array) -> None:

@@ -255,7 +255,7 @@ class _Kernel:
         """Lists a step's tokens that have several rows here in `step_copies`; returns the count."""
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
-        step_token = first_token + step * step_tokens
+        step_token = first_token + step * step_tokens  # the step's first
         # Without this rank's own tokens, which the sender writes to all their rows.
         others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
         if not others:
@@ -301,7 +301,7 @@ class _Kernel:
 
             @pl.when(i + num_copies < count)
             def begin_next() -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies have read the stage
                 self._begin_copy(i + num_copies, begun, values, scratch)
 
         lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
@@ -441,7 +441,7 @@ class _Dispatch(_Kernel):
         """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
         # The sender and the receiver of block 0 together count the choices of all tokens of this
         # rank, those of another block the choices of the tokens of blocks with lower indices.
-        fabric, num_choices = self.fabric, self.sender.window.total
+        fabric, num_choices = self.fabric, self.sender.window.total  # with padding
         (first_token, _), num_tokens = self.sender.range(), self.sender.num_tokens
         width = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
         earlier = jnp.minimum(first_token, num_tokens)
@@ -456,7 +456,7 @@ class _Dispatch(_Kernel):
             start = jnp.minimum(i * width, num_choices - width)
             entries = start + fb.iota(width)
             experts = fb.load(fabric.mine(choices).at[pl.ds(start, width)], 1)
-            counts = (entries >= i * width) & (entries < end)
+            counts = (entries >= i * width) & (entries < end)  # whether each choice is counted
             experts = jnp.where(counts, experts, fb.NOWHERE)
             fb.count(bins, experts, self.experts.num_experts)
 

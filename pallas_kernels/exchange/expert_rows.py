@@ -180,6 +180,7 @@ class ExpertRows:
             # `group_ends` is free, since `find_groups` writes it only later.
             scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
             fabric.barrier()
+            # The end of a rank's last group is the number of its rows.
             ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
             fabric.barrier()
             return [end <= self.buffer.capacity for end in ends]
@@ -300,7 +301,7 @@ class ExpertRows:
         num_blocks = jnp.int32(self.num_blocks)
         for part in scratch.zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # copies from shared memory see the zeros
 
         def zero_row(row: Any) -> None:
             for part, ref, (width, _) in zip(scratch.zeros, tokens, self.parts, strict=True):

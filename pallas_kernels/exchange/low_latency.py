@@ -91,7 +91,7 @@ class Rows:
         self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],
         goes: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends this warpgroup's tiles of a token of the block to peer number `peer`, if `goes`."""
+        """Sends this warpgroup's tiles of a block's token to endpoint.peers[peer], if `goes`."""
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & exists)

@@ -230,6 +230,7 @@ class _Combine:
         plgpu.barrier_wait(scratch.listed)
         fabric.barrier()
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
+        # The number of the block's next row, and how many rows the block has.
         used, num_rows = jnp.int32(0), functools.reduce(jnp.add, counts)
         sums_of_own_tokens = []
         for pair, i, _, _, _ in self._pairs():

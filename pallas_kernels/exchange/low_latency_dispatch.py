@@ -255,6 +255,7 @@ class _Dispatch:
                 places_of = functools.cache(places_of)
             # Otherwise the places are read from shared memory wherever they are needed, since
             # registers cannot hold those of all ranks.
+            # From here on, `j` is the number of a tile, and `source` an index of `sources`.
             for j, tile in enumerate(sent[i]):
                 self._store(refs.tokens, j, tile, places_of(0))
             comes = [fb.any_row(places_of(source)) for source in range(1, len(sources))]

@@ -271,7 +271,7 @@ class LowLatencyPlan(Sizes):
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
             <= memory_map.tiles_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
+            and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2  # weights sent as values
             and self.num_experts <= 2**15  # expert ids are sent as 16-bit integers
             and self.num_stages > 0
         )
@@ -315,8 +315,10 @@ def count_width(num_experts: int) -> int:
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
+    """Returns how many 32-bit words of shared memory a dispatch needs besides its rows."""
     of_sender, of_step = (align_up(n * top_k, WARPGROUP) for n in (_WINDOW_TOKENS, step_tokens))
     choices = num_ranks * (of_sender + of_step)
+    # The lists in the sender's ring, and those of the receiver, `step_copies`.
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     next_rows = count_width(num_experts) + WARPGROUP
     # Of `ExpertRows`: counts by source rank, workspace of a prefix sum, ends of groups without and

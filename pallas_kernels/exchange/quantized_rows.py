@@ -1,6 +1,7 @@
 """Quantizes rows to float8 and dequantizes them within a kernel, with the bits of `formats.Float8`.
 
 A row has a float32 scale for every 128 values. A whole warpgroup calls the functions.
+Kernels import this module only where rows are quantized.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
         warp, lane = mosaic.divided(thread, WARP)
         is_first = mosaic.equal(lane, 0)
         warps = WARPGROUP // WARP
-        num_blocks = source.shape[0] // BLOCK // warps
+        num_blocks = source.shape[0] // BLOCK // warps  # of each warp
 
         def load(i: int) -> tuple[Value, Value, Value]:
             """Loads this thread's values of its warp's i-th block: (block, column, values)."""
@@ -74,7 +75,7 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
       elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
     """
     values, scales = parts
-    threads, (hidden,) = BLOCK // elements, values.shape
+    threads, (hidden,) = BLOCK // elements, values.shape  # threads that share a scale
 
     def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
         f32 = mosaic.float_type()

@@ -145,12 +145,12 @@ class _RankDispatch:
         first_token, num_tokens = sender.range()
         for part in scratch.zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # copies from shared memory see the zeros
 
         def receive_step(step: jax.Array, _: None) -> None:
             fabric.wait(PUT, step + 1, "dispatch")
             fabric.delay_point(2)
-            step_token = first_token + step * step_tokens
+            step_token = first_token + step * step_tokens  # the step's first
             sources = ((source, fabric.mine(lists), source) for source in range(num_ranks))
             start = window.start(step_token * width)
             fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_lists, sources))

@@ -182,7 +182,7 @@ class Sender:
 
         def send_token(i: jax.Array, _: None) -> None:
             """Sends the block's i-th token from its stage; refills an earlier token's stage."""
-            in_window = lax.rem(i, jnp.int32(window.tokens))
+            in_window = lax.rem(i, jnp.int32(window.tokens))  # the token's index in the window
             # The kernel has opened the window of the first token.
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             # `entry` is the index of the token's first word in a flat array of routing data.

@@ -37,8 +37,9 @@ def kernel(
 
     Simplified before Mosaic compiles it, a kernel compiles in less than half of the time, and one
     that is part of several programs is compiled once. `auto_barriers` is whether Pallas adds
-    barriers around accesses of shared memory. Raises NotImplementedError if this JAX lacks a name
-    that kernels need.
+    barriers around accesses of shared memory. `interpret` has the options of Pallas' GPU
+    interpreter, or is None on a GPU. Raises NotImplementedError if this JAX lacks a name that
+    kernels need.
     """
 
     if reason := requirements.unavailable_reason():
@@ -63,11 +64,12 @@ def kernel(
 def _simplify_once_lowered() -> None:
     # Mosaic's last step of lowering a kernel is `Scratch.finalize_size`, which emits the host code
     # that makes TMA descriptors. For this kernel, the method then also simplifies the module.
+    # `inline_mgpu` gives `run` the launch context of the kernel that is being lowered.
     def run(context: Any) -> None:
         scratch, finish = context.scratch, context.scratch.finalize_size
 
         def finish_and_simplify() -> None:
-            # The allocation is found by its only use, so before `finish` adds others.
+            # The descriptors' allocation is found by its only use, so before `finish` adds others.
             # `next_offset` is the bytes of the descriptors, 0 if there are none.
             found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
             finish()

@@ -32,6 +32,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, ir, llvm, scf
 
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
+# With it, copies of contiguous rows are plain bulk copies: no TMA descriptor, no check of bounds.
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 

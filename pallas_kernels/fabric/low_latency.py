@@ -320,7 +320,7 @@ class TileMemory:
 
         def emit(gpu: Array, *scalars: Array) -> None:
             numbers = [mosaic.scalar(scalar) for scalar in scalars]
-            mosaic.barrier()
+            mosaic.barrier()  # all threads have read the counters
             with mosaic.when(mosaic.equal(mosaic.warpgroup_thread(), 0)):
                 for counter, value in zip(numbers[:count], numbers[count:], strict=True):
                     mosaic.store_word(self._counter(mosaic.scalar(gpu), counter), value)

@@ -532,7 +532,7 @@ def poll(
     def in_time(polls: Value) -> Value:
         """Emits whether the thread may poll again, i1; reads the slow clock only now and then."""
         often = i32(_POLLS_PER_CLOCK - 1)
-        now = equal(arith.andi(polls, often), often)
+        now = equal(arith.andi(polls, often), often)  # once in _POLLS_PER_CLOCK polls
         clock = scf.IfOp(now, [i1], has_else=True)
         with ir.InsertionPoint(clock.then_block):
             waited = arith.subi(global_timer(), start)

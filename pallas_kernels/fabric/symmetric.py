@@ -149,7 +149,8 @@ class Gpus(RanksOfMesh):
         def emit(at: _Emitted, *refs: Any) -> None:
             thread, block = mosaic.warpgroup_thread(), mosaic.block()
             heap = self._heap(at.here)
-            # Numbers begin with 1, so that a word of zeros belongs to no call.
+            # Thread r reads the counter of calls with rank r. Numbers begin with 1, so that a word
+            # of zeros belongs to no call.
             counter = self._call_counter(heap, entry_of(at.peers, thread), block)
             with mosaic.when(below(thread, num_ranks)):
                 number = add(load64(counter), 1)
@@ -318,7 +319,7 @@ class Gpus(RanksOfMesh):
                     pair = add(scalar(first), index)
                     halves = []
                     for i in range(2):
-                        # Past the last word, that word is repeated.
+                        # Past the last word, that word is repeated, and the receiver drops it.
                         index_of_half = arith.minui(add(mul(pair, 2), i), i32(last))
                         word = mosaic.element_at(words, index_of_half)
                         short = low_half(word)

@@ -48,8 +48,7 @@ def load(ref: Any, elements: int) -> jax.Array:
 def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """Stores the first elements of `value` to each of `refs`, as many as these have.
 
-    `value` is 1D in registers, `refs` are contiguous arrays of one size in any rank's memory. All
-    addresses are computed before the first store.
+    `value` is 1D in registers, `refs` are contiguous arrays of one size in any rank's memory.
     """
     (size,) = refs[0].shape
 
@@ -89,6 +88,7 @@ def load_each(
     num_vectors = -(-size // (WARPGROUP * elements))  # of each thread
     # A 32-bit word of numbers `fill`. The PTX leaves it in $0 to $3 if $5 is 0.
     bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
+    # Callers read a read-only array once, so L1 need not keep it.
     instruction = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
     text = (
         f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, {bits}; mov.b32 $1, {bits};"
@@ -117,6 +117,7 @@ def load_each(
                 wanted = mosaic.scalar(flag)
                 if is_inside is not None:
                     wanted = arith.select(is_inside, wanted, mosaic.i32(0))
+                # By `&`, results do not share a register with the pointer, which is read later.
                 words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, wanted, returns=four_words)
                 each = [llvm.extractvalue(i32, words, [j]) for j in range(4)]
                 packed = vector.from_elements(packed_type, each)

@@ -99,6 +99,7 @@ class _Job:
         """Returns what a thread's rows add to logits: [token][j] to that of column + j."""
         sums = [[mosaic.f32(0.0)] * _COLUMNS for _ in range(self.num_tokens)]
         steps = -(-self.hidden // _THREADS)
+        # At most _AHEAD numbers of tokens and 8 * _COLUMNS of the gate are loaded ahead.
         steps_at_once = max(1, min(8, _AHEAD // self.num_tokens))
         for start in range(0, steps, steps_at_once):
             of_steps = range(start, min(start + steps_at_once, steps))

@@ -356,7 +356,7 @@ class _Lanes:
     """A lane of a warp, and the neighbouring columns of a row of `columns` that it holds."""
 
     def __init__(self, columns: int) -> None:
-        self.columns, self.width = columns, pl.cdiv(columns, WARP)
+        self.columns, self.width = columns, pl.cdiv(columns, WARP)  # width: of one lane
         self.lane = arith.remui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
 
     def load(self, ref: Value, row: Value) -> list[Value]:
