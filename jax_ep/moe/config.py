@@ -366,6 +366,7 @@ class _Reference:
     def of(cls, function: Any) -> Any:
         """Returns a `_Reference` to `function`, or `function` if its module has no such name."""
         name = getattr(function, "__qualname__", "")
+        # The public modules of JAX come first, since `__module__` may name a private one.
         for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
             reference = cls(module or "", name)
             if reference.resolve() is function:

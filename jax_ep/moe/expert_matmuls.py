@@ -160,7 +160,7 @@ class ExpertMatmuls:
     def dhidden(
         self, grad_rows: Any, experts: Experts, group_sizes: jax.Array, dtype: Any
     ) -> jax.Array:
-        """Returns the gradient of the hidden values, [R, F], from that of the outputs."""
+        """Returns the gradient [R, F] of the hidden values; `dtype` is as in `times`."""
         return unquantized.product_of_arrays(
             grad_rows,
             experts.wo,
@@ -180,7 +180,8 @@ class ExpertMatmuls:
     ) -> tuple[Any, Any, jax.Array | None] | None:
         """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights.
 
-        `pre` are results of `as_residual`. None means that the caller computes this by XLA.
+        `pre` are results of `as_residual`, `mean_rows` is as in `expert_mlp.backward`. None means
+        that the caller computes this by XLA.
         """
         # None for a single product, or if XLA is as fast because most rows are used.
         num_rows = dhidden.shape[0]
@@ -317,6 +318,7 @@ class Float8Matmuls(ExpertMatmuls):
             return float8.drhs_of_each(lhs, grads, group_blocks, dtype, self.implementation, sums)
 
         sums_of_wi, sums_of_wo = experts.sums_of_wi_and_wo
+        # `transpose` returns the rows, or None without `return_rows`, and their transpose.
         turned_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
         _, turned_grad = transpose(grad_rows)
         (dwo,) = gradients_of_matrices(turned_hidden, [turned_grad], experts.wo.dtype, sums_of_wo)
@@ -391,6 +393,7 @@ class WeightOnlyMatmuls(ExpertMatmuls):
 def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
     """Sets `quantized` for a `matmul_dtype`; refuses gradients of stored quantized matrices."""
     names = QuantizedExperts._fields
+    # Arrays keep their gradients.
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
     experts = experts._replace(**constant)
     if matmul_dtype is None or experts.quantized is not None:

@@ -56,6 +56,7 @@ def _each_computes_all(tokens: jax.Array, experts: Experts, config: MoEConfig) -
     num_tokens = tokens.shape[0]
     if checks.is_symbolic(num_tokens) or not 0 < num_tokens <= MOST_TOKENS:
         return False
+    # JAX would report NaNs in rows of no token, which the kernels leave undefined.
     if config.matmul_implementation not in (None, "pallas") or looks_for_nans():
         return False
     quantized = config.matmul_dtype is not None
@@ -118,7 +119,8 @@ def _by_platform(
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Any]:
     """Returns `on_gpu` of the operands on a GPU, else `elsewhere`, which gives the gradient."""
-    # Both return the output, and a pytree without gradient. Operands are cast to vary over `axes`.
+    # Both take experts and `operand`, tokens or `RoutedTokens`, and return the output and a pytree
+    # without gradient. Operands are cast to vary over `axes`.
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {
@@ -180,7 +182,7 @@ def _outputs(
     config: MoEConfig,
     implementation: Implementation,
 ) -> jax.Array:
-    """Returns the outputs of the S chosen experts for all tokens, [S * height, H]."""
+    """Returns the outputs of the S chosen experts for all tokens, [S * groups.height, H]."""
     unit = config.unit()
     matmuls, experts = matmuls_of(unit, config.matmul_dtype, experts, implementation)
     stored = _matrices_of_weight_only(experts, config.matmul_dtype, tokens)

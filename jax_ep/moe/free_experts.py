@@ -11,7 +11,7 @@ from jax_ep.moe.routing import Routing
 
 
 def output(x: jax.Array, routed: Routing, params: MoEParams, config: MoEConfig) -> jax.Array:
-    """Returns for each token the weighted sum of the outputs of its free experts, [T, H] float32.
+    """Returns for each token of x [T, H] the weighted sum of its free experts' outputs, in float32.
 
     A constant expert gives a * x + b * v, with (a, b) = softmax(x @ constant_gate) and v its
     `constant_value` (MoE++, section 3.1). `MoEConfig.weights_on` does not apply.

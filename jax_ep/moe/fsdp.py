@@ -143,7 +143,7 @@ def _axes_by_type_and_rules(
     for i, base in enumerate(all_base):
         auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
         axes = (_as_tuple(of_type[i]) or ()) + auto
-        # The FSDP axes must follow the expert or tensor axes of the dimension.
+        # The FSDP axes, `more`, must follow the expert or tensor axes of the dimension, `base`.
         more = axes[len(base) :] if axes[: len(base)] == base else ()
         if base and not more and name == "wi_0":
             _warn_of_rule(name, str(logical[i]), axes, base, axis_rules)
@@ -159,7 +159,7 @@ def _axes_by_type_and_rules(
 
 
 def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: AxisRules) -> None:
-    """Warns if the rules split `logical` over `axes` that lack `base`, or do not begin with it."""
+    """Warns if rules name `base`, the expert or tensor axes, but `axes` do not begin with it."""
     meant = [_as_tuple(given) or () for ruled, given in axis_rules if ruled == logical]
     if set(base) < set(axes):
         right = *base, *(axis for axis in axes if axis not in base)

@@ -152,6 +152,7 @@ def quantize_by_rules(
     # The matrices are resharded as the `jax.shard_map` splits them.
     specs = {name: where.spec_of(name) for name in matrices}
     split = {name: reshard(matrices[name], where.mesh, spec) for name, spec in specs.items()}
+    # An abstract mesh is the ambient one, which `jax.shard_map` uses by itself.
     return jax.shard_map(
         quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,

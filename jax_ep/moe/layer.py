@@ -110,7 +110,7 @@ def run_layer(
     check_call(params, call, config)
     where = find_mesh(config, call.x)
     check_on_mesh(params, config, placement, quantized, where, axis_rules, in_init)
-    # Otherwise nothing says that parameters are split over FSDP axes.
+    # Without one of these, nothing says that parameters are split over FSDP axes.
     if config.fsdp_axes or axis_rules or where.types_show_more_axes(params):
         where = fsdp.with_further_axes(where, params, config, axis_rules)
     config = _resolved(config, params, call.x, where)
@@ -126,6 +126,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         for name, array in (("x", x), ("wi_0", params.wi_0)):
             hint = "; set dtype, and for float8 rows on the wire wire_dtype"
             check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
+        # The caller may have set "strict" promotion, under which `result_type` may raise.
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0.dtype)
     router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)

@@ -236,6 +236,7 @@ def _sums_of_sequences(
             f"sequence_ids must have the {num_tokens} tokens of probs {probs.shape}, but has shape "
             f"{sequence_ids.shape}."
         )
+    # [num_sequences, T]: 1 where the token belongs to the sequence, else 0.
     members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
     # The matmul has the highest precision, because on GPUs a lower one would round the counts,
     # which must stay exact integers.

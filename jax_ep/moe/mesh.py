@@ -147,7 +147,7 @@ def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
                 f"{mesh.manual_axes}; open it over all axes of the mesh {dict(mesh.shape)}."
             )
         if len(present) < len(axes):
-            # A mesh other than `config.mesh` may lack the default. Other axes may be misspelled.
+            # A mesh other than `config.mesh` may lack the default axes. Others may be misspelled.
             is_default = axes == as_axes(getattr(MoEConfig, name) or ())
             if present or not is_default or (config.mesh is not None and not bound):
                 raise ValueError(
@@ -194,6 +194,7 @@ def check_mesh_of_experts(
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
         logical, part = dims[name]
+        # The mesh axes that split this dimension, as far as is seen, and the words that say so.
         how, split_over = "is sharded over", large_axes(part, mesh)
         if not split_over and not seen.is_whole:
             how, split_over = _guessed_axes(logical, axes, axis_rules, mesh)
@@ -207,10 +208,12 @@ def check_mesh_of_experts(
             )
         if split_over or where.mesh is None or not large_axes(axes, mesh):
             continue
-        # Linen's `init` makes arrays that are sharded after it returns, by rules or by the caller.
+        # Whether all that is seen shows that no axis splits this dimension. Linen's `init` makes
+        # arrays that are sharded after it returns, by rules or by the caller.
         if seen.is_whole:
             shows_all_is_held = seen.is_on_ranks and not in_init
         else:
+            # Linen (`in_init` is not None) replicates a dimension without a rule; NNX may split it.
             is_ruled = in_init is not None or logical in dict(axis_rules)
             shows_all_is_held = bool(axis_rules) and is_ruled
         if shows_all_is_held:
@@ -225,13 +228,14 @@ class _SeenSharding(NamedTuple):
 
     spec: tuple[Any, ...]  # an entry for each dimension
     mesh: Mesh | AbstractMesh  # of the call, or else of the array
-    is_whole: bool  # The type of a traced array shows no Auto axes.
+    is_whole: bool  # whether `spec` has all axes; the type of a traced array shows no Auto axes
     is_on_ranks: bool  # whether the array is on several devices
 
 
 def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
+    """Reads the sharding of wi_0; `mesh` is that of the call, or None."""
     array = experts.values if isinstance(experts, QuantizedArray) else experts
-    concrete = getattr(array, "sharding", None)
+    concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding
     spec, own_mesh = (None, None, None), jax.typeof(array).sharding.mesh
     is_on_ranks = False
@@ -240,6 +244,7 @@ def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenShard
         is_on_ranks = own_mesh.size > 1
     mesh = mesh or own_mesh
     if isinstance(experts, QuantizedArray):
+        # The spec of the stored values, of which some formats swap the last two axes.
         spec = experts.format.stored_order(spec)
     is_whole = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
     return _SeenSharding(spec, mesh, is_whole, is_on_ranks)

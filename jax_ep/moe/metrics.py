@@ -99,6 +99,7 @@ class MoEMetrics(NamedTuple):
         # The largest entropy; for a single expert, log(1) = 0 must not divide.
         most = max(float(np.log(num_experts)), 1e-9)
         return found | {
+            # The sum is at most 0; `abs` negates it without giving -0.
             "entropy": abs((shares * log_shares).sum(-1)) / most,
             "idle_experts": (counts == 0).sum(-1).astype(dtype),
             "drop_share": dropped.sum(-1) / xp.maximum(total, 1),

@@ -92,6 +92,7 @@ def run_over_mesh(
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), operands, specs)
     replicated: dict[str, Any] = dict.fromkeys(MoEMetrics._fields, PartitionSpec())
     metrics_specs = MoEMetrics(**(replicated | {"topk_idx": tokens_spec}))
+    # An abstract mesh is the ambient one, which `jax.shard_map` uses by itself.
     out, metrics = jax.shard_map(
         lambda operands: _run_on_rank(operands, config, where, num_sequences),
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,

@@ -174,7 +174,7 @@ def by_dispatch(
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool
 ) -> int | None:
-    """Returns R, the rows of a rank's receive buffer; None if the number of tokens is symbolic."""
+    """Returns R, the rows of a rank's buffer for its `num_tokens`; None if that is symbolic."""
     if checks.is_symbolic(num_tokens):
         for name in ("capacity_factor", "host_capacity_factor"):
             if (factor := getattr(config, name)) is not None:
@@ -185,7 +185,7 @@ def receive_capacity(
         return None
     num_local_experts = config.num_held // num_ranks
     k = config.num_experts_per_token
-    # The most rows that a rank receives of one token.
+    # The most rows that a rank receives of one token. If `distinct`, it chooses no expert twice.
     rows_of_token = min(k, num_local_experts) if distinct else k
     rows = num_ranks * max(num_tokens, 1) * rows_of_token
     if config.capacity_factor is not None:
@@ -232,6 +232,7 @@ def _run_experts(
                 tokens = stand_in_rows(own_tokens.astype(quantized.dtype), handle, implementation)
         if config.weights_on == "input":
             with jax.named_scope("dispatch"):
+                # The weights must multiply the values. The zeros only pass on their gradient.
                 tokens = tokens + quantized.dequantize()
                 quantized = None
     with jax.named_scope("dispatch"):

@@ -91,7 +91,7 @@ def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 def _bfloat16_logits_bwd(saved, grad):
     x, gate = saved
     high, low = _split(grad, 2)
-    # dx = grad @ gate.T, without the product of the low parts, which is too small to matter. One
+    # dx = grad [T, E] @ gate.T, without the product of the low parts, too small to matter. One
     # matmul adds the other products. A bfloat16 gate has no low part.
     gate_high, *gate_low = _split(gate, 2)
     dx = _dot(
@@ -101,6 +101,7 @@ def _bfloat16_logits_bwd(saved, grad):
         b_axis=1,
         dtype=x.dtype,
     )
+    # dgate [H, E] = x.T @ grad. One matmul multiplies x.T by both parts of grad.
     grads = jnp.concatenate([high, low], axis=1)
     dgates = _dot(x, grads, a_axis=0, b_axis=0, dtype=jnp.float32)
     dgate_high, dgate_low = jnp.split(dgates, 2, axis=1)
@@ -176,7 +177,7 @@ def top_k_routing(
     A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
     root of the softplus (DeepSeek-V4) of each logit. `lax.top_k` of the float32 sums `score + bias`
     chooses k experts: of equal sums, the lower id wins. Their weights are their scores. Without
-    a bias, and unless groups are compared by a sum, logits are compared, in the scores' order.
+    a bias or a sum over a group, the logits are compared, whose order is that of the scores.
     Gradients flow through the weights and `probs`, but not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
@@ -252,6 +253,7 @@ def choose_experts(
     probs = None if return_softmax else _probs(score, logits)
     sigmoid = by_scores and score == "sigmoid"
     compared = _SCORES[score](logits) if by_scores and not sigmoid else None
+    # The numbers from which weights are computed, unless `choose` computes them itself.
     gathered = None
     if normalize or not return_softmax:
         gathered = _weighed_numbers(score, logits, weighing)
@@ -263,7 +265,7 @@ def choose_experts(
         sigmoid=sigmoid,
         bias=None if bias is None else bias.astype(jnp.float32),
         groups=groups,
-        # By default, `choose` gathers logits, or the softmax if that gives the weights.
+        # None means the logits, or the softmax if that gives the weights.
         gathered=None if gathered is logits else gathered,
         softmax=return_softmax,
     )
@@ -284,6 +286,7 @@ def routing_of_choices(
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
     weighed = _weighed_numbers(score, logits, weighing)
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
+    # To normalize, `weigh` takes logits or logarithms of scores; -inf stands for a score of 0.
     weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
     probs = _probs(score, logits)
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
@@ -310,6 +313,7 @@ def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.A
     # Logits or logarithms of scores, whose ratios are exact even if the scores underflow.
     if score == "sqrt_softplus":
         return _log_sqrt_softplus(logits)
+    # Logits differ from log_softmax by a constant, which cancels only without an epsilon.
     if score == "softmax" and weighing.epsilon:
         return jax.nn.log_softmax(logits, axis=-1)
     return logits

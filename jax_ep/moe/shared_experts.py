@@ -77,7 +77,7 @@ def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
 def _output_of_quantized(
     wi: Sequence[Any], wo: Any, tokens: jax.Array, config: MoEConfig
 ) -> jax.Array:
-    """Computes the MLP as that of a single expert, if matmuls are float8 or matrices are stored."""
+    """Computes the MLP as one expert's, if matmuls are float8 or matrices are stored quantized."""
 
     def of_many(experts: Experts, tokens: jax.Array) -> jax.Array:
         if config.matmul_dtype is not None:

@@ -40,7 +40,8 @@ def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]
 
 def _equal_copies_bwd(axes, placement, grad):
     num_experts = placement.num_copies.shape[0]
-    # The static size of `sums`, as P slots hold second copies of at most P - E experts.
+    # `grad` has a row for each slot of this rank. `sums` has a static number of rows, which fits
+    # any placement: P slots hold second copies of at most P - E experts.
     most_copied = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)
     if most_copied == 0:
         return grad, None

@@ -65,7 +65,7 @@ def run(
             _split(routed.topk_weights, num_chunks, size, padding=0),
             routed.distinct,
         )
-    # Matrices that are stored quantized are left out, since they have no gradient.
+    # The arrays that have gradients. Matrices that are stored quantized have none.
     floats = {
         name: array for name, array in experts._asdict().items() if isinstance(array, jax.Array)
     }
@@ -119,6 +119,7 @@ def _all_chunks_bwd(config, where, saved, cotangents):
     def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
         # Returns the sums with this chunk's gradients, and those of its tokens and weights.
         routed, dout = chunk
+        # Biases and adapters.
         others = {name: getattr(experts, name) for name in sums if name not in matrices}
 
         def output(sums_of_matrices: Any, others: Any, *of_tokens: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def choose(
     gathered: jax.Array | None = None,
     softmax: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the ids of each token's k best experts, their weights, [T, k] each, and any softmax.
+    """Returns the ids and weights of each token's k best experts, [T, k], and the softmax or None.
 
     The choice is that of `lax.top_k` of `compared` [T, E], or with `sigmoid` of its sigmoid, plus
     `bias` [E], within the best `groups`. The weights are computed from `gathered` [T, E]. Both
@@ -175,6 +175,7 @@ def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: _Options) ->
         compared = _within_best_groups(_compared(operands, options), groups)
         operands = operands._replace(compared=compared, bias=None)
         options = dataclasses.replace(options, sigmoid=False, groups=None)
+    # The kernel is traced with int32 indices, also under `jax_enable_x64`.
     with jax.enable_x64(False):
         results = kernels.top_k(
             **operands._asdict(),
