@@ -52,7 +52,7 @@ def _dispatch_bwd(config, residuals, cotangents):
     dx = combine_with_vjp(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
-    g_weights, routes = match_varying((g_weights, routes), config.axis_name)
+    g_weights, routes = match_varying((g_weights, routes), config.axis_name)  # as in `match`
     return dx, None, xla.return_weights(g_weights, routes, config)
 
 
@@ -135,7 +135,7 @@ def _combine_bwd(config, residuals, g):
     y, topk_weights = saved
     config = config.of_cotangents
     handle = Handle.of(routes, config)
-    rows: Any = dispatch_like_with_vjp(config, g, routes)
+    rows: Any = dispatch_like_with_vjp(config, g, routes)  # [R, H]: g of each row's token
     rows = rows.astype(jnp.float32)
     weights = choices_to_rows(topk_weights, handle, config.implementation)
     products = jnp.sum(rows * y.astype(jnp.float32), axis=1)  # [R]: the weights' gradient, by row

@@ -72,6 +72,7 @@ class Config:
 
     @property
     def of_cotangents(self) -> Self:
+        """The options of the exchange that sends the cotangents of this one's result."""
         return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 

@@ -33,7 +33,7 @@ _SIZES = (
     *("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts"),
     *("expert_alignment", *_OPTIONAL_SIZES),
 )
-# The operation of the exchange that computes an operation: for those of LOCAL, on one rank.
+# The operation of the exchange that computes another one; it computes those of LOCAL on one rank.
 _COMPUTED_BY = {
     "group_by_expert": "dispatch",
     "sum_by_token": "combine",

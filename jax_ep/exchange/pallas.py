@@ -184,6 +184,7 @@ def _plan(
     of_call = plans.Sizes(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts
     )
+    # The environment may limit the number of thread blocks.
     return make(row, of_call, environment.num_blocks(), **options)
 
 

@@ -205,6 +205,7 @@ def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: C
     config = dataclasses.replace(config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused)
     leaves, tree = jax.tree.flatten(operands)
     leaves = match_varying(leaves, config.axis_name)
+    # Kernels hold addresses of the memory of their GPUs, so other GPUs need another lowering.
     leaves[0] = lowered_anew_for_other_devices(leaves[0])
     types, returned = jax.tree.flatten(results(*jax.tree.unflatten(tree, leaves), config))
     if any(0 in leaf.shape for leaf in leaves):
@@ -213,6 +214,7 @@ def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: C
         # Next to leaves[0], the zeros are cast to vary over the same mesh axes as this operand.
         zeros, _ = match_varying((zeros, leaves[0]))
         return jax.tree.unflatten(returned, zeros)
+    # A parameter must be hashable, and some of `types` are operands, such as the choices.
     static = tuple(_Shape(each.shape, each.dtype) for each in types)
     bind_leaves = functools.partial(primitive.bind, tree=tree, types=static, config=config)
     return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))

@@ -50,7 +50,7 @@ class RowGroups(NamedTuple):
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
     """Returns a capacity that fits any routing: all choices, and the padding of L blocks."""
-    padded_blocks = smaller(num_local_experts, num_choices)
+    padded_blocks = smaller(num_local_experts, num_choices)  # at most so many have rows
     rows = num_choices + padded_blocks * (expert_alignment - 1)
     return -(-rows // expert_alignment) * expert_alignment
 
@@ -134,10 +134,11 @@ def receive_rows(
     """Returns `Routes.rows`, [N, T, K] int32; `capacity` for a row that "fair" drops.
 
     topk_idx and positions, as `count_choices` returns them, are those of all ranks, [N, T, K];
-    recv_counts are [N, L]. `fair_counts` [L] are the rows that "fair" keeps; None for "tail".
+    recv_counts [N, L] counts each rank's choices of each local expert. `fair_counts` [L] are the
+    rows that "fair" keeps; None for "tail".
     """
     num_local_experts = recv_counts.shape[1]
-    placed = fair_counts
+    placed = fair_counts  # [L]: rows of each expert's block, before "tail" drops any
     if placed is None:
         placed = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     starts, _ = block_starts(placed, expert_alignment)
@@ -156,7 +157,7 @@ def receive_rows(
 def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> RowGroups:
-    """Computes the blocks of this rank's receive buffer from recv_counts [N, L] int32."""
+    """Computes this rank's blocks from the ranks' choices of its experts, recv_counts [N, L]."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     starts, sizes = block_starts(counts, expert_alignment)
     if overflow == "fair":

@@ -133,12 +133,14 @@ def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
         return tokens | {"gathered choices": gathered, "routes": sizes.routes()}
     tokens |= {
         "received rows": sizes.quantized_rows(sizes.capacity),
+        # Of each row, its choice; of each choice of all ranks, its row and its number.
         "choice of each row": WORD_BYTES * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
     }
     if operation == "dispatch_like":
         return tokens
     return {
         "gathered choices": WORD_BYTES * sizes.num_ranks * (2 * choices + sizes.num_experts),
+        # `routes.count_choices` pads the choices to chunks of 128.
         "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
         "routes": sizes.routes(),
         **tokens,
@@ -193,9 +195,9 @@ def of_two_levels(
     kernels = kernels and not (sums and ranks_per_host == 1)
     at_once = kernels and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
-    if at_once:
+    if at_once:  # as many as `Rail.rows` returns
         tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
-    of_host = dataclasses.replace(
+    of_host = dataclasses.replace(  # the sizes of the exchange inside a host
         sizes,
         num_tokens=tokens_of_call,
         num_experts=sizes.num_experts // num_hosts,
@@ -291,5 +293,6 @@ def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
     return {
         "choices of the rail": narrow * num_hosts * numbers,
         "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
+        # `routes.count_choices` pads the choices to chunks of 128.
         "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
     }

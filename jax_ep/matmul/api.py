@@ -91,7 +91,7 @@ def grouped_matmul(
             checks.check_not_sharded(name, part)
     lhs = without_gradient("lhs", with_jax_dtype(lhs))
     rhs = without_gradient("rhs", with_jax_dtype(rhs))
-    # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
+    # Without the barrier, XLA evaluates what follows from constant sizes while it compiles, slowly.
     sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
     lhs, rhs, sizes = match_varying((lhs, rhs, sizes))
     rows = matrices = None
@@ -104,6 +104,7 @@ def grouped_matmul(
         empty, _ = match_varying((jnp.zeros((0, rhs.shape[2]), lhs.dtype), lhs))
         return empty
     if rows is not None and matrices is not None:
+        # The kernels contract the last axis of both operands; see `jax_ep.matmul.float8`.
         pair = rows, matrices.transposed
         return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
     lhs = weight_only.dequantized(lhs, lhs.dtype)

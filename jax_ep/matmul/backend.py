@@ -24,7 +24,8 @@ matrix [K, N]. The first num_rows = sum(group_sizes) <= R rows belong to groups.
       gradients of the products and of the weights, where dhidden is the gradient of hidden. Rows
       from num_rows on are undefined.
 
-Sums are float32 (float64 for float64 operands); results have the operands' dtype.
+Sums are float32 (float64 for float64 operands); results have the operands' dtype. `sum_of_products`
+and `gated_product` also take `ChosenGroups` for group_sizes; the results have `output_rows` rows.
 """
 
 from __future__ import annotations
@@ -141,11 +142,13 @@ def product_of_chosen(
 ) -> jax.Array:
     """Computes a product for chosen groups by XLA, which copies the matrices of these groups.
 
-    lhs is [T, K], or [S * height, K] with rows of each group. Returns [S * height, N].
+    lhs is [T, K] for all of S chosen groups, or [S * height, K] with `height` rows for each group.
+    Returns [S * height, N].
     """
     # `table` has a row for each tile, which begins with the tile's group, and one row more.
     matrices = rhs[groups.table[:-1, 0]]
     rows = pad_rows(lhs).reshape(-1, groups.height, lhs.shape[1])
+    # Rows for all groups, padded to one tile of `height` rows, are repeated for each group.
     rows = jnp.broadcast_to(rows, (matrices.shape[0], *rows.shape[1:]))
     dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
     out = lax.dot_general(rows, matrices, dims, preferred_element_type=wide_dtype(lhs.dtype))

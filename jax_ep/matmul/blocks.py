@@ -43,19 +43,19 @@ def product_in_blocks(
     dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
 
     def multiply(out, matrices, first, end):
-        """Multiplies the blocks that begin at rows `first` and stores their rows before `end`."""
+        """Multiplies blocks that begin at rows `first` [B]; stores their rows before `end` [B]."""
         rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
         products = lax.dot_general(
             lhs.at[rows].get(mode="clip"), matrices, dims, preferred_element_type=wide
         )
-        # Each row that is not stored gets its own index past the last row.
+        # Each row that is not stored gets its own index past the last row: indices must be unique.
         unused = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape) + num_rows
         target = jnp.where(rows < end[:, None], rows, unused)
         return out.at[target].set(products.astype(out.dtype), mode="drop", unique_indices=True)
 
     zeros = jnp.zeros((num_rows, width), lhs.dtype)
     starts, ends = row_bounds(group_sizes, num_rows)
-    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))  # a loop needs equal vma
     num_blocks = _num_blocks(starts, ends, height)
     # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
     # groups have a block left, so that copying their matrices costs less.
@@ -95,11 +95,12 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
     zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)
     starts, ends = row_bounds(group_sizes, num_rows)
-    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))
+    zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))  # a loop needs equal vma
     num_blocks = _num_blocks(starts, ends, height)
 
     def some_groups(step, out):
-        # The last step may compute groups again that the step before it has computed.
+        # `group` is the first group of this step. The last step may compute groups again that the
+        # step before it has computed.
         group = jnp.minimum(step * count, num_groups - count)
         first, end, num_rounds = (
             lax.dynamic_slice_in_dim(each, group, count) for each in (starts, ends, num_blocks)
@@ -114,6 +115,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         def add(i, total):
             return total + one_round(i)
 
+        # Round 0 is computed even if no group has a row; it is then zero.
         total = lax.fori_loop(1, jnp.max(num_rounds), add, one_round(0))
         return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), group, 0)
 
@@ -134,7 +136,8 @@ def _height(num_rows: Any, num_groups: int, most: int) -> int:
     """Returns the rows of a block, about `most` at most."""
     if checks.is_symbolic(num_rows):
         return min(_USUAL_HEIGHT, most)
-    # With groups of random sizes, the fewest equal blocks hold the rows of almost every group.
+    # Few groups of random sizes have more than `usual` rows: the mean and 4 standard deviations.
+    # These rows are cut into the fewest equal blocks.
     mean = -(-num_rows // num_groups)
     usual = mean + 4 * math.sqrt(mean)
     height = math.ceil(usual / math.ceil(usual / most))

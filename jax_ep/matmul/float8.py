@@ -177,16 +177,16 @@ def gate_gradient(
 ) -> GateGradient:
     """Computes the gradient of weights[:, None] * gating(*products), and quantizes the results.
 
-    dhidden is [R, F], the two products [R, F] in `FLOAT8_ROWS`, the weights [R]. Results are
-    rounded to dhidden's dtype first. Rows past the last group, and blocks without rows, are
-    undefined.
+    dhidden is [R, F], the two products [R, F] in `FLOAT8_ROWS`, the weights [R]; `blocks` is as in
+    `transpose_rows`. Results are rounded to dhidden's dtype first. Rows past the last group, and
+    blocks without rows, are undefined.
     """
     operands = dhidden, tuple(map(_parts, products)), weights, blocks
     options = dict(gating=gating, implementation=implementation)
     rows, (*turned, hidden), sums = _GATE_GRADIENT(*operands, **options)
     gate, up = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
     dpre = (gate, turned[0]), (up, turned[1])
-    return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))
+    return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))  # `sums`: [R, F / 128]
 
 
 def drhs_of_each(
@@ -249,6 +249,7 @@ def _compute_matrices(matrices, *, implementation, platform):
 
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
     num_rows, width = jax.tree.leaves(rows)[0].shape
+    # No matrix takes part, so only the width must suit the kernels.
     _, has_kernels = _selected(implementation, platform, (width, width), num_rows)
     if has_kernels:
         from pallas_kernels.matmul import quantize as kernels
@@ -377,6 +378,7 @@ def gated_product_by_kernel(
 
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
     dtype, width = dhidden.dtype, dhidden.shape[1]
+    # No matrix takes part, so only the width must suit the kernels.
     _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
     if has_kernels and dtype == jnp.bfloat16:
         from pallas_kernels.matmul import float8_gate_gradient as kernels
@@ -416,7 +418,7 @@ def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, plat
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )
-    # Each group has whole blocks of rows here, padded with zeros.
+    # A group has group_blocks[:, 1] whole blocks of rows here, padded with zeros.
     results = backend.drhs_of_each(rows, of_grads, group_blocks[:, 1] * BLOCK)
     return added(sums, [rounded(result, dtype).astype(dtype) for result in results])
 

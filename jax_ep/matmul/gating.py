@@ -36,14 +36,15 @@ def hidden_values(
     pre: Sequence[jax.Array],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `unit` of pre-activations [R, N], plus biases [R, N] or None, in float32 or wider.
+    """Applies `unit` to pre-activations [R, N] plus biases [R, N] or None, in float32 or wider.
 
     Multiplies each row by its weight, if given, and rounds to the dtype of `pre`.
     """
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]
-    for i, bias in enumerate(biases[: len(wide)]):  # `pre` may have one array, with two biases
+    # Callers may pass both of an expert's biases, also for a `unit` of one array.
+    for i, bias in enumerate(biases[: len(wide)]):
         if bias is not None:
             wide[i] += bias.astype(dtype)
     hidden = unit(*wide)

@@ -24,7 +24,7 @@ def product_in_loops(
 ) -> jax.Array:
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     tile = min(_PRODUCT_TILE, lhs.shape[0])
-    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])
+    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])  # no more rows than lhs has
     tiles = (group_sizes + (tile - 1)) // tile
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
@@ -46,14 +46,14 @@ def product_in_loops(
         return lax.fori_loop(0, tiles[group], one_tile, out)
 
     zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
-    zeros, ends, _ = match_varying((zeros, ends, lhs))
+    zeros, ends, _ = match_varying((zeros, ends, lhs))  # a loop needs equal vma
     return lax.fori_loop(0, rhs.shape[0], one_group, zeros)
 
 
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tile = min(_DRHS_TILE, lhs.shape[0])
     dtype = wide_dtype(lhs.dtype)
-    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])
+    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])  # no more rows than lhs has
     tiles = (group_sizes + (tile - 1)) // tile
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
 
@@ -69,7 +69,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
 
     zeros = jnp.zeros((group_sizes.shape[0], lhs.shape[1], grad.shape[1]), lhs.dtype)
-    zeros, ends, _ = match_varying((zeros, ends, lhs))
+    zeros, ends, _ = match_varying((zeros, ends, lhs))  # a loop needs equal vma
     return lax.fori_loop(0, group_sizes.shape[0], one_group, zeros)
 
 

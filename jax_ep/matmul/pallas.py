@@ -1,6 +1,7 @@
 """Implements the backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels are imported when the first program that uses them is lowered.
+The kernels are imported when the first program that uses them is lowered. The functions follow the
+contract in `jax_ep.matmul.backend`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _platform_reason(platform: str | None) -> str | None:
 
 
 def in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a function that traces a kernel with int32 indices, also under `jax_enable_x64`."""
+    """Decorates a function that traces a kernel: indices are int32 also under `jax_enable_x64`."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -242,6 +243,7 @@ def product_tiles(
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)  # that a tile may have
+    # Without `setmaxnreg`, 208 or 256 rows leave no room for a loader.
     if not REGISTERS_MOVE:
         heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
     block_n = 128
@@ -267,7 +269,7 @@ def gated_tiles(
 
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
-    few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
+    few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
@@ -278,6 +280,7 @@ def gated_tiles(
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
         block_n = 64
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
+        # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
         heights, block_n = _BESIDE_LOADER, 64
     band_columns = band(num_cols, block_n, most=8)
     return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
@@ -289,6 +292,7 @@ def chosen_tiles(
     """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    # `table` has a row for each chosen group, and one more.
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile.
     block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128

@@ -84,8 +84,8 @@ def define(
     It computes `compute(*operands, platform=..., **params)`, a pytree of the shapes and dtypes that
     `results(*operands, **params)` has. Its keyword-only arguments are `platform` and `params`.
     Further parameters of the primitive are `tree`, the structure of the operands, and `types`,
-    those of the results. `jax.vmap` runs it element after element. `unused` is that of
-    `define_primitive`, without `types`.
+    those of the results. `jax.vmap` runs it element after element. `unused` is a rule as for
+    `define_primitive`, which need not reduce the parameter `types`.
     """
     # Jitted, so that a program with many matmuls of one shape traces each kernel only once.
     arguments = inspect.signature(compute).parameters.values()
@@ -112,7 +112,7 @@ def define(
 
     def without_unused(used, params):
         assert unused is not None
-        reduced, kept, operands = unused(used, params)
+        reduced, kept, operands = unused(used, params)  # `kept` and `operands` are indices
         types = tuple(params["types"][i] for i in kept)
         return reduced | {"types": types}, kept, operands
 
@@ -128,7 +128,7 @@ def define(
 
     def apply(*operands: Any, **params: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        types, returned = jax.tree.flatten(results(*operands, **params))
+        types, returned = jax.tree.flatten(results(*operands, **params))  # `returned`: their tree
         params |= {"tree": tree, "types": tuple(types)}
         bind_leaves = functools.partial(primitive.bind, **params)
         found = replicated_over_explicit_axes(bind_leaves, *leaves)

@@ -59,7 +59,7 @@ def gated_product_of_arrays(
     zero_unused: bool = True,
     biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Computes hidden = gating(lhs @ rhs[0], lhs @ rhs[1]) and, with `keep`, the products."""
+    """Returns (hidden,), or with `keep` (hidden, product, product); see `jax_ep.matmul.backend`."""
     return _GATED(
         lhs,
         rhs,
@@ -68,7 +68,7 @@ def gated_product_of_arrays(
         gating=gating,
         keep=keep,
         implementation=implementation,
-        zero_unused=zero_unused or jax_compat.looks_for_nans(),
+        zero_unused=zero_unused or jax_compat.looks_for_nans(),  # as in `sum_of_products`
     )
 
 
@@ -143,7 +143,7 @@ def _gated_product_fwd(
 
 def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     lhs, rhs, group_sizes, biases, products = saved
-    dhidden, *dkept = grads  # `dkept`: with `keep`, of the two products
+    dhidden, *dkept = grads  # `dkept`: with `keep`, the cotangents of the two products
 
     def hidden(products, biases):
         return gated(gating, *products, biases=biases, groups=group_sizes)
@@ -210,6 +210,7 @@ def _compute_drhs(lhs, grads, sums, group_sizes, *, implementation, platform):
 def _compute_gate_gradient(
     dhidden, products, weights, group_sizes, *, gating, implementation, platform
 ):
+    # No matrix takes part, so only the width must suit the kernels.
     width = dhidden.shape[1]
     backend = select(implementation, platform, (width, width), dhidden.dtype, dhidden.shape[0])
     return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)

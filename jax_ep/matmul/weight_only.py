@@ -66,10 +66,10 @@ def product_of_stored(
 ) -> tuple[jax.Array, ...]:
     """Computes gating(rows @ matrices[0][group] + biases[0][group], ...) for each row's group.
 
-    Rows are [R, K] in group order. For S chosen groups, they are [T, K] for all of them with T
-    `num_rows`, or [S * height, K], where a group's T rows begin at s * height. Products are rounded
-    to the dtype of rows before biases [L, N] are added. Without `zero_unused`, rows of no group are
-    undefined. With `keep`, the products follow in the result.
+    Rows are [R, K] in group order. For S chosen groups, they are T = `num_rows` rows [T, K], which
+    all groups multiply, or [S * height, K], with T rows of group s from row s * height on. Products
+    are rounded to the dtype of rows before biases [L, N] are added. Without `zero_unused`, rows of
+    no group are undefined. With `keep`, the products follow in the result.
     """
     # JAX would report NaNs in rows that are undefined.
     zero_unused = zero_unused or looks_for_nans()
@@ -222,6 +222,7 @@ def _operand(
     """Returns stored or dequantized matrices, whether they are transposes, and their groups."""
     if _is_read_as_stored(backend, rows, matrices):
         return Scaled(matrices.values, matrices.scales), True, groups
+    # `table` has a row for each of the S chosen groups, and one more.
     if isinstance(groups, ChosenGroups) and len(groups.table) - 1 < matrices.shape[0]:
         indices, groups = of_gathered(groups)
         matrices = jax.tree.map(lambda part: part[indices], matrices)
