@@ -81,6 +81,7 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         # The gradient does not need `largest`, from which only the booleans `near` follow.
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
+        # The larger magnitude: no remaining logit is above `largest`, even if that is negative.
         size = jnp.maximum(jnp.abs(logits), largest)
         # Where `size` is 0, divides by 1 instead, which changes no result: either the logit is the
         # largest remaining one and the dividend is 0, or its expert is already chosen, so that

@@ -123,13 +123,10 @@ def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
     """Sends x [T, H] to the ranks that own an expert of the token: [N, T, H], zeros for others."""
-    num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
-    num_local_experts = num_experts // all_topk_idx.shape[0]
+    num_local_experts = config.num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    # Ids outside [0, E) are excluded separately, since `local` may overflow to a local expert's id.
-    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)
-    here &= (local >= 0) & (local < num_local_experts)
+    here = (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(pack(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
     received = unpack(sent, x, config.wire)

@@ -226,7 +226,8 @@ def gather(
 ) -> jax.Array:
     """Gathers the parameter `name` along its FSDP axes from shards, cast to `dtype` if given.
 
-    With `zeros`, for matrices of which matmuls read float8 copies, the result is zeros.
+    With `zeros`, a parameter with FSDP axes becomes zeros: matmuls read its float8 copy, and the
+    array only takes the gradient back to the shards.
     """
     dims = _dims(name, where)
     dtype = part.dtype if dtype is None else jnp.dtype(dtype)

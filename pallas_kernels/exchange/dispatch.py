@@ -382,9 +382,10 @@ class _Dispatch(_Kernel):
     def scratch(self) -> fb.Scratch:
         return fb.Scratch(
             **vars(super().scratch()),
-            # For each expert of all ranks, the next free row in the receive buffer of the expert's
-            # rank. `take_rows` looks up a row for every choice. For a choice whose id names no
-            # expert it uses the extra entry at `count_width`, and the result is ignored.
+            # For each expert of all ranks, how often the tokens of earlier blocks choose it. After
+            # `find_groups`, the next free row in the receive buffer of the expert's rank.
+            # `take_rows` looks up a row for every choice. For a choice whose id names no expert it
+            # uses the extra entry at `count_width`, and the result is ignored.
             next_rows=plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32),
             counted=plgpu.Barrier(num_arrivals=_COUNTERS),
             # The receiver has called `fabric.connect`, so the sender may write to peers.

@@ -119,6 +119,7 @@ class _Combine:
             empty=plgpu.Barrier(num_barriers=(stages,), num_arrivals=plan.warpgroups),
             # The scout has filled `places`, `choices` and `num_rows`.
             listed=plgpu.Barrier(),
+            # All warpgroups of the block have stored their part of `weights`.
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
             # The routing weights of the block's pairs.
             weights=weights if self.weighted else None,
