@@ -335,7 +335,10 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
 
 @in_32_bits
 def gradient_as_elementwise(gating: Gating) -> Any:
-    """Returns the gradient of `gating` for kernels; None if they cannot emit an operation."""
+    """Returns the gradient of `gating` for kernels; None if they cannot emit an operation.
+
+    It takes (gate, up, dhidden) and returns (hidden, dgate, dup), each element from one of each.
+    """
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of
 

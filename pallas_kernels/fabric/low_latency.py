@@ -170,6 +170,7 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
+        """Delays this rank if a test has set a delay; see `Fabric.delay_point`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:

@@ -546,7 +546,7 @@ class _Operand:
     def multiply(
         self,
         decoded: tuple[list[list[Value]], list[Value]],
-        rows: Sequence[Value],
+        row_words: Sequence[Value],
         scales_of_rows: Sequence[Value],
         first: int,
     ) -> None:
@@ -556,7 +556,7 @@ class _Operand:
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
             four = [left[i], right[i], left[i + 1], right[i + 1]]
-            sums = tensor_cores.add_warp_product(four, rows[i : i + 2], sums, jnp.float16)
+            sums = tensor_cores.add_warp_product(four, row_words[i : i + 2], sums, jnp.float16)
         for row, of_row in enumerate(scales_of_rows):
             if not self.job.is_float8:
                 of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
