@@ -48,7 +48,7 @@ from jax_ep.exchange.rail import Rail
 from jax_ep.exchange.two_level import TwoLevel
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
-from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.exchange.plan import Plan, ReceiveBuffer
 
 WIRE = jnp.float8_e4m3fn
 
@@ -396,8 +396,8 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
         topk_idx = on_rails(problem.topk_idx, source) - experts.start
         rows, counts = routes(source)
         tokens = run(
-            dispatch_kernel.dispatch_like, x, rows, counts, capacity=13, into=tokens,
-            expert_alignment=problem.alignment,
+            dispatch_kernel.dispatch_like, x, rows, counts, into=tokens,
+            buffer=ReceiveBuffer(13, problem.alignment),
         )  # fmt: skip
         found = run(combine_kernel.combine, y, weights, topk_idx, rows, num_experts=4)
         assert_equal(found, on_rails(sums, source), "sums")
