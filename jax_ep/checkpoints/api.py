@@ -182,6 +182,7 @@ class PlannedLoad:
     block: Block
     config: MoEConfig
     arrays: dict[str, PlannedArray]
+    mesh: Mesh | None  # over which the arrays are split: config.mesh, or the ambient one
 
     def check_call(self) -> None:
         """Traces a call of the layer, so that an unsupported one raises before loading."""
@@ -200,8 +201,7 @@ class PlannedLoad:
         placement = None
         if config.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
-            split_over = ambient_mesh() if config.mesh is None else config.mesh
-            ranks = {} if split_over is None else split_over.shape
+            ranks = {} if self.mesh is None else self.mesh.shape
             along = (ranks.get(axis, 1) for axis in as_axes(config.expert_axis))
             placement = Placement.in_order(**sizes, num_ranks=math.prod(along))[0]
         # `config` may name implementations of another machine, so the call is traced with "xla",
@@ -254,7 +254,7 @@ def plan_load(
             formats.get(name),
         )
         _check_blocks(name, arrays[name])
-    return PlannedLoad(block, config, arrays)
+    return PlannedLoad(block, config, arrays, mesh)
 
 
 def load_moe(

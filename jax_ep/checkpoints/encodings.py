@@ -496,15 +496,16 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
     names = name + SCALE_SUFFIX, name + "_scale", module + "scale", module + "qscale_weight"
-    scales = [scale for scale in names if scale in directory.files and scale != name]
-    if scales and _numbers_per_value(dtype, directory.entry(scales[0]).dtype):
-        # `Float8` can also write, but takes only scales "_scale_inv" that are not exponents.
-        are_exponents = directory.entry(scales[0]).dtype == np.uint8
-        if dtype == _FLOAT8 and scales[0] == name + SCALE_SUFFIX and not are_exponents:
-            return Float8(directory, name, quantization.block, quantization.power_of_two)
-        return Scaled(directory, name, scales[0])
+    beside = ""
+    if scales := next((scale for scale in names if scale in directory.files), None):
+        scale_dtype = directory.entry(scales).dtype
+        if _numbers_per_value(dtype, scale_dtype):
+            # `Float8` can also write, but takes only scales "_scale_inv" that are not exponents.
+            if dtype == _FLOAT8 and scales == name + SCALE_SUFFIX and scale_dtype != np.uint8:
+                return Float8(directory, name, quantization.block, quantization.power_of_two)
+            return Scaled(directory, name, scales)
+        beside = f" with {scales} of {scale_dtype}"
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        beside = f" with {scales[0]} of {directory.entry(scales[0]).dtype}" if scales else ""
         raise ValueError(
             f"{values} in {directory.path / directory.files[values]} must be of a floating dtype, "
             f"or float8_e4m3fn with {name}{SCALE_SUFFIX} or {name}_scale, or MXFP4 in tensors "

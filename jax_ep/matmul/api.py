@@ -94,18 +94,18 @@ def grouped_matmul(
     # Without the barrier, XLA evaluates what follows from constant sizes while it compiles, slowly.
     sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
     lhs, rhs, sizes = match_varying((lhs, rhs, sizes))
-    rows = matrices = None
+    pair = None
     if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
         rows, matrices = float8.rows_as_operand(lhs), float8.matrices_as_operands(rhs)
-    is_float8 = rows is not None and matrices is not None
-    check_implementation(implementation, rhs, matmul_dtype=float8.DTYPE if is_float8 else None)
+        if rows is not None and matrices is not None:
+            # The kernels contract the last axis of both operands; see `jax_ep.matmul.float8`.
+            pair = rows, matrices.transposed
+    check_implementation(implementation, rhs, matmul_dtype=float8.DTYPE if pair else None)
     if lhs.shape[0] == 0:
         # Like every other product, it must vary (vma) over the mesh axes over which lhs varies.
         empty, _ = match_varying((jnp.zeros((0, rhs.shape[2]), lhs.dtype), lhs))
         return empty
-    if rows is not None and matrices is not None:
-        # The kernels contract the last axis of both operands; see `jax_ep.matmul.float8`.
-        pair = rows, matrices.transposed
+    if pair:
         return float8.product_of_float8([pair], sizes, lhs.dtype, implementation)
     lhs = weight_only.dequantized(lhs, lhs.dtype)
     if isinstance(rhs, QuantizedArray):

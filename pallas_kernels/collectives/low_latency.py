@@ -2,9 +2,9 @@
 
 They return the bits of the kernels in `with_signals`. A receiver polls the payload itself (see
 `fabric.low_latency`), which is faster for small payloads. What is moved and not summed is sent
-`exact`, so that NaNs keep their bits. `mesh_index` is [1] int32, the row-major
-index of this GPU in the mesh. S, the number of elements of an input or of a shard, is a whole
-number of 16-byte vectors and at least one tile.
+`exact`, so that NaNs keep their bits. `mesh_index` is [1] int32, the row-major index of this GPU in
+the mesh. S, the number of elements of an input or of a shard, is a whole number of 16-byte vectors
+and at least one tile.
 """
 
 from __future__ import annotations
