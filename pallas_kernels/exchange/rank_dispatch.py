@@ -204,10 +204,7 @@ class _Routes:
         lists: list[List] = []
         for rank in ranks:
             local_ids = [expert - rank * per_rank for expert in experts]
-            is_local = [
-                (expert >= 0) & (expert < kernel.num_experts) & (i >= 0) & (i < per_rank)
-                for expert, i in zip(experts, local_ids, strict=True)
-            ]
+            is_local = [(i >= 0) & (i < per_rank) for i in local_ids]
             ids = [jnp.where(ok, i, fb.NOWHERE) for ok, i in zip(is_local, local_ids, strict=True)]
             # Without weights, `weights` is empty.
             bits = [jnp.where(ok, w, 0) for ok, w in zip(is_local, weights, strict=False)]
