@@ -191,7 +191,9 @@ def test_bfloat16_compute_with_float32_parameters():
     (_, (want, want_metrics)), want_grads = unsharded()
     assert_close(metrics, want_metrics)
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
-    assert_close(grads, want_grads, rtol=0.1, atol=0.02)
+    # Rounding to bfloat16 changes an operand by up to 2^-9 of it; five such changes add up to 1%.
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert np.linalg.norm(got - wanted) <= 0.01 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow
