@@ -451,6 +451,8 @@ def lower_for_cuda(apply, shape, dtype) -> str:
 def test_payloads_that_the_kernels_cannot_sum_are_refused():
     with pytest.raises(ValueError, match="x is float8_e4m3fn, not one of bfloat16"):
         lower_for_cuda(function("all_reduce", "one_shot"), (4, 8), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match='"ll" cannot run here: x is float8_e4m3fn, not one of'):
+        lower_for_cuda(function("all_gather", "ll"), (4, 8), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"x is empty, its shape is \(2, 0\)"):
         lower_for_cuda(function("reduce_scatter", "direct"), (4, 0), jnp.float32)
     with pytest.raises(ValueError, match="supports rows of at most 16384 elements, not 20000"):

@@ -27,12 +27,7 @@ import numpy as np
 
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.fabric import elementwise, float8
-from pallas_kernels.matmul import (
-    float8_gate_gradient,
-    gate_gradient,
-    quantize,
-    quantized_tiles,
-)
+from pallas_kernels.matmul import float8_gate_gradient, gate_gradient, quantize, quantized_tiles
 from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.routing import logits, top_k
 
