@@ -50,7 +50,7 @@ def run(args: Args) -> int:
             raise Error(f"--{name} must be above 0, but is 0")
     check_wire_dtype(args.wire_dtype, args.hidden)
     rows = [row for hosts in args.hosts for row in estimate(args, hosts)]
-    report.save_json(args.json, report.record(rows=rows))
+    report.save_json(args.json, {"rows": rows})
     columns = (
         Column("hosts", "hosts"),
         Column("ranks", "ranks"),

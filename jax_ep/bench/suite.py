@@ -51,7 +51,7 @@ def run(args: Args) -> int:
         found = run_step(command, _STEP_SECONDS)
         print(found["output"], end="", flush=True)
         steps.append({"step": name} | found)
-        report.save_json(args.json, report.record(steps=steps))
+        report.save_json(args.json, {"steps": steps})
     columns = report.text("step"), report.text("ended"), Column("seconds", "seconds", "{:.0f}")
     print("\n".join(["", *report.table(columns, steps)]))
     return 0 if all(step["ended"] == "ok" for step in steps) else 1
