@@ -7,9 +7,10 @@
 
 `jax_ep.quantize` stores an array in a format, and returns a `jax_ep.QuantizedArray`. `Float8.of`
 makes formats of other blocks, scales and float8 dtypes; `Transposed.of` makes a format that stores
-the transpose of each matrix. NaN and infinities become NaN in every format. docs/api/formats.md has
-the scales' formulas, the bounds of errors, and where platforms give other bits.
+the transpose of each matrix. NaN and infinities become NaN in every format.
 """
+
+# docs/api/formats.md has the scales' formulas, bounds of errors, and where platforms' bits differ.
 
 from jax_ep.formats.quantized_array import QuantizedArray as QuantizedArray
 from jax_ep.formats.quantized_array import Transposed as Transposed
