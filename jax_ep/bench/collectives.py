@@ -1,12 +1,4 @@
-"""`python -m jax_ep bench collectives`: times every algorithm of this library's collectives.
-
-"MB" is the size of the whole array in 10^6 bytes, "vs xla" the speed-up over the function of
-`jax.lax`, and "chosen" whether the library selects the algorithm. `--write_table` writes the
-fastest algorithms to a file like `jax_ep/collectives/table.json`, by which the library selects.
-
-The command turns off NCCL's use of NVLink multicast, which many hosts lack, unless NCCL_NVLS_ENABLE
-is set.
-"""
+"""`python -m jax_ep bench collectives`: times every algorithm of this library's collectives."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding.
-
-Each iteration of the timed loop stands for one decoding step of a model without its attention,
-embeddings and logits: each layer computes x + moe(normalize(x)), with arrays of its own.
-
-"Floor us" is the time in which a plain copy reads what any implementation must: in each layer the
-router's gate and the matrices of the experts that the batch chose, on the rank with the most such
-experts.
-"""
+"""`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""`python -m jax_ep bench`: times dispatch and combine, compared with XLA's collectives.
-
-"Wire GB/s" are the bytes of the rows that the implementation sends to other ranks, divided by the
-time: one row for each (token, other rank with an expert of the token), or all tokens to all ranks
-by XLA's collectives. GB is 10^9 bytes. "Floor us" is the time that no implementation can beat on
-this machine: the rows that must cross at the bandwidth of a copy between two GPUs ("link"), or
-operands and results at that of a copy in memory ("memory"), whichever takes longer.
-"""
+"""`python -m jax_ep bench`: times dispatch and combine, compared with XLA's collectives."""
 
 from __future__ import annotations
 

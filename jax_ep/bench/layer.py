@@ -1,16 +1,4 @@
-"""`python -m jax_ep bench layer`: times the whole MoE layer, compared with XLA's exchange.
-
-A layer is router, dispatch, experts and combine, either forward alone or with the gradients of x
-and the parameters. All layers of a shape have the same parameters, tokens and receive buffer; with
---token_chunks it is that of a chunk.
-
-Throughputs and speed-ups follow from wall times. FLOP/s count the experts' matmuls of routed rows,
-6 H F for a row and three times as many with gradients, but not what a backward pass computes again.
-"Matmul us" and "exchange us" are device times, means over ranks; the exchange includes waits for
-peers. "If hidden us" is the device time of a layer in which the shorter of the two is hidden behind
-the other. "Peak MiB" is the memory that one call of the layer holds on a device, according to XLA:
-arguments, results and temporaries; "temp MiB" is the temporaries alone.
-"""
+"""`python -m jax_ep bench layer`: times the whole MoE layer, compared with XLA's exchange."""
 
 from __future__ import annotations
 

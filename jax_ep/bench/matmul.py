@@ -1,14 +1,4 @@
-"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
-
-The operations are the product of rows and their groups' matrices, the gated product
-silu(x @ gate) * (x @ up), the product's gradients with respect to the rows (dlhs) and to the
-matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. "Of dense" is
-a program's rate divided by that of the dense matmul in the same dtype, the median over rounds of
-one loop of each program. TFLOP/s count only rows that are in a group.
-
-Float8 operands are quantized before the loop. "Vs plain" is the rate of a float8 program divided by
-that of the same implementation in bfloat16.
-"""
+"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Runs a bench command: measures all its programs, and prints, saves and plots the results.
 
-A command is a `Bench`. Each program gives one row of results: a dict with its times, or with its
-error. The programs of a case are compiled in parallel, then checked and timed one at a time.
+A command is a `Bench`; docs/api/command_line.md says what the columns of its table mean. Each
+program gives one row of results: a dict with its times, or with its error. The programs of a case
+are compiled in parallel, then checked and timed one at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`python -m jax_ep bench all`: runs the benchmarks of exchange, layer, matmul and collectives.
-
-Each runs in its own process with its own timeout, so that the others run even if one hangs. Their
-results are written to the file of `--json` as soon as each has ended.
-"""
+"""`python -m jax_ep bench all`: runs the benchmarks of exchange, layer, matmul and collectives."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""`python -m jax_ep bench train`: times a training step of a whole model and of its parts.
-
-The step is that of `examples/train_qwen3_moe.py`, with gradients of one batch of random tokens and
-AdamW. The widths are those of the published model; the numbers of layers, experts and vocabulary
-entries, which the command prints, fit on one GPU. All ranks are along the expert axis. With --fsdp,
-each group of so many ranks shares the same experts, and every matrix is split over the group. The
-learning rate is so small that routing stays that of random weights.
-
-TFLOP/s follow from `DecoderConfig.training_flops_per_token`. "Of peak" divides by the GPU's dense
-bfloat16 peak, even for float8. "Peak GiB" is the memory that the program holds on a device,
-according to XLA.
-
-The times of the step's parts, such as attention and experts, are device times, means over ranks, of
-a program that is compiled without CUDA graphs, in which kernels lose the names of their operations.
-Collectives count as far as nothing runs beside them. "Idle" is the step's time minus the sum of the
-parts.
-"""
+"""`python -m jax_ep bench train`: times a training step of a whole model and of its parts."""
 
 from __future__ import annotations
 

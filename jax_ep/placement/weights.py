@@ -190,8 +190,7 @@ def redistribute(
     leaves: list[jax.Array] = []  # of experts
     _map_experts(leaves.append, tree, shape, size_name="P")
     for leaf in leaves:  # before any of them is donated
-        bits = jax.dtypes.itemsize_bits(leaf.dtype)
-        if bits < 8 or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
                 "tree must have leaves of experts whose dtype is bool or a real dtype of 8 bits or "
                 f"more, but one of shape {np.shape(leaf)} has dtype {leaf.dtype}."
@@ -235,6 +234,14 @@ def _move(
     kind: str | None = getattr(given, "memory_kind", None)
     final = given if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
     return jax.device_put(moved, final)
+
+
+def _is_of_whole_bytes(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
