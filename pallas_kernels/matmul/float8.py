@@ -19,7 +19,8 @@ are adjacent columns of one matrix; in `float8_gated_matmul` they are the same c
 matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
 of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
 tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
-of one half, whose totals and accumulators leave a loader its third of the registers.
+of one half, whose totals and accumulators leave a loader its third of the registers. A gated tile
+is then computed in two *passes* over K, each for 64 columns of both matrices.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
@@ -54,6 +55,7 @@ from pallas_kernels.matmul.kernel import (
     Kernel,
     aligned,
     launch,
+    quotient_and_rest,
     swizzled,
     zeros,
 )
@@ -82,6 +84,8 @@ class Float8Tiles:
     band: int = 8
     # Columns of an output tile: 128 of each matrix, or 256 of one matrix.
     block_n: int = BLOCK
+    # How often a tile's steps run over K, each time for another part of its columns.
+    passes: int = 1
 
     @classmethod
     def of(cls, num_matrices: int, narrow_stages: int = 4) -> Float8Tiles:
@@ -89,10 +93,10 @@ class Float8Tiles:
 
         `narrow_stages` are those of tiles of one half.
         """
-        if REGISTERS_MOVE or num_matrices == HALVES:
+        if REGISTERS_MOVE:
             return cls(block_n=HALVES * BLOCK // num_matrices)
         # Totals of two halves would leave no registers for a loader.
-        return cls(num_stages=narrow_stages, band=16)
+        return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
 
 
 def float8_matmul(
@@ -234,15 +238,29 @@ class Float8Kernel(Kernel):
     @property
     def halves(self) -> int:
         """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
-        return self.num_matrices * self.tiles.block_n // BLOCK
+        return self.num_matrices * self.step_columns // BLOCK
+
+    @property
+    def step_columns(self) -> int:
+        """The number of columns of each right operand that a step multiplies by."""
+        return self.tiles.block_n // self.tiles.passes
+
+    @property
+    def num_scales(self) -> int:
+        """The number of scales of blocks of the right operands in a step."""
+        return max(self.halves, self.num_matrices)
 
     @property
     def fits_beside_loader(self) -> bool:
         return self.halves == 1
 
     @property
-    def steps(self) -> int:
+    def steps_of_pass(self) -> int:
         return sum(self.depths) // BLOCK
+
+    @property
+    def steps(self) -> int:
+        return self.tiles.passes * self.steps_of_pass
 
     @property
     def chunk(self) -> int:
@@ -258,7 +276,7 @@ class Float8Kernel(Kernel):
             right=plgpu.SMEM(
                 (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
             ),
-            block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
+            block_scales=plgpu.SMEM((stages, self.num_scales), jnp.float32),
             # The rows that a computer is storing; see `store_rows_through`.
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
@@ -324,7 +342,8 @@ class Float8Kernel(Kernel):
 
     def columns_of(self, left_edge: Any) -> Any:
         """Returns the range of columns of each right operand that a step multiplies by."""
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), self.tiles.block_n)
+        columns = self.step_columns
+        return pl.ds(pl.multiple_of(left_edge, min(columns, BLOCK)), columns)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -354,7 +373,7 @@ class Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = self.tiles.block_n
+        width = self.step_columns
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -381,17 +400,17 @@ class Float8Kernel(Kernel):
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(i, carry):
+        def step(n, carry):
             totals, feed = carry
-            stage = lax.rem(used + i, num_stages)
+            stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + half, self.halves - 1)]
-                for half in range(self.halves)
+                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
+                for i in range(self.num_scales)
             ]
             totals = tensor_cores.add_float8_products(
                 totals,
@@ -405,7 +424,7 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + i, feed)
+            return totals, computer.feeder.follow(used + n, feed)
 
         return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 
@@ -448,8 +467,14 @@ class _RowLoader:
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
+    def _pass_of(self, step: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns the pass that step number `step` of a tile is in, and its number in that pass."""
+        if self.kernel.tiles.passes == 1:
+            return 0, step
+        return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_pass))
+
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a tile."""
+        """Returns body(operands of a pair, the pair's step), for step number `step` of a pass."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.
@@ -473,12 +498,14 @@ class _RowLoader:
 
             return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
 
-        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
+        _, step = self._pass_of(jnp.minimum(step, self.kernel.steps - 1))
+        return self._of_pair(step, read)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        columns = self.kernel.columns_of(left_edge)
+        part, step = self._pass_of(step)
+        columns = self.kernel.columns_of(left_edge + part * self.kernel.step_columns)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -564,15 +591,44 @@ class _GatedProduct(Float8Kernel):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
+    def scratch_types(self) -> dict[str, Any]:
+        types = super().scratch_types()
+        if self.tiles.passes > 1:
+            shape = COMPUTERS, HALVES, ROWS, self.step_columns
+            types["first_pass"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(jnp.float32))
+        return types
+
+    def multiply(
+        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
+    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
+        """Multiplies 64 rows by both matrices; returns their products in parts, and the feed.
+
+        For the columns of each pass there is a function, which returns those of the product with
+        matrix 0 or 1, [64, columns] float32.
+        """
+        steps = self.steps_of_pass
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
+        if self.tiles.passes == 1:
+            return [lambda i: totals[i]], feed
+        # A total has 64 columns of each product. Those of the first pass wait in shared memory.
+        first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
+        own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
+        for i in range(HALVES):
+            first_pass[i] = totals[0][:, own[i]]
+        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
+
+        def load(i: int) -> jax.Array:
+            return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
+
+        return [load, lambda i: second[:, own[i]]], feed
+
     def compute_tile(self, computer, tile, used, feed):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
-            products, feed = self.accumulate_halves(
-                computer, used, feed, row, 0, HALVES, self.steps
-            )
+            parts, feed = self.multiply(computer, used, feed, row)
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -586,15 +642,39 @@ class _GatedProduct(Float8Kernel):
                 of_scales = target._replace(left=block)
                 register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
-            store(self.gating(*products), index=0)
+            def store_product(i):
+                store(side_by_side([part(i) for part in parts]), index=1 + i)
+
+            # After two passes, registers are fewest if one product is stored before the gated one,
+            # and if the last pass is gated first, because it is in registers.
+            num_before = int(self.keep and self.tiles.passes > 1)
+            for i in range(num_before):
+                store_product(i)
+            hidden = [self.gating(part(0), part(1)) for part in reversed(parts)]
+            store(side_by_side(hidden[::-1]), index=0)
             if self.keep:
-                for i, rows in enumerate(products):
-                    store(rows, index=1 + i)
+                for i in range(num_before, HALVES):
+                    store_product(i)
             return feed
 
         # A short tile has no rows for the second warpgroup.
         feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
         return used + self.steps, feed
+
+
+def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
+    """Joins parts, [64, n] float32 each, to [64, n * parts]."""
+    if len(parts) == 1:
+        return parts[0]
+    shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
+
+    def emit(*arrays: mosaic.Array) -> mosaic.Array:
+        # A thread's registers are in the order of columns.
+        registers = [register for array in arrays for register in mosaic.registers(array)]
+        return mosaic.tensor_core_array(registers, shape, mosaic.float_type())
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    return mosaic.inline(emit, [(part, layout) for part in parts], result)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
