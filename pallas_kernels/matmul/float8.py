@@ -11,8 +11,7 @@ matrices `rhs`, for two halves of a tile of the output `out`:
   lhs [R, K]                  rhs [L, N, K]                     out [R, N]
   128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-Operands are copied to a ring of stages in shared memory, by a loader warpgroup or, without one, by
-compute warpgroup 0, which then carries the next step to copy, the `Feed` (`operand_ring`). Two
+A loader warpgroup copies operands to a ring of stages in shared memory (`operand_ring`). Two
 compute warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the
 two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves
 are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
@@ -59,7 +58,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
+from pallas_kernels.matmul.operand_ring import Feeder, Loader
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -215,7 +214,6 @@ class Computer(NamedTuple):
     """A compute warpgroup, and what it works with."""
 
     number: jax.Array
-    feeder: Feeder
     outs: Sequence[Any]
     scratch: dict[str, Any]
 
@@ -252,7 +250,7 @@ class Float8Kernel(Kernel):
 
     @property
     def fits_beside_loader(self) -> bool:
-        return self.halves == 1
+        return True  # with the tiles of `Float8Tiles.of`
 
     @property
     def steps_of_pass(self) -> int:
@@ -310,22 +308,20 @@ class Float8Kernel(Kernel):
         outs: Any,
         scratch: Any,
         used_rows: jax.Array | int = 0,
-        may_be_empty: bool = False,
     ) -> None:
         """Computes and stores this block's output tiles, of `total`."""
         # `look_up(index)` returns what `compute_tile` takes as `tile`: here, its `Position`.
-        # `used_rows` is for `finish`; `may_be_empty` is whether a tile may have no steps.
+        # `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
-        feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
+        feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
 
         def compute(number):
-            computer = Computer(number, feeder, outs, scratch)
+            computer = Computer(number, outs, scratch)
 
-            def one_tile(tile, _, carry):
-                return self.compute_tile(computer, tile, *carry)
+            def one_tile(tile, _, used):
+                return self.compute_tile(computer, tile, used)
 
-            used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
-            feeder.finish(used)
+            tiles.walk(look_up, one_tile, jnp.int32(0))
             self.finish(computer, used_rows)
 
         self.take_roles(feeder.run, compute)
@@ -333,11 +329,9 @@ class Float8Kernel(Kernel):
     def finish(self, computer: Computer, used_rows: Any) -> None:
         """Runs in each compute warpgroup after its last output tile."""
 
-    def compute_tile(
-        self, computer: Computer, tile: Any, used: jax.Array, feed: Feed | None
-    ) -> tuple[jax.Array, Feed | None]:
+    def compute_tile(self, computer: Computer, tile: Any, used: jax.Array) -> jax.Array:
         """Computes and stores a compute warpgroup's part of an output tile."""
-        # Takes and returns the number of steps multiplied or skipped so far, and the feed.
+        # Takes and returns the number of steps multiplied or skipped so far.
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
@@ -385,23 +379,21 @@ class Float8Kernel(Kernel):
         self,
         computer: Computer,
         used: jax.Array,
-        feed: Feed | None,
         row: Any,
         first_half: Any,
         num_halves: jax.Array | int,
         steps: jax.Array | int,
-    ) -> tuple[tuple[jax.Array, ...], Feed | None]:
+    ) -> tuple[jax.Array, ...]:
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
         columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
-        128] float32 for each of `halves`, zero if not computed; and the feed after these steps.
+        128] float32 for each of `halves`, zero if not computed.
         """
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(n, carry):
-            totals, feed = carry
+        def step(n, totals):
             stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
@@ -424,23 +416,21 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + n, feed)
+            return totals
 
-        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
+        return lax.fori_loop(0, steps, step, (zero,) * self.halves)
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
-        """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
+    def skip(self, scratch: dict[str, Any], used: jax.Array) -> None:
+        """Releases the stages of a tile that this warpgroup does not compute."""
 
-        def step(i, feed):
+        @pl.loop(0, self.steps)
+        def _(i):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
-            plgpu.barrier_wait(computer.scratch["full"].at[stage])
-            plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
-            return computer.feeder.follow(used + i, feed)
-
-        return lax.fori_loop(0, self.steps, step, feed)
+            plgpu.barrier_wait(scratch["full"].at[stage])
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,16 +520,14 @@ class _Product(Float8Kernel):
 
     num_matrices = 1
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile, used):
         first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = (end - first <= ROWS) & (self.halves > 1)
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
         first_half = jnp.where(is_short, computer.number, 0)
         num_halves = jnp.where(is_short, 1, self.halves)
-        totals, feed = self.accumulate_halves(
-            computer, used, feed, row, first_half, num_halves, self.steps
-        )
+        totals = self.accumulate_halves(computer, used, row, first_half, num_halves, self.steps)
         top, left = first + row, left_edge + first_half * BLOCK
         for half, total in enumerate(totals):
 
@@ -550,7 +538,7 @@ class _Product(Float8Kernel):
             if half == 1:
                 is_stored &= jnp.logical_not(is_short)
             pl.when(is_stored)(store)
-        return used + self.steps, feed
+        return used + self.steps
 
     def store_half(self, computer: Computer, total: jax.Array, target: Target) -> None:
         """Stores rows of `total`, this warpgroup's part of a half."""
@@ -599,36 +587,36 @@ class _GatedProduct(Float8Kernel):
         return types
 
     def multiply(
-        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
-    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
-        """Multiplies 64 rows by both matrices; returns their products in parts, and the feed.
+        self, computer: Computer, used: jax.Array, row: Any
+    ) -> Sequence[Callable[[int], jax.Array]]:
+        """Multiplies 64 rows by both matrices; returns their products in parts.
 
         For the columns of each pass there is a function, which returns those of the product with
         matrix 0 or 1, [64, columns] float32.
         """
         steps = self.steps_of_pass
-        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
+        totals = self.accumulate_halves(computer, used, row, 0, self.halves, steps)
         if self.tiles.passes == 1:
-            return [lambda i: totals[i]], feed
+            return [lambda i: totals[i]]
         # A total has 64 columns of each product. Those of the first pass wait in shared memory.
         first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
         own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
         for i in range(HALVES):
             first_pass[i] = totals[0][:, own[i]]
-        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
+        (second,) = self.accumulate_halves(computer, used + steps, row, 0, 1, steps)
 
         def load(i: int) -> jax.Array:
             return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
 
-        return [load, lambda i: second[:, own[i]]], feed
+        return [load, lambda i: second[:, own[i]]]
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile, used):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
-        def compute(feed: Feed | None) -> Feed | None:
-            parts, feed = self.multiply(computer, used, feed, row)
+        def compute() -> None:
+            parts = self.multiply(computer, used, row)
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -655,11 +643,10 @@ class _GatedProduct(Float8Kernel):
             if self.keep:
                 for i in range(num_before, HALVES):
                     store_product(i)
-            return feed
 
         # A short tile has no rows for the second warpgroup.
-        feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
-        return used + self.steps, feed
+        lax.cond(top < end, compute, lambda: self.skip(computer.scratch, used))
+        return used + self.steps
 
 
 def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
