@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.util
 import re
 import subprocess
@@ -109,19 +108,6 @@ def test_plots_are_drawn_from_their_figures(tmp_path):
         # Another version of matplotlib may place lines elsewhere.
         drawn = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         assert sorted(texts(drawn)) == sorted(texts(svg)), name
-
-
-@pytest.mark.parametrize("name", [name for name in FIGURES if "plot" in FIGURES[name]])
-def test_the_legend_of_a_plot_names_each_color(name):
-    panels = FIGURES[name]["plot"].get("panels", [{"series": FIGURES[name]["plot"].get("lines")}])
-    series = {(one["color"], one["name"]) for panel in panels for one in panel["series"]}
-    if len(series) == 1:
-        return
-    colors, names = zip(*series, strict=True)
-    assert len(set(colors)) == len(set(names)) == len(series), "a color has one name"
-    shown = html.unescape((plot.PLOTS / f"{name}.svg").read_text(encoding="utf-8"))
-    legend = [text.partition(", last 100 steps")[0] for text in texts(shown)]
-    assert set(names) <= set(legend)
 
 
 def test_the_readme_shows_a_plot_and_a_table_of_figures_before_installing():

@@ -18,6 +18,7 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 # of one operation and kernels of one table share tests, and a part of a kernel is tested by running
 # a kernel.
 SHARED_TESTS = (
+    ("jax_ep", "implementations", "tests/matmul/test_api.py"),
     ("jax_ep", "version", "tests/cli/test_info.py"),
     ("jax_ep/bench", "decode estimate report suite", "commands"),
     ("jax_ep/bench", "operations", "exchange"),

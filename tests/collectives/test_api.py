@@ -420,11 +420,6 @@ def test_errors_name_the_argument_and_its_value(apply, shape, message):
         call(apply, shape)
 
 
-def test_a_collective_outside_of_shard_map():
-    with pytest.raises(ValueError, match="not bound here"):
-        collectives.all_gather(jnp.ones(3), AXIS)
-
-
 def test_any_floating_dtype_has_a_collective():
     """algorithm=None must support every floating dtype, although summing kernels do not."""
     for op in LINEAR:

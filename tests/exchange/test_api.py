@@ -420,20 +420,17 @@ def assert_raises(function: str, change: dict[str, Any], message: str, num_ranks
         ("dispatch", dict(topk_idx=((5,), INT)), r"topk_idx must be .*\[T, K\].*\(5,\)"),
         ("dispatch", dict(topk_idx=((4, 2), INT)), r"topk_idx must .*\(4, 2\).*\(5, 8\)"),
         ("dispatch", dict(capacity=0), "capacity must be .* 0"),
-        ("dispatch", dict(capacity=2.5), r"capacity must be .*integer.* 2\.5"),
+        ("dispatch", dict(capacity=2**31), "capacity must be at most 2147483"),
         ("dispatch", dict(num_experts=0), "num_experts must be .* 0"),
         ("dispatch", dict(num_experts=4.0), r"num_experts must be .*integer.* 4\.0"),
         ("dispatch", dict(expert_alignment=0), "expert_alignment must be .* 0"),
         ("dispatch", dict(expert_alignment=2**31 - 1), "expert_alignment must be at most"),
-        ("dispatch", dict(expert_alignment=2**31), "expert_alignment must be .*2147483648"),
         ("dispatch", dict(overflow="last"), "overflow must be .*tail.*fair.*last"),
         ("dispatch", dict(layout="row"), "layout must be .* 'row'"),
         ("dispatch", dict(axis_name="nowhere"), r"axis_name .*nowhere.*inside jax\.shard_map"),
-        ("dispatch", dict(axis_name=(AXIS, "nowhere")), r"axis_name .*nowhere.*jax\.shard_map"),
         ("dispatch", dict(zero_unused=2), "zero_unused must be True or False, but is 2"),
         ("dispatch", RANK | dict(zero_unused=False), "zero_unused must be True.* but is False"),
         ("dispatch", RANK | dict(capacity=7), "takes no capacity, .* they are 7, 1 and"),
-        ("dispatch", RANK | dict(expert_alignment=8), "no capacity, expert_alignm.* None, 8 and"),
         ("dispatch", RANK | dict(overflow="fair"), "or overflow, .*'fair'; .* group_by_expert"),
         ("dispatch", RANK | dict(host_capacity=2), "takes no host_capacity, but it is 2"),
         ("dispatch", dict(host_capacity=0), "host_capacity must be at least 1, but is 0"),
@@ -449,9 +446,7 @@ def assert_raises(function: str, change: dict[str, Any], message: str, num_ranks
         ("dispatch", dict(output="quantized"), "needs a wire_dtype"),
         ("combine", dict(y=((8, 8), "float32")), r"y must .* is 9, but y has shape \(8, 8\)"),
         ("combine", dict(y=((9,), "float32")), r"y must be .*\[R, H\].*\(9,\)"),
-        ("combine", dict(y=((9, 0), "float32")), r"y must be .*\[R, H\].*\(9, 0\)"),
         ("combine", dict(y=((9, 8), INT)), "y must be a floating array.* int32"),
-        ("combine", dict(y=((9, 8), "float4_e2m1fn")), "y must be .* 8 bits or more.* float4"),
         ("combine", FLOAT8 | dict(y=((9, 200), "float32")), "y has 200 columns"),
         ("combine", dict(topk_weights=((5, 3), "float32")), "topk_weights must .*5, 2.*5, 3"),
         ("combine", dict(topk_weights=((5,), "float32")), r"topk_weights must .*\[T, K\].*5,\)"),
@@ -473,12 +468,6 @@ def test_errors_name_the_argument(function: str, change: dict[str, Any], message
 @pytest.mark.needs_devices(2)
 def test_experts_must_divide_over_ranks():
     assert_raises("dispatch", dict(num_experts=7), f"num_experts .* 2 ranks .*{AXIS}.* 7", 2)
-
-
-def test_dispatch_outside_shard_map():
-    case = Case(1, 5, 8, 2, 4)
-    with pytest.raises(ValueError, match=rf"axis_name.*{AXIS}.*call this inside jax\.shard_map"):
-        case.dispatch(jnp.zeros((5, 8)), jnp.zeros((5, 2), jnp.int32), "xla")
 
 
 @pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="the kernels may run here")

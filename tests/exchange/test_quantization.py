@@ -148,17 +148,10 @@ def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
 
     def run(x: Any, topk_idx: Any, g: Any, y: Any, g_out: Any, weights: Any) -> Any:
         weights = None if layout == "rank" else weights
+        usual: Any = dict(num_experts=8, axis_name=AXIS, layout=layout)
 
         def send(x: Any, **options: Any) -> Any:
-            return jax_ep.dispatch(
-                x,
-                topk_idx,
-                num_experts=8,
-                axis_name=AXIS,
-                layout=layout,
-                implementation=implementation,
-                **options,
-            )
+            return jax_ep.dispatch(x, topk_idx, implementation=implementation, **usual, **options)
 
         handle = send(x).handle
 

@@ -49,15 +49,8 @@ def sizes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def dispatch(case: Case, x: Any, topk_idx: Any, implementation: Any, **options: Any) -> Any:
-    return jax_ep.dispatch(
-        x,
-        topk_idx,
-        num_experts=case.num_experts,
-        axis_name=options.pop("axis_name", AXIS),
-        layout="rank",
-        implementation=implementation,
-        **options,
-    )
+    options = dict(num_experts=case.num_experts, axis_name=AXIS, layout="rank") | options
+    return jax_ep.dispatch(x, topk_idx, implementation=implementation, **options)
 
 
 @pytest.mark.parametrize("case", quick(CASES, CASES[1]), ids=str)
@@ -184,21 +177,9 @@ def layouts(case: Case, implementation: str, alignment: int) -> Any:
         return jax_ep.combine(y, sent.handle, weights, implementation=implementation), sent.tokens
 
     def by_rank(x: Any, weights: Any, topk_idx: Any) -> Any:
-        received = jax_ep.dispatch(
-            x,
-            topk_idx,
-            num_experts=case.num_experts,
-            axis_name=AXIS,
-            layout="rank",
-            topk_weights=weights,
-            implementation=implementation,
-        )
-        grouped = jax_ep.group_by_expert(
-            received,
-            capacity=case.capacity,
-            expert_alignment=alignment,
-            overflow=case.overflow,
-        )
+        received = dispatch(case, x, topk_idx, implementation, topk_weights=weights)
+        options: Any = dict(capacity=case.capacity, overflow=case.overflow)
+        grouped = jax_ep.group_by_expert(received, expert_alignment=alignment, **options)
         y = experts(grouped.tokens)
         sums = jax_ep.sum_by_token(y, grouped, received)
         out = jax_ep.combine(sums, received.handle, implementation=implementation)
@@ -250,6 +231,8 @@ def test_grouping_refuses_what_is_not_of_the_rank_layout():
             jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="grouped must be the Dispatched that group_by_expert"):
             jax_ep.sum_by_token(expert.tokens, expert, received)
+        with pytest.raises(TypeError, match="y must be a floating array"):
+            jax_ep.sum_by_token(topk_idx, grouped, received)
         return x
 
     jax.make_jaxpr(per_rank(on_rank, 1))(np.zeros((1, 1), np.float32))

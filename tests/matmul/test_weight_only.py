@@ -125,15 +125,9 @@ def test_gated_products(name, implementation, dtype):
     products = expected(x, stored, [None, None], places)
     for keep, biases in ((True, some), (False, [None, None])):
         want = [np.asarray(swiglu(*expected(x, stored, biases, places))), *products]
+        options = dict(implementation=implementation, keep=keep, zero_unused=False)
         got = weight_only.product_of_stored(
-            x,
-            tuple(stored),
-            biases,
-            sizes,
-            gating=swiglu,
-            implementation=implementation,
-            keep=keep,
-            zero_unused=False,
+            x, tuple(stored), biases, sizes, gating=swiglu, **options
         )
         assert len(got) == (3 if keep else 1)
         for mine, theirs in zip(got, want, strict=False):
@@ -176,24 +170,12 @@ def test_gradients_are_those_of_dequantized_matrices(name, keep, implementation,
     """Gradients of rows and biases must not depend on anything past the last group."""
     x, stored, biases, sizes, _ = case(FORMATS[name], with_bias=not keep, dtype=dtype)
 
+    options = dict(implementation=implementation, keep=keep, zero_unused=not keep)
+
     def results(x, biases):
-        if keep:
-            pair = tuple(stored)
-            none = [None, None]
-            return weight_only.product_of_stored(
-                x,
-                pair,
-                none,
-                sizes,
-                gating=swiglu,
-                implementation=implementation,
-                keep=True,
-                zero_unused=False,
-            )
-        out = weight_only.product_of_stored(
-            x, stored, biases, sizes, gating=swiglu, implementation=implementation
-        )[0]
-        return (out,)
+        return weight_only.product_of_stored(
+            x, tuple(stored), biases, sizes, gating=swiglu, **options
+        )
 
     def wanted(x, biases):
         return of_dequantized(x, stored, biases, swiglu, keep)
@@ -277,16 +259,8 @@ def test_every_scale_and_number_of_mxfp4():
     sizes = jnp.full(2, K, jnp.int32)
     out = weight_only.product_of_stored(x, stored[:1], [None], sizes)[0]
     assert_selected(out.reshape(2, K, N), gate)
-    none = [None, None]
     _, *products = weight_only.product_of_stored(
-        x,
-        tuple(stored),
-        none,
-        sizes,
-        gating=swiglu,
-        implementation=None,
-        keep=True,
-        zero_unused=False,
+        x, tuple(stored), [None, None], sizes, gating=swiglu, keep=True, zero_unused=False
     )
     for each, matrices in zip(products, (gate, up), strict=True):
         assert_selected(each.reshape(2, K, N), matrices)

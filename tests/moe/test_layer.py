@@ -191,15 +191,9 @@ def test_bfloat16_compute_with_float32_parameters():
     (_, (want, want_metrics)), want_grads = unsharded()
     assert_close(metrics, want_metrics)
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
-    assert_close(grads, want_grads, rtol=0.1, atol=0.02)
-
-
-@pytest.mark.slow
-def test_dtype_none_promotes():
-    low = make_x().astype(jnp.bfloat16)
-    assert moe.moe_layer(make_params(), low, CONFIG)[0].dtype == jnp.float32
-    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params())
-    assert moe.moe_layer(params, low, CONFIG)[0].dtype == jnp.bfloat16
+    # Rounding to bfloat16 changes an operand by up to 2^-9 of it; five such changes add up to 1%.
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert np.linalg.norm(got - wanted) <= 0.01 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow
@@ -357,7 +351,7 @@ def test_what_needs_the_number_of_tokens_refuses_a_symbolic_one(name, value):
 
 
 WITHOUT_TOKENS: dict = {
-    "plain": {},
+    "plain": dict(num_groups=4, groups_kept=2),
     "float8": dict(matmul_dtype=jnp.float8_e4m3fn),
     "chunks": dict(capacity_factor=1.0, token_chunks=2, balance_convention="transformers"),
     "sequences": dict(balance_convention="deepseek_v3", record_choices=True),
@@ -398,6 +392,9 @@ def test_without_tokens_output_metrics_and_gradients_are_zero(lead, shape, kind,
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((grads, metrics)))
 
 
+OF_SIX = make_params()._replace(gate=np.zeros((H, 6)))
+
+
 @pytest.mark.parametrize(
     "changes, given, message",
     [
@@ -410,6 +407,8 @@ def test_without_tokens_output_metrics_and_gradients_are_zero(lead, shape, kind,
         (dict(batch_axes=("expert", "rows")), {}, r"batch_axes must .* \('expert', 'rows'\)"),
         (dict(expert_axis=("expert", "node")), {}, r"expert_axis \('expert', 'node'\) must name"),
         ({}, dict(params=make_params()._replace(wo=np.zeros((4, F, H)))), "wo must hold 8 experts"),
+        ({}, dict(params=make_params()._replace(shared_wi_0=None)), "shared_wi_0.* together"),
+        (dict(num_experts=6), dict(params=OF_SIX), "num_experts must be a multiple of the 4 .* 6"),
     ],
 )
 def test_errors_name_the_argument(changes, given, message):
@@ -434,13 +433,6 @@ def test_an_expert_axis_that_the_callers_shard_map_lacks_is_named():
     message = r"expert_axis .* enclosing jax.shard_map.*\('data',\)"
     with pytest.raises(ValueError, match=message):
         layer(X)
-
-
-def test_numbers_of_experts_that_do_not_fit_the_ranks_are_named():
-    params = make_params()._replace(gate=jnp.zeros((H, 12)))
-    with jax.set_mesh(expert_mesh(8)):
-        with pytest.raises(ValueError, match="num_experts must be a multiple of the 8 ranks.* 12"):
-            moe.moe_layer(params, X, config_with(num_experts=12))
 
 
 @pytest.mark.slow

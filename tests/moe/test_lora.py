@@ -145,36 +145,11 @@ def test_adapters_and_merged_matrices_are_where_the_matrices_are(split, memory_k
         np.testing.assert_array_equal(getattr(merged, name), getattr(plain, name))
 
 
-@pytest.mark.slow
-def test_an_optimizer_of_adapters_leaves_the_base_as_it_is():
-    optax = pytest.importorskip("optax")
-    layer = jax_ep.nnx.MoE(
-        H, F, num_experts=E, num_experts_per_token=K, lora_rank=RANK, rngs=nnx.Rngs(0)
-    )
-    optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.LoRAParam)
-    before, x = jax.tree.map(np.asarray, nnx.state(layer)), x_of()
-
-    @nnx.jit
-    def step(layer, optimizer, x):
-        only = nnx.DiffState(0, nnx.LoRAParam)
-        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x)[0] - x) ** 2), argnums=only)(
-            layer
-        )
-        optimizer.update(layer, grads)
-        return value
-
-    losses = [float(step(layer, optimizer, x)) for _ in range(5)]
-    assert losses[-1] < losses[0]
-    changed = {
-        path[0]
-        for (path, old), (_, new) in zip(
-            nnx.to_flat_state(before), nnx.to_flat_state(nnx.state(layer)), strict=True
-        )
-        if not np.array_equal(old.get_value(), new.get_value())
-    }
-    assert changed == set(ADAPTERS)
-    moments = [leaf for leaf in jax.tree.leaves(nnx.state(optimizer)) if leaf.ndim]
-    assert sum(leaf.size for leaf in moments) == 2 * E * RANK * 3 * (H + F)
+def test_an_optimizer_finds_the_adapters_alone():
+    """As nnx.Optimizer(layer, ..., wrt=nnx.LoRAParam) does."""
+    options = dict(num_experts=E, num_experts_per_token=K, lora_rank=RANK)
+    layer = nnx.eval_shape(lambda: jax_ep.nnx.MoE(H, F, **options, rngs=nnx.Rngs(0)))
+    assert set(nnx.to_pure_dict(nnx.state(layer, nnx.LoRAParam))) == set(ADAPTERS)
 
 
 @pytest.mark.parametrize(

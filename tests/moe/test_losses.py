@@ -294,6 +294,7 @@ DEEPSEEK: dict = dict(convention="deepseek_v3", num_sequences=3)
         (IDX, IDX, {}, TypeError, "probs must be a floating array"),
         (PROBS, IDX[:3], {}, ValueError, r"topk_idx .* \(3, 2\)"),
         (PROBS, PROBS, {}, TypeError, "topk_idx must be an integer array"),
+        (PROBS, IDX, dict(axis_name="data"), ValueError, r"axis_name \('data',\) is not bound"),
         (PROBS, IDX, dict(convention="mixtral"), ValueError, "convention must .* is 'mixtral'"),
         (PROBS, IDX, DEEPSEEK | dict(num_sequences=None), ValueError, "num_sequences must be a nu"),
         (PROBS, IDX, dict(num_sequences=2), ValueError, "num_sequences must be None for .*switch'"),
@@ -309,17 +310,18 @@ def test_errors_of_load_balance_losses(probs, topk_idx, options, error, message)
 
 
 @pytest.mark.parametrize(
-    "logits, mask, error, message",
+    "logits, options, error, message",
     [
-        (PROBS[0], None, ValueError, "logits must be"),
-        (IDX, None, TypeError, "logits must be a floating array"),
-        (PROBS, np.ones(3, bool), ValueError, r"mask must .* but has shape \(3,\)"),
-        (PROBS, np.ones(4), TypeError, "mask must be a bool or integer array"),
+        (PROBS[0], {}, ValueError, "logits must be"),
+        (IDX, {}, TypeError, "logits must be a floating array"),
+        (PROBS, dict(axis_name="data"), ValueError, r"axis_name \('data',\) is not bound here"),
+        (PROBS, dict(mask=np.ones(3, bool)), ValueError, r"mask must .* but has shape \(3,\)"),
+        (PROBS, dict(mask=np.ones(4)), TypeError, "mask must be a bool or integer array"),
     ],
 )
-def test_errors_of_the_z_loss(logits, mask, error, message):
+def test_errors_of_the_z_loss(logits, options, error, message):
     with pytest.raises(error, match=message):
-        losses.router_z_loss(logits, mask=mask)
+        losses.router_z_loss(logits, **options)
 
 
 def test_factors_of_any_dtype_leave_the_loss_float32():

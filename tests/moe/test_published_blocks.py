@@ -130,7 +130,9 @@ def in_numpy(block, p, x):
     return out.reshape(x.shape), np.sum(~np.isnan(weights), axis=0)
 
 
-@pytest.mark.parametrize("block", quick(BLOCKS, "DeepSeek-V4", "GPT-OSS", unpack=False))
+@pytest.mark.parametrize(
+    "block", quick(BLOCKS, "DeepSeek-V4", "GPT-OSS", "Qwen2-MoE", unpack=False)
+)
 def test_block(block):
     """Output and counts must be those of NumPy, and gradients those of finite differences."""
     config = dataclasses.replace(CONFIG, **block.config)

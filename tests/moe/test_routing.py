@@ -134,31 +134,6 @@ def test_group_score_is_the_sum_of_the_best(group_score, chosen):
     np.testing.assert_array_equal(routed.topk_idx, want.topk_idx)
 
 
-def test_a_selection_bias_has_no_gradient():
-    def total(bias):
-        routed = routing.top_k_routing(random_logits(), 2, score="sigmoid", bias=bias)
-        return jnp.sum(routed.topk_weights**2)
-
-    np.testing.assert_array_equal(jax.jit(jax.grad(total))(jnp.zeros(E).at[7].set(10.0)), 0.0)
-
-
-@pytest.mark.parametrize(
-    "score, normalize", [("softmax", True), ("sigmoid", False), ("sqrt_softplus", True)]
-)
-def test_gradient_of_the_weights(score, normalize):
-    logits = random_logits(1, tokens=4)
-    mix = np.random.default_rng(2).normal(size=(4, 3))
-    options = dict(k=3, score=score, normalize=normalize, scale=1.5, num_groups=4, groups_kept=2)
-
-    def total(logits):
-        return jnp.sum(routing.top_k_routing(logits, **options).topk_weights * mix)
-
-    want = derivative(
-        lambda x: np.sum(reference.top_k_routing(x, **options).topk_weights * mix), logits
-    )
-    np.testing.assert_allclose(jax.jit(jax.grad(total))(jnp.asarray(logits)), want, atol=2e-6)
-
-
 def test_choices_made_elsewhere_weigh_as_those_of_the_router():
     logits = jnp.asarray(random_logits())
     options: dict = dict(score="sigmoid", normalize_epsilon=1e-6, scale=2.5)
@@ -367,18 +342,3 @@ def test_errors_of_routers_name_the_argument(logits, options, error, message):
 def test_errors_of_bias_updates_name_the_argument(bias, counts, rate, error, message):
     with pytest.raises(error, match=message):
         routing.update_expert_bias(bias, counts, rate)
-
-
-@pytest.mark.parametrize("options", [{}, dict(num_groups=2, groups_kept=1, score="sigmoid")])
-def test_no_tokens_choose_nothing(options):
-    def weights(x, gate):
-        logits = routing.router_logits(x, gate)
-        routed = routing.top_k_routing(logits, 2, bias=jnp.zeros(E), **options)
-        return jnp.sum(routed.topk_weights) + jnp.sum(routed.probs), routed
-
-    grads, routed = jax.jit(jax.grad(weights, (0, 1), has_aux=True))(
-        jnp.ones((0, 16)), jnp.ones((16, E))
-    )
-    assert [leaf.shape for leaf in routed] == [(0, 2), (0, 2), (0, E)]
-    assert routed.topk_idx.dtype == jnp.int32 and grads[0].shape == (0, 16)
-    np.testing.assert_array_equal(grads[1], np.zeros((16, E)))
