@@ -20,7 +20,7 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 SHARED_TESTS = (
     ("jax_ep", "implementations", "tests/matmul/test_api.py"),
     ("jax_ep", "version", "tests/cli/test_info.py"),
-    ("jax_ep/bench", "decode estimate report runner suite", "commands"),
+    ("jax_ep/bench", "decode estimate report suite", "commands"),
     ("jax_ep/bench", "operations", "exchange"),
     ("jax_ep/checkpoints", "architectures config", "block"),
     ("jax_ep/collectives", "algorithms primitives xla", "api"),

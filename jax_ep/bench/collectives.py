@@ -1,12 +1,4 @@
-"""`python -m jax_ep bench collectives`: times every algorithm of this library's collectives.
-
-"MB" is the size of the whole array in 10^6 bytes, "vs xla" the speed-up over the function of
-`jax.lax`, and "chosen" whether the library selects the algorithm. `--write_table` writes the
-fastest algorithms to a file like `jax_ep/collectives/table.json`, by which the library selects.
-
-The command turns off NCCL's use of NVLink multicast, which many hosts lack, unless NCCL_NVLS_ENABLE
-is set.
-"""
+"""`python -m jax_ep bench collectives`: times every algorithm of this library's collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ep.bench import runner
-from jax_ep.bench.agreement import agree
 from jax_ep.bench.machine import devices_in_words
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import AXIS, Loop, expert_mesh
@@ -134,7 +125,7 @@ class CollectivesBench(runner.Bench):
         # XLA may round after each of the N - 1 additions of a sum over ranks.
         tolerance = 0.0 if exact else 8 * float(jnp.finfo(_DTYPE).eps) * row["ranks"]
         got = loop.outputs()
-        agree(got, other.outputs(), tolerance)
+        runner.agree(got, other.outputs(), tolerance)
         if row["op"] in ("all_reduce", "all_reduce_rms_norm"):
             for result in jax.tree.leaves(got):
                 assert (result == result[:1]).all(), "ranks disagree"
@@ -157,7 +148,7 @@ class CollectivesBench(runner.Bench):
         args, names = self.args, self.args.implementations or []
         refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
         kernels = [name for name in names if name not in ("xla", "unfused")]
-        runner.check_available("implementations", dict.fromkeys(kernels, refused))
+        runner.check_available(dict.fromkeys(kernels, refused))
         if args.write_table and names and "xla" not in names:
             raise Error("--write_table compares with xla, which --implementations leaves out")
         for num_ranks in ranks:

@@ -1,12 +1,4 @@
-"""`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding.
-
-Each iteration of the timed loop stands for one decoding step of a model without its attention,
-embeddings and logits: each layer computes x + moe(normalize(x)), with arrays of its own.
-
-"Floor us" is the time in which a plain copy reads what any implementation must: in each layer the
-router's gate and the matrices of the experts that the batch chose, on the rank with the most such
-experts.
-"""
+"""`python -m jax_ep bench decode`: times a stack of MoE layers at the batch sizes of decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +13,6 @@ from jax.sharding import Mesh
 
 from jax_ep import formats
 from jax_ep.bench import runner
-from jax_ep.bench.agreement import agree
 from jax_ep.bench.layer import (
     SHAPES,
     TOLERANCE,
@@ -123,14 +114,7 @@ class DecodeBench(runner.Bench):
         ]
 
     def config(self, row: Row) -> MoEConfig:
-        shape = self.shapes[row["shape"]]
-        return MoEConfig(
-            num_experts=shape.num_experts,
-            num_experts_per_token=shape.top_k,
-            score=shape.score,
-            expert_axis=AXIS,
-            matmul_dtype=FORMATS[row["format"]].matmul_dtype,
-        )
+        return self.shapes[row["shape"]].config(matmul_dtype=FORMATS[row["format"]].matmul_dtype)
 
     def prepare(self, row: Row) -> Stack:
         shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
@@ -172,7 +156,7 @@ class DecodeBench(runner.Bench):
         work = tuple(row[key] for key in alike)
         outputs, tolerance = loop.outputs(), FORMATS[row["format"]].tolerance
         expected, other_tolerance = self.first.setdefault(work, (outputs, tolerance))
-        agree(outputs, expected, max(other_tolerance, tolerance), exceptions=1e-4)
+        runner.agree(outputs, expected, max(other_tolerance, tolerance), exceptions=1e-4)
         return True
 
     def results(self, row: Row) -> Row:

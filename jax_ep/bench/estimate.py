@@ -1,16 +1,6 @@
 """`python -m jax_ep estimate`: predicts bytes and the least time of a dispatch between hosts.
 
-N = M G ranks run on M hosts of G ranks each; each rank has one NIC and one NVLink port. A token's K
-experts are distinct and uniformly random, so a group of g ranks has none of them with probability
-C(E - g E / N, K) / C(E, K). On average, h hosts and r ranks have at least one of them. Three ways
-to send a token's row need so many rows between hosts and inside them:
-
-  flat               once to each rank with an expert of it: r (1 - 1/M) and r/M (1 - 1/G)
-  two-level          once to each host with an expert of it, to the rank with the sender's index,
-                     which forwards it inside the host: h (1 - 1/M) and r (1 - 1/G)
-  two-level, static  as two-level, but to every host, as static shapes need: M - 1 and r (1 - 1/G)
-
-The least time is the longer of those on NICs and on NVLink. MB is 10^6 and GB is 10^9 bytes.
+docs/api/command_line.md says how tokens are routed, and has the formulas.
 """
 
 from __future__ import annotations
@@ -50,7 +40,7 @@ def run(args: Args) -> int:
             raise Error(f"--{name} must be above 0, but is 0")
     check_wire_dtype(args.wire_dtype, args.hidden)
     rows = [row for hosts in args.hosts for row in estimate(args, hosts)]
-    report.save_json(args.json, report.record(rows=rows))
+    report.save_json(args.json, {"rows": rows})
     columns = (
         Column("hosts", "hosts"),
         Column("ranks", "ranks"),

@@ -1,11 +1,4 @@
-"""`python -m jax_ep bench`: times dispatch and combine, compared with XLA's collectives.
-
-"Wire GB/s" are the bytes of the rows that the implementation sends to other ranks, divided by the
-time: one row for each (token, other rank with an expert of the token), or all tokens to all ranks
-by XLA's collectives. GB is 10^9 bytes. "Floor us" is the time that no implementation can beat on
-this machine: the rows that must cross at the bandwidth of a copy between two GPUs ("link"), or
-operands and results at that of a copy in memory ("memory"), whichever takes longer.
-"""
+"""`python -m jax_ep bench`: times dispatch and combine, compared with XLA's collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.bench import report, runner
-from jax_ep.bench.agreement import agree
 from jax_ep.bench.machine import Bandwidths
 from jax_ep.bench.operations import (
     BASELINES,
@@ -111,7 +103,7 @@ class ExchangeBench(runner.Bench):
         by_xla = row | {"implementation": "xla", "iterations": 1, "unroll": 1}
         other = self.build(by_xla, shared=None)
         got, wanted = without_handles(loop.outputs()), without_handles(other.outputs())
-        agree(got, wanted, tolerance(row["op"], make_work(row)))
+        runner.agree(got, wanted, tolerance(row["op"], make_work(row)))
         return True
 
     def results(self, row: Row) -> Row:
@@ -167,7 +159,7 @@ class ExchangeBench(runner.Bench):
         for num_ranks in ranks:
             problem, names = _problem(num_ranks), args.implementations or ()
             reasons = {name: IMPLEMENTATIONS[name].unavailable_reason(problem) for name in names}
-            runner.check_available("implementations", reasons)
+            runner.check_available(reasons)
             check_experts(args, args.num_experts, num_ranks, args.top_k)
 
 

@@ -1,16 +1,4 @@
-"""`python -m jax_ep bench layer`: times the whole MoE layer, compared with XLA's exchange.
-
-A layer is router, dispatch, experts and combine, either forward alone or with the gradients of x
-and the parameters. All layers of a shape have the same parameters, tokens and receive buffer; with
---token_chunks it is that of a chunk.
-
-Throughputs and speed-ups follow from wall times. FLOP/s count the experts' matmuls of routed rows,
-6 H F for a row and three times as many with gradients, but not what a backward pass computes again.
-"Matmul us" and "exchange us" are device times, means over ranks; the exchange includes waits for
-peers. "If hidden us" is the device time of a layer in which the shorter of the two is hidden behind
-the other. "Peak MiB" is the memory that one call of the layer holds on a device, according to XLA:
-arguments, results and temporaries; "temp MiB" is the temporaries alone.
-"""
+"""`python -m jax_ep bench layer`: times the whole MoE layer, compared with XLA's exchange."""
 
 from __future__ import annotations
 
@@ -27,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jax_ep.bench import runner
-from jax_ep.bench.agreement import agree
 from jax_ep.bench.exchange import add_capacity_factor
 from jax_ep.bench.operations import random_rows, rank_seeds, rows_needed
 from jax_ep.bench.report import Column, Row
@@ -61,6 +48,15 @@ class Shape(NamedTuple):
     num_experts: int
     top_k: int
     score: Score = "softmax"
+
+    def config(self, **options: Any) -> MoEConfig:
+        return MoEConfig(
+            num_experts=self.num_experts,
+            num_experts_per_token=self.top_k,
+            score=self.score,
+            expert_axis=AXIS,
+            **options,
+        )
 
 
 SHAPES = {
@@ -194,7 +190,7 @@ class LayerBench(runner.Bench):
         # A row has the field "quantize" if its layer sends and multiplies float8.
         tolerance = _FLOAT8_TOLERANCE if "quantize" in row or "quantize" in other else TOLERANCE
         # Rounding may swap two experts whose scores are nearly equal.
-        agree(outputs, expected, tolerance, exceptions=1e-4)
+        runner.agree(outputs, expected, tolerance, exceptions=1e-4)
         return True
 
     def results(self, row: Row) -> Row:
@@ -315,12 +311,7 @@ def make_config(
     most loaded rank; and "capacity", the rows of the buffer. A `capacity_factor` of 0 makes room
     for any routing.
     """
-    config = MoEConfig(
-        num_experts=shape.num_experts,
-        num_experts_per_token=shape.top_k,
-        score=shape.score,
-        expert_axis=AXIS,
-    )
+    config = shape.config()
 
     def route(params, x):
         logits = routing.router_logits(x, params.gate)

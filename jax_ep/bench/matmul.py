@@ -1,14 +1,4 @@
-"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
-
-The operations are the product of rows and their groups' matrices, the gated product
-silu(x @ gate) * (x @ up), the product's gradients with respect to the rows (dlhs) and to the
-matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs. "Of dense" is
-a program's rate divided by that of the dense matmul in the same dtype, the median over rounds of
-one loop of each program. TFLOP/s count only rows that are in a group.
-
-Float8 operands are quantized before the loop. "Vs plain" is the rate of a float8 program divided by
-that of the same implementation in bfloat16.
-"""
+"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul."""
 
 from __future__ import annotations
 
@@ -24,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from jax_ep.bench import runner
-from jax_ep.bench.agreement import agree
 from jax_ep.bench.layer import MATMUL_DTYPES
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop, expert_mesh
@@ -158,7 +147,7 @@ class MatmulBench(runner.Bench):
             # A program may lack a dtype or a case, but not all of them.
             cases = self.sizes.values()
             why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
-            runner.check_available("implementations", {name: why[0] if all(why) else None})
+            runner.check_available({name: why[0] if all(why) else None})
         return [self._rows(case, op) for case in self.sizes.values() for op in args.ops]
 
     def _rows(self, case: Case, op: str) -> list[Row]:
@@ -211,7 +200,7 @@ class MatmulBench(runner.Bench):
             assert not jnp.any(out[:, case.live :] != 0), "rows past the last group"
         for group in sorted({0, last // 2, last}):
             wanted, rows = group_in_float32(op, shared[0], group)
-            agree(out[:, group : group + 1] if op == "drhs" else out[:, rows], wanted, limit)
+            runner.agree(out[:, group : group + 1] if op == "drhs" else out[:, rows], wanted, limit)
         return True
 
     def results(self, row: Row) -> Row:

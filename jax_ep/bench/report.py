@@ -139,16 +139,14 @@ def plot(
     plt.close(figure)
 
 
-def record(**facts: Any) -> dict[str, Any]:
-    return {"command": ["python", "-m", "jax_ep", *sys.argv[1:]], "versions": versions(), **facts}
-
-
 def save_json(path: str | None, found: dict[str, Any]) -> None:
-    """Writes JSON to the file of --json, if there is one.
+    """Writes `found`, with the command and versions, as JSON to the file of --json, if any.
 
     Call it before printing, which fails if a pipe's reader, such as `head`, has ended.
     """
     if path is not None:
+        command = ["python", "-m", "jax_ep", *sys.argv[1:]]
+        found = {"command": command, "versions": versions(), **found}
         Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

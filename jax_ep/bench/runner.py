@@ -1,7 +1,8 @@
 """Runs a bench command: measures all its programs, and prints, saves and plots the results.
 
-A command is a `Bench`. Each program gives one row of results: a dict with its times, or with its
-error. The programs of a case are compiled in parallel, then checked and timed one at a time.
+A command is a `Bench`; docs/api/command_line.md says what the columns of its table mean. Each
+program gives one row of results: a dict with its times, or with its error. The programs of a case
+are compiled in parallel, then checked and timed one at a time.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_ep.bench import report
 from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.flags import Args, Error, Flags, at_least, choice, image, integer, some
+from jax_ep.formats import QuantizedArray
 from pallas_kernels.exchange.plan import FEW_TOKENS
-
-# A program's row of results, and the compiled loop that calls it.
-Program = tuple[Row, Loop]
 
 
 class Bench:
@@ -135,7 +136,7 @@ class Bench:
             return loop
         return None
 
-    def _time(self, programs: Sequence[Program]) -> None:
+    def _time(self, programs: Sequence[tuple[Row, Loop]]) -> None:
         """Times programs in turns; adds the times and what follows from them to their rows."""
         with _errors_go_into(*(row for row, _ in programs)):
             turns = [[loop.run() for _, loop in programs] for _ in range(self.args.repeats)]
@@ -179,8 +180,8 @@ def run(bench: Bench) -> int:
     rows: list[Row] = []
 
     def save() -> None:
-        facts = dict(devices=devices_in_words(devices), **bench.facts, rows=rows)
-        report.save_json(args.json, report.record(**facts))
+        facts = {"devices": devices_in_words(devices), **bench.facts, "rows": rows}
+        report.save_json(args.json, facts)
 
     for case in cases:
         rows += bench.measure(case)
@@ -225,17 +226,16 @@ def iterations(args: Args, num_tokens: int, on_cpus: int, many: int, few: int) -
     return few if num_tokens <= FEW_TOKENS else many
 
 
-def check_available(flag: str, reasons: Mapping[str, str | None]) -> None:
-    """Raises `Error` if a program that the flag names cannot run; `reasons` says why, by name."""
+def check_available(reasons: Mapping[str, str | None]) -> None:
+    """Raises `Error` if one of --implementations cannot run; `reasons` says why, by name."""
     for name, why in reasons.items():
         if why:
-            raise Error(f"--{flag}: {name} cannot run here: {why}")
+            raise Error(f"--implementations: {name} cannot run here: {why}")
 
 
-def held_bytes(compiled: Any) -> dict[str, int | None]:
-    """Returns the bytes that a compiled program holds on a device; None if XLA does not know."""
-    if (memory := compiled.memory_analysis()) is None:
-        return {"peak_bytes": None, "temp_bytes": None}
+def held_bytes(compiled: Any) -> dict[str, int]:
+    """Returns the bytes that a compiled program holds on a device."""
+    memory = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
     peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
@@ -254,6 +254,54 @@ def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **of: Any) ->
 def time_of(row: Row) -> float:
     """Returns the slowest rank's device time if it was measured, else the wall time."""
     return row["device"]["slowest_us"] if row["device"] else row["wall"]["median_us"]
+
+
+def agree(got: Any, wanted: Any, tolerance: float, exceptions: float = 0.0) -> None:
+    """Raises AssertionError unless two pytrees of arrays agree; dequantizes their quantized ones.
+
+    Integers must be equal. Two rows of floats (along the last axis) differ if the norm of their
+    difference is more than `tolerance` times the sum of the expected row's norm and the root mean
+    square of all expected rows' norms. The share `exceptions` of an array's rows may differ.
+    """
+    got, wanted = _dequantized(got), _dequantized(wanted)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (got, wanted)]
+    assert structures[0] == structures[1], f"{structures[0]} is not {structures[1]}"
+    found, expected = jax.tree.leaves_with_path(got), jax.tree.leaves(wanted)
+    for (path, array), right in zip(found, expected, strict=True):
+        name = jax.tree_util.keystr(path)
+        assert array.shape == right.shape, f"{name}: shape {array.shape}, not {right.shape}"
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            assert np.array_equal(array, right), f"{name}: {array} is not {right}"
+        elif array.size:
+            count, worst = map(float, _differing_rows(array, right, tolerance))
+            rows = array.size // array.shape[-1]
+            assert count <= exceptions * rows, (
+                f"{name}: {count:.0f} of {rows} rows differ, by up to {worst:.3g} of a row's norm "
+                f"(tolerance {tolerance:.3g})"
+            )
+
+
+def _dequantized(tree: Any) -> Any:
+    def is_quantized(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedArray)
+
+    def numbers(leaf: Any) -> Any:
+        return leaf.dequantize(jnp.float32) if is_quantized(leaf) else leaf
+
+    return jax.tree.map(numbers, tree, is_leaf=is_quantized)
+
+
+@jax.jit
+def _differing_rows(
+    got: jax.Array, wanted: jax.Array, tolerance: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns how many rows differ by more than `tolerance`, and the largest difference."""
+    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
+    error = jnp.linalg.norm(got - wanted, axis=-1)
+    size = jnp.linalg.norm(wanted, axis=-1)
+    relative = error / jnp.maximum(size + jnp.sqrt(jnp.mean(size**2)), 1e-30)
+    # Written as ~(... <= ...), the comparison also counts rows with NaN as different.
+    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,4 @@
-"""`python -m jax_ep bench all`: runs the benchmarks of exchange, layer, matmul and collectives.
-
-Each runs in its own process with its own timeout, so that the others run even if one hangs. Their
-results are written to the file of `--json` as soon as each has ended.
-"""
+"""`python -m jax_ep bench all`: runs the benchmarks of exchange, layer, matmul and collectives."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ def run(args: Args) -> int:
         found = run_step(command, _STEP_SECONDS)
         print(found["output"], end="", flush=True)
         steps.append({"step": name} | found)
-        report.save_json(args.json, report.record(steps=steps))
+        report.save_json(args.json, {"steps": steps})
     columns = report.text("step"), report.text("ended"), Column("seconds", "seconds", "{:.0f}")
     print("\n".join(["", *report.table(columns, steps)]))
     return 0 if all(step["ended"] == "ok" for step in steps) else 1

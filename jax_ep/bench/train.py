@@ -1,25 +1,11 @@
-"""`python -m jax_ep bench train`: times a training step of a whole model and of its parts.
-
-The step is that of `examples/train_qwen3_moe.py`, with gradients of one batch of random tokens and
-AdamW. The widths are those of the published model; the numbers of layers, experts and vocabulary
-entries, which the command prints, fit on one GPU. All ranks are along the expert axis. With --fsdp,
-each group of so many ranks shares the same experts, and every matrix is split over the group. The
-learning rate is so small that routing stays that of random weights.
-
-TFLOP/s follow from `DecoderConfig.training_flops_per_token`. "Of peak" divides by the GPU's dense
-bfloat16 peak, even for float8. "Peak GiB" is the memory that the program holds on a device,
-according to XLA.
-
-The times of the step's parts are device times, means over ranks, of a program that is compiled
-without CUDA graphs, in which kernels lose the names of their operations. Collectives count as far
-as nothing runs beside them. "Idle" is the step's time minus the sum of the parts.
-"""
+"""`python -m jax_ep bench train`: times a training step of a whole model and of its parts."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.bench import runner, step_parts, timing
-from jax_ep.bench.layer import BASELINES, MATMUL_DTYPES
+from jax_ep.bench import runner, timing
+from jax_ep.bench.layer import BASELINES, MATMUL, MATMUL_DTYPES
 from jax_ep.bench.machine import peak_flops
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DeviceTime
@@ -46,10 +32,26 @@ CUTS: dict[str, dict[str, int]] = {
 # The sizes that replace those of every model on CPUs.
 _SMALL = {size: getattr(MODELS["tiny"], size) for size in SIZES} | {"num_layers": 1}
 LEARNING_RATE = 1e-6
-PARTS = (*step_parts.PARTS, "idle")
 # By how much, relatively, the loss and the gradient's norm of the first step may differ between two
 # programs. Rounding to bfloat16, or to float8 in experts, causes the differences.
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
+
+# A profile names the HLO operation that a kernel runs. In the compiled program's text, an operation
+# has an `op_name`: the named scopes of `jax_ep.models.decoder` in which JAX traced it. Maps each
+# part of a step to a regular expression for it. An operation belongs to the first that matches.
+_OPERATIONS = {
+    "attention": r"\bself_attn\b",
+    "routing": r"\bmlp\b.*\brouter\b",
+    "exchange": r"\bmlp\b.*(\b(dispatch|combine)\b|all_gather|all_to_all|(psum|reduce)_scatter)",
+    "shared experts": r"\bmlp\b.*\bshared_experts\b",
+    "experts": r"\bmlp\b.*(\bexperts\b|_compute_gated|ragged_dot)",
+    "norms and losses": r"layernorm\b|\bnorm\b|\bloss\b|\bembed_tokens\b",
+    "optimizer": r"\boptimizer\b",
+}
+GRADIENT_SUMS, REST = "gradient sums", "rest"
+PARTS = (*_OPERATIONS, GRADIENT_SUMS, REST, "idle")
+_COLLECTIVE = re.compile(r"nccl|all-?reduce|reduce-?scatter|all-?gather", re.IGNORECASE)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
 def add_flags(flags: Flags) -> None:
@@ -118,14 +120,13 @@ class StepLoop:
         # Compiles without CUDA graphs, because a profile does not say which HLO operations the
         # kernels of a graph run.
         compiled = self._lowered.compile({"xla_gpu_enable_command_buffer": ""})
-        label = step_parts.labels(step_parts.operations_of(compiled.as_text() or ""))
+        label = labels(compiled.as_text() or "")
         self._run(compiled)
 
         def run() -> None:
             for _ in range(repeats):
                 self._run(compiled)
 
-        is_collective = step_parts.is_collective
         launches = timing.traced_launches(run, self.mesh.size, label, is_collective)
         return timing.summarize(launches, repeats * self.iterations)
 
@@ -238,8 +239,10 @@ class TrainBench(runner.Bench):
             "share_of_peak": per_rank / peak if peak else None,
         }
         if row["device"] is not None:
-            parts = step_parts.sums(row["device"]["by_kernel_us"])
-            found["parts_us"] = parts | {"idle": row["wall"]["median_us"] - sum(parts.values())}
+            parts = found["parts_us"] = dict.fromkeys(PARTS, 0.0)
+            for label, us in row["device"]["by_kernel_us"].items():
+                parts[label.partition(": ")[0]] += us
+            parts["idle"] = row["wall"]["median_us"] - sum(parts.values())
         return found
 
     def header(self) -> list[str]:
@@ -269,3 +272,35 @@ class TrainBench(runner.Bench):
     def compare(self, rows: list[Row]) -> None:
         keys = "shape", "ranks", "remat"
         runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+
+
+def labels(hlo: str) -> Callable[[Any], str]:
+    """Returns what labels a profile's event "part: kernel name"; `hlo` is the program's text."""
+    found = dict(_INSTRUCTION.findall(hlo))
+    # Kernels have the names of operations, with "_" for "." and "-".
+    operations = {re.sub(r"[.\-]", "_", name): op_name for name, op_name in found.items()} | found
+
+    def label(event: Any) -> str:
+        operation = dict(event.stats).get("hlo_op", event.name)
+        op_name = operations.get(operation, operations.get(event.name, ""))
+        return f"{part_of(event.name, op_name)}: {event.name}"
+
+    return label
+
+
+def part_of(kernel: str, op_name: str) -> str:
+    """Returns the part that a kernel belongs to; `op_name` is "" if unknown."""
+    if kernel.startswith("ep_"):
+        return "exchange"
+    fitting = (part for part, form in _OPERATIONS.items() if re.search(form, op_name))
+    part = next(fitting, REST)
+    if MATMUL.search(kernel) and part != "shared experts":
+        return "experts"
+    # Collectives outside of the exchange and the optimizer sum gradients over devices.
+    if is_collective(kernel) and part not in ("exchange", "optimizer"):
+        return GRADIENT_SUMS
+    return part
+
+
+def is_collective(kernel: str) -> bool:
+    return _COLLECTIVE.search(kernel) is not None

@@ -66,11 +66,8 @@ _DECODERS = {"thinker", "talker"}
 _LAYER = re.compile(
     rf"((?:(?:{'|'.join(_ROOTS)})\.)*(?:layers|blocks)\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
 )
-# Matches the names of a decoder's embedding and last norm. The group precedes the own name.
-_OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
-
-# Matches those of them whose last axis surely is the model's hidden size.
-_OUTSIDE_WIDTH = re.compile(rf"(?:(?:{'|'.join(_ROOTS)})\.)*(?:embed_tokens|norm)\.weight")
+# Matches names of a decoder's embedding and last norm, whose last axis is the model's hidden size.
+_OUTSIDE = re.compile(rf"(?:(?:{'|'.join(_ROOTS)})\.)*(?:embed_tokens|norm)\.weight")
 
 # A stored matrix is read in pieces of _ROWS rows, each of which is copied, and perhaps transposed,
 # in tiles of _COLUMNS columns that fit in the CPU's caches.
@@ -220,9 +217,8 @@ class Block:
             layer = _LAYER.match(name)
             if layer and name[layer.end() :] in routers:
                 raise OtherModelError(f"{directory.path} holds {name}, which {models} do not have.")
-            if not _OUTSIDE_WIDTH.fullmatch(name):
-                continue
-            if (directory.path / directory.files[name]).exists():
+            # A partial download may lack the file.
+            if _OUTSIDE.fullmatch(name) and (directory.path / directory.files[name]).exists():
                 shape = directory.entry(name).shape
                 wanted = self.sizes.get("D", self.sizes["H"])
                 if shape[-1:] != (wanted,):
@@ -292,8 +288,8 @@ class Block:
                     stored[...] = values.reshape(stored.shape)
             done(sum(part.nbytes for part in jax.tree.leaves(into)))
 
-        slots = range(taken["E"].start, taken["E"].stop) if self.is_by_expert(tensor) else [None]
-        for_each(read_part, slots)
+        is_whole = self.parts(tensor) == [None]
+        for_each(read_part, [None] if is_whole else range(taken["E"].start, taken["E"].stop))
         return out
 
     def open_others(self) -> dict[str, Encoding]:
@@ -323,21 +319,18 @@ class Block:
                 block.open(tensor, 0).write(_whole(array.shape), array)
             if not tensor.params:
                 continue
-            arrays = {param: params[param] for param in tensor.params}
 
-            def write_expert(e: int, tensor: Tensor = tensor, arrays: Any = arrays) -> None:
-                of_expert = {param: _entry(array, e) for param, array in arrays.items()}
-                block.write_part(tensor, of_expert, e)
+            def write_part(expert: int | None, tensor: Tensor = tensor) -> None:
+                arrays = {param: _entry(params[param], expert) for param in tensor.params}
+                block.write_part(tensor, arrays, expert)
 
-            if self.is_by_expert(tensor):
-                for_each(write_expert, range(self.sizes["E"]))
-            else:
-                block.write_part(tensor, arrays, None)
+            for_each(write_part, self.parts(tensor))
 
-    def is_by_expert(self, tensor: Tensor) -> bool:
-        """Returns whether the parameters of a tensor have a matrix or vector for each expert."""
+    def parts(self, tensor: Tensor) -> list[int | None]:
+        """Lists the experts of a tensor, which are written one by one; [None]: all at once."""
         axes = PARAMETER_AXES[tensor.params[0]]
-        return axes[0] == "E" and len(axes) > 1
+        has_arrays = axes[0] == "E" and len(axes) > 1
+        return list(range(self.sizes["E"])) if has_arrays else [None]
 
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -453,8 +446,7 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     no names and encodings from its other blocks. Returns None if the directory has the block.
 
     The prefix of the tensors' names, such as "model.layers.3.", is the first of these, with the
-    layer's number: that of the nearest MoE block; that of the nearest layer; "layers.3." after the
-    words before an embedding's or last norm's own name; that of the published model.
+    layer's number: that of the nearest MoE block; of the nearest layer; of the published model.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -466,17 +458,13 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     like = None
     blocks, _ = _routers(directory, keys)
     layers = [found for name in directory.files if (found := _LAYER.match(name))]
-    outside = [found for name in directory.files if (found := _OUTSIDE.fullmatch(name))]
     if blocks and not replaces:
         nearest = min(blocks, key=lambda number: abs(number - layer))
         prefix = like = _find_prefix(directory, keys, nearest)
     elif layers:
         prefix = min(layers, key=lambda found: abs(int(found[2]) - layer))[0]
     else:
-        # Of "model.layers.", the root is "model" and the word "layers".
-        root, _, word = keys.root[:-1].rpartition(".")
-        root = outside[0][1] if outside else root and root + "."
-        prefix = f"{root}{word}.{layer}."
+        prefix = f"{keys.root}{layer}."
     assert prefix is not None
     renumbered = _LAYER.sub(rf"\g<1>{layer}\g<3>", prefix, count=1)
     block = _block(directory, renumbered, keys, like)
@@ -701,9 +689,9 @@ def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
             into[first:last, tile] = values[:, tile]
 
 
-def _entry(array: Parameter, i: int) -> Any:
-    """Returns a view of `array[i]`; of a `QuantizedArray`, of its values and scales."""
-    return jax.tree.map(lambda part: part[i], array)
+def _entry(array: Parameter, i: int | None) -> Any:
+    """Returns a view of `array[i]`, also of a `QuantizedArray`; None: the whole array."""
+    return array if i is None else jax.tree.map(lambda part: part[i], array)
 
 
 def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:

@@ -298,16 +298,11 @@ class _Stored:
                 dataclasses.replace(block, directory=into).write_part(tensor, parts, expert)
             counter(sum(part.nbytes for part in parts.values()))
 
-        if self.of_block is not None:
-            block, tensor = self.of_block
-            if block.is_by_expert(tensor):
-                num_experts = block.sizes["E"]
-                # A tensor that has all experts has one writer, which writes them all.
-                writers = writers if len(writers) == num_experts else writers * num_experts
-                for_each(write_part, [e for e, w in enumerate(writers) if w == jax.process_index()])
-                return
-        if writers[0] == jax.process_index():
-            write_part(None)
+        parts = [None] if self.of_block is None else self.of_block[0].parts(self.of_block[1])
+        # A tensor that has all experts has one writer, which writes them all.
+        writers = writers if len(writers) == len(parts) else writers * len(parts)
+        pairs = zip(parts, writers, strict=True)
+        for_each(write_part, [part for part, writer in pairs if writer == jax.process_index()])
 
     def _as_numbers(self, part: Any) -> np.ndarray:
         if isinstance(part, QuantizedArray):

@@ -6,8 +6,10 @@ and, if not all experts were chosen, their number `num_experts`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,8 +18,8 @@ from jax_ep.bench import report
 from jax_ep.bench.report import Column
 from jax_ep.flags import Args, Error, Flags, integer
 from jax_ep.placement import Placement, balance, place_by_affinity
+from jax_ep.placement.choice import slots_on_rank
 from jax_ep.placement.table import read_arrays
-from jax_ep.placement.traffic import means
 
 # Limits memory: each layer's load and placement have an entry for each expert, chosen or not.
 _MOST_EXPERTS = 65536
@@ -37,7 +39,7 @@ def run(args: Args) -> int:
     fit = steps // 2
     placements = _placements(trace[:fit], num_experts, args)
     rows = [{"method": name} | means(trace[fit:], each) for name, each in placements.items()]
-    report.save_json(args.json, report.record(rows=rows, shape=trace.shape, fit_steps=fit))
+    report.save_json(args.json, {"rows": rows, "shape": trace.shape, "fit_steps": fit})
     columns = (
         report.text("method"),
         Column("busiest / mean", "balance", "{:.3f}"),
@@ -104,3 +106,59 @@ def _placements(trace: np.ndarray, num_experts: int, args: Args) -> dict[str, Pl
         f"balance, {slots} slots": balance(load, num_slots=slots, **ranks),
         "affinity": place_by_affinity(flat, num_experts=num_experts, **ranks),
     }
+
+
+def means(steps: np.ndarray, placement: Placement) -> dict[str, float]:
+    """Returns the figures of a row: means over several steps [steps, layers, tokens, K]."""
+    tokens = steps.shape[2] // placement.num_ranks * placement.num_ranks
+    counted = zip(*(traffic(step, placement) for step in steps), strict=True)
+    rows, wire_rows, changes = map(np.stack, counted)
+    busiest = rows.max(axis=2) / np.maximum(rows.mean(axis=2), 1e-30)
+    shares = {"balance": busiest.mean(), "wire_rows": wire_rows.sum(axis=2).mean() / tokens}
+    shares["rank_changes"] = changes.mean() if changes.size else 0.0
+    return {name: float(share) for name, share in shares.items()}
+
+
+def traffic(
+    topk_idx: np.ndarray, placement: Placement
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
+
+    Each rank has tokens // N tokens; those past N times that are left out. Returns the rows that
+    each rank's experts compute, one for each choice, [layers, N]; the rows that each rank receives
+    from others, one for each token, [layers, N]; and the share of pairs (a token's choice in a
+    layer, its choice in the next layer) whose experts are on different ranks, [layers - 1].
+    """
+    num_ranks = placement.num_ranks
+    layers, tokens, top_k = topk_idx.shape
+    per_rank = tokens // num_ranks
+    topk_idx = topk_idx[:, : per_rank * num_ranks].reshape(layers, num_ranks, per_rank, top_k)
+    slots = np.asarray(_slots(topk_idx, placement))
+    ranks = np.where(slots >= 0, slots // (placement.expert_of_slot.shape[1] // num_ranks), -1)
+    # here[layer, source, t, k, rank] is whether the k-th expert of token t of rank `source` is on
+    # `rank`.
+    here = ranks[..., None] == np.arange(num_ranks)
+    # sent[layer, source, rank] is the number of tokens that rank `source` sends to `rank`.
+    sent = here.any(axis=3).sum(axis=2)
+    sent[:, np.arange(num_ranks), np.arange(num_ranks)] = 0  # these tokens stay on their rank
+    # All pairs of a token's choices in a layer and in the next one: [layers - 1, N, t, K, K].
+    rank_before, rank_after = ranks[:-1, ..., :, None], ranks[1:, ..., None, :]
+    is_pair = (rank_before >= 0) & (rank_after >= 0)
+    changes = ((rank_before != rank_after) & is_pair).sum(axis=(1, 2, 3, 4))
+    num_pairs = is_pair.sum(axis=(1, 2, 3, 4))
+    return here.sum(axis=(1, 2, 3)), sent.sum(axis=1), changes / np.maximum(num_pairs, 1)
+
+
+@jax.jit
+def _slots(topk_idx: np.ndarray, placement: Placement) -> jax.Array:
+    """Chooses slots on all ranks at once: [layers, N, t, K] from experts of this shape."""
+    slots_per_rank = placement.expert_of_slot.shape[1] // placement.num_ranks
+    ranks = jnp.arange(placement.num_ranks)
+
+    def of_layer(layer: tuple[jax.Array, Placement]) -> jax.Array:
+        choices, slots = layer
+        tables: Any = slots.slots_of_expert, slots.num_copies
+        choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
+        return jax.vmap(choose, (0, 0, None, None))(choices, ranks, *tables)
+
+    return jax.lax.map(of_layer, (topk_idx, placement))

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -361,16 +360,12 @@ class Decoder:
         for i, moe in enumerate(params.moe):
             attend = _causal(config.window(i), documents)
 
-            def layer(
-                weights: Weights, moe: MoEParams, x: jax.Array, given: Any, attend: Any
-            ) -> Any:
-                x, found, _ = decoder_layer(
-                    config, weights, moe, x, angles, attend, quantized_experts=given
-                )
+            # `attend` is a function, which `jax.checkpoint` does not take as an argument.
+            def layer(weights: Any, moe: Any, x: Any, given: Any, attend: Any = attend) -> Any:
+                experts = {"quantized_experts": given}
+                x, found, _ = decoder_layer(config, weights, moe, x, angles, attend, **experts)
                 return x, found
 
-            # `attend` is a function, which `jax.checkpoint` does not take as an argument.
-            layer = functools.partial(layer, attend=attend)
             if self.remat != "none":
                 layer = jax.checkpoint(layer, policy=REMAT[self.remat])
             if biases is not None:

@@ -89,7 +89,6 @@ class State(NamedTuple):
     """The state of a batch of B sequences during decoding."""
 
     tokens: jax.Array  # [B, steps] int32: the tokens decoded so far; PADDING elsewhere
-    last: jax.Array  # [B] int32: the newest token of each sequence
     finished: jax.Array  # [B] bool: whether a sequence has produced a stop token
     done: jax.Array  # [] int32: the number of tokens decoded of each sequence
     cache: Cache  # of all tokens but the newest
@@ -220,11 +219,9 @@ def choose(config: DecoderConfig, sampling: Sampling, logits: jax.Array, state: 
         chosen = jnp.argmax(logits, axis=-1)
     chosen = chosen.astype(jnp.int32)
     column = jnp.where(state.finished, PADDING, chosen)[:, None]
-    finished = state.finished
-    if config.stop_tokens:
-        finished |= jnp.isin(chosen, jnp.array(config.stop_tokens, jnp.int32))
     tokens = lax.dynamic_update_slice_in_dim(state.tokens, column, state.done, 1)
-    return State(tokens, chosen, finished, state.done + 1, state.cache)
+    finished = state.finished | jnp.isin(chosen, jnp.array(config.stop_tokens, jnp.int32))
+    return State(tokens, finished, state.done + 1, state.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "steps"), donate_argnums=3)
@@ -234,8 +231,7 @@ def begin(
     """Makes the state for decoding `steps` tokens; chooses the first by the logits of `prefill`."""
     batch = logits.shape[0]
     tokens = jnp.full((batch, steps), PADDING, jnp.int32)
-    zeros = jnp.zeros(batch, jnp.int32)
-    state = State(tokens, last=zeros, finished=zeros != 0, done=jnp.int32(0), cache=cache)
+    state = State(tokens, jnp.zeros(batch, jnp.bool_), jnp.int32(0), cache)
     return choose(config, sampling, logits, state)
 
 
@@ -247,9 +243,11 @@ def step(
 
     Returns the new state, the logits [B, V] float32, and how many tokens chose each expert.
     """
+    goes_on = ~state.finished[:, None]
+    newest = lax.dynamic_slice_in_dim(state.tokens, state.done - 1, 1, axis=1)
     # A finished sequence reads padding.
-    last = jnp.where(state.finished, 0, state.last)[:, None]
-    x, cache, chosen = hidden_states(config, model, last, ~state.finished[:, None], state.cache)
+    newest = jnp.where(goes_on, newest, 0)
+    x, cache, chosen = hidden_states(config, model, newest, goes_on, state.cache)
     logits = logits_of(config, model, x[:, 0])
     state = choose(config, sampling, logits, state._replace(cache=cache))
     return state, logits, chosen

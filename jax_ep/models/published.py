@@ -67,16 +67,15 @@ def load_params(
     shardings, if given.
     """
     of_moe = on_mesh(config, mesh).moe
-    loaded = load_model(
+    params = _load(
         directory,
-        layers=range(config.num_layers),
+        config,
         mesh=mesh,
         param_dtype=param_dtype,
         sharding=lambda name, shape: NamedSharding(mesh, spec_of_weight(name, shape, mesh)),
         tensor_axis=of_moe.tensor_axis,
         fsdp_axes=of_moe.fsdp_axes,
     )
-    params = _checked(Params(loaded.weights, list(loaded.moe.values())), config, directory)
     return params if shardings is None else jax.device_put(params, shardings)
 
 
@@ -128,9 +127,9 @@ def load_decoder(
         published["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id")
     config = DecoderConfig.of(published, directory).replace(**fields)
     config = _with_slots(config, mesh)
-    loaded = load_model(
+    params = _load(
         directory,
-        layers=range(config.num_layers),
+        config,
         mesh=mesh,
         param_dtype=param_dtype,
         quantized=quantized,
@@ -138,7 +137,6 @@ def load_decoder(
         num_slots=config.moe.num_slots,
         **fields,
     )
-    params = _checked(Params(loaded.weights, list(loaded.moe.values())), config, directory)
     return config, Model.of(params, config, mesh.size)
 
 
@@ -188,15 +186,17 @@ def _with_slots(config: DecoderConfig, mesh: Mesh) -> DecoderConfig:
     return config.replace(num_slots=experts + copies) if copies else config
 
 
-def _checked(params: Params, config: DecoderConfig, directory: Path) -> Params:
-    """Returns `params` with only the model's weights; ValueError if one is missing or misshapen."""
+def _load(directory: Path, config: DecoderConfig, **arguments: Any) -> Params:
+    """Loads the model's weights alone; ValueError if one is missing or misshapen."""
+    loaded = load_model(directory, layers=range(config.num_layers), **arguments)
     wanted = shared_shapes(config)
     for i in range(config.num_layers):
         of_layer = layer_shapes(config).items()
         wanted |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer}
-    shapes = {name: weight.shape for name, weight in params.weights.items() if name in wanted}
     for name, shape in wanted.items():
-        if shapes.get(name) != shape:
-            found = f"has shape {shapes[name]}" if name in shapes else "is not there"
+        weight = loaded.weights.get(name)
+        if weight is None or weight.shape != shape:
+            found = "is not there" if weight is None else f"has shape {weight.shape}"
             raise ValueError(f"{name} in {directory} must have shape {shape}, but {found}.")
-    return params._replace(weights={name: params.weights[name] for name in wanted})
+    weights = {name: loaded.weights[name] for name in wanted}
+    return Params(weights, list(loaded.moe.values()))

@@ -200,8 +200,7 @@ def make_train_step(
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-            grad_norm = jnp.sqrt(sum(squares))
+            grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         biases = state.biases
         if biases is not None:
             biases = update_expert_bias(biases, counts["expert_counts"], objective.bias_rate)

@@ -11,15 +11,15 @@ matrices `rhs`, for two halves of a tile of the output `out`:
   lhs [R, K]                  rhs [L, N, K]                     out [R, N]
   128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-Operands are copied to a ring of stages in shared memory, by a loader warpgroup or, without one, by
-compute warpgroup 0, which then carries the next step to copy, the `Feed` (`operand_ring`). Two
+A loader warpgroup copies operands to a ring of stages in shared memory (`operand_ring`). Two
 compute warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the
 two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves
 are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
 matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
 of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
 tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
-of one half, whose totals and accumulators leave a loader its third of the registers.
+of one half, whose totals and accumulators leave a loader its third of the registers. A gated tile
+is then computed in two *passes* over K, each for 64 columns of both matrices.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
@@ -54,10 +54,11 @@ from pallas_kernels.matmul.kernel import (
     Kernel,
     aligned,
     launch,
+    quotient_and_rest,
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
+from pallas_kernels.matmul.operand_ring import Feeder, Loader
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -82,6 +83,8 @@ class Float8Tiles:
     band: int = 8
     # Columns of an output tile: 128 of each matrix, or 256 of one matrix.
     block_n: int = BLOCK
+    # How often a tile's steps run over K, each time for another part of its columns.
+    passes: int = 1
 
     @classmethod
     def of(cls, num_matrices: int, narrow_stages: int = 4) -> Float8Tiles:
@@ -89,10 +92,10 @@ class Float8Tiles:
 
         `narrow_stages` are those of tiles of one half.
         """
-        if REGISTERS_MOVE or num_matrices == HALVES:
+        if REGISTERS_MOVE:
             return cls(block_n=HALVES * BLOCK // num_matrices)
         # Totals of two halves would leave no registers for a loader.
-        return cls(num_stages=narrow_stages, band=16)
+        return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
 
 
 def float8_matmul(
@@ -211,7 +214,6 @@ class Computer(NamedTuple):
     """A compute warpgroup, and what it works with."""
 
     number: jax.Array
-    feeder: Feeder
     outs: Sequence[Any]
     scratch: dict[str, Any]
 
@@ -234,15 +236,29 @@ class Float8Kernel(Kernel):
     @property
     def halves(self) -> int:
         """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
-        return self.num_matrices * self.tiles.block_n // BLOCK
+        return self.num_matrices * self.step_columns // BLOCK
+
+    @property
+    def step_columns(self) -> int:
+        """The number of columns of each right operand that a step multiplies by."""
+        return self.tiles.block_n // self.tiles.passes
+
+    @property
+    def num_scales(self) -> int:
+        """The number of scales of blocks of the right operands in a step."""
+        return max(self.halves, self.num_matrices)
 
     @property
     def fits_beside_loader(self) -> bool:
-        return self.halves == 1
+        return True  # with the tiles of `Float8Tiles.of`
+
+    @property
+    def steps_of_pass(self) -> int:
+        return sum(self.depths) // BLOCK
 
     @property
     def steps(self) -> int:
-        return sum(self.depths) // BLOCK
+        return self.tiles.passes * self.steps_of_pass
 
     @property
     def chunk(self) -> int:
@@ -258,7 +274,7 @@ class Float8Kernel(Kernel):
             right=plgpu.SMEM(
                 (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
             ),
-            block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
+            block_scales=plgpu.SMEM((stages, self.num_scales), jnp.float32),
             # The rows that a computer is storing; see `store_rows_through`.
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
@@ -292,22 +308,20 @@ class Float8Kernel(Kernel):
         outs: Any,
         scratch: Any,
         used_rows: jax.Array | int = 0,
-        may_be_empty: bool = False,
     ) -> None:
         """Computes and stores this block's output tiles, of `total`."""
         # `look_up(index)` returns what `compute_tile` takes as `tile`: here, its `Position`.
-        # `used_rows` is for `finish`; `may_be_empty` is whether a tile may have no steps.
+        # `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
-        feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader, may_be_empty)
+        feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
 
         def compute(number):
-            computer = Computer(number, feeder, outs, scratch)
+            computer = Computer(number, outs, scratch)
 
-            def one_tile(tile, _, carry):
-                return self.compute_tile(computer, tile, *carry)
+            def one_tile(tile, _, used):
+                return self.compute_tile(computer, tile, used)
 
-            used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
-            feeder.finish(used)
+            tiles.walk(look_up, one_tile, jnp.int32(0))
             self.finish(computer, used_rows)
 
         self.take_roles(feeder.run, compute)
@@ -315,16 +329,15 @@ class Float8Kernel(Kernel):
     def finish(self, computer: Computer, used_rows: Any) -> None:
         """Runs in each compute warpgroup after its last output tile."""
 
-    def compute_tile(
-        self, computer: Computer, tile: Any, used: jax.Array, feed: Feed | None
-    ) -> tuple[jax.Array, Feed | None]:
+    def compute_tile(self, computer: Computer, tile: Any, used: jax.Array) -> jax.Array:
         """Computes and stores a compute warpgroup's part of an output tile."""
-        # Takes and returns the number of steps multiplied or skipped so far, and the feed.
+        # Takes and returns the number of steps multiplied or skipped so far.
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
         """Returns the range of columns of each right operand that a step multiplies by."""
-        return pl.ds(pl.multiple_of(left_edge, BLOCK), self.tiles.block_n)
+        columns = self.step_columns
+        return pl.ds(pl.multiple_of(left_edge, min(columns, BLOCK)), columns)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
@@ -354,7 +367,7 @@ class Float8Kernel(Kernel):
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = self.tiles.block_n
+        width = self.step_columns
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -366,32 +379,30 @@ class Float8Kernel(Kernel):
         self,
         computer: Computer,
         used: jax.Array,
-        feed: Feed | None,
         row: Any,
         first_half: Any,
         num_halves: jax.Array | int,
         steps: jax.Array | int,
-    ) -> tuple[tuple[jax.Array, ...], Feed | None]:
+    ) -> tuple[jax.Array, ...]:
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
         columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
-        128] float32 for each of `halves`, zero if not computed; and the feed after these steps.
+        128] float32 for each of `halves`, zero if not computed.
         """
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(i, carry):
-            totals, feed = carry
-            stage = lax.rem(used + i, num_stages)
+        def step(n, totals):
+            stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # If there is one half, the scale of the second one is not used.
             block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + half, self.halves - 1)]
-                for half in range(self.halves)
+                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
+                for i in range(self.num_scales)
             ]
             totals = tensor_cores.add_float8_products(
                 totals,
@@ -405,23 +416,21 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + i, feed)
+            return totals
 
-        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
+        return lax.fori_loop(0, steps, step, (zero,) * self.halves)
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
-        """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
+    def skip(self, scratch: dict[str, Any], used: jax.Array) -> None:
+        """Releases the stages of a tile that this warpgroup does not compute."""
 
-        def step(i, feed):
+        @pl.loop(0, self.steps)
+        def _(i):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
-            plgpu.barrier_wait(computer.scratch["full"].at[stage])
-            plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
-            return computer.feeder.follow(used + i, feed)
-
-        return lax.fori_loop(0, self.steps, step, feed)
+            plgpu.barrier_wait(scratch["full"].at[stage])
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,8 +457,14 @@ class _RowLoader:
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
+    def _pass_of(self, step: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns the pass that step number `step` of a tile is in, and its number in that pass."""
+        if self.kernel.tiles.passes == 1:
+            return 0, step
+        return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_pass))
+
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a tile."""
+        """Returns body(operands of a pair, the pair's step), for step number `step` of a pass."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.
@@ -473,12 +488,14 @@ class _RowLoader:
 
             return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
 
-        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
+        _, step = self._pass_of(jnp.minimum(step, self.kernel.steps - 1))
+        return self._of_pair(step, read)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        columns = self.kernel.columns_of(left_edge)
+        part, step = self._pass_of(step)
+        columns = self.kernel.columns_of(left_edge + part * self.kernel.step_columns)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -503,16 +520,14 @@ class _Product(Float8Kernel):
 
     num_matrices = 1
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile, used):
         first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = (end - first <= ROWS) & (self.halves > 1)
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
         first_half = jnp.where(is_short, computer.number, 0)
         num_halves = jnp.where(is_short, 1, self.halves)
-        totals, feed = self.accumulate_halves(
-            computer, used, feed, row, first_half, num_halves, self.steps
-        )
+        totals = self.accumulate_halves(computer, used, row, first_half, num_halves, self.steps)
         top, left = first + row, left_edge + first_half * BLOCK
         for half, total in enumerate(totals):
 
@@ -523,7 +538,7 @@ class _Product(Float8Kernel):
             if half == 1:
                 is_stored &= jnp.logical_not(is_short)
             pl.when(is_stored)(store)
-        return used + self.steps, feed
+        return used + self.steps
 
     def store_half(self, computer: Computer, total: jax.Array, target: Target) -> None:
         """Stores rows of `total`, this warpgroup's part of a half."""
@@ -564,15 +579,44 @@ class _GatedProduct(Float8Kernel):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
-    def compute_tile(self, computer, tile, used, feed):
+    def scratch_types(self) -> dict[str, Any]:
+        types = super().scratch_types()
+        if self.tiles.passes > 1:
+            shape = COMPUTERS, HALVES, ROWS, self.step_columns
+            types["first_pass"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(jnp.float32))
+        return types
+
+    def multiply(
+        self, computer: Computer, used: jax.Array, row: Any
+    ) -> Sequence[Callable[[int], jax.Array]]:
+        """Multiplies 64 rows by both matrices; returns their products in parts.
+
+        For the columns of each pass there is a function, which returns those of the product with
+        matrix 0 or 1, [64, columns] float32.
+        """
+        steps = self.steps_of_pass
+        totals = self.accumulate_halves(computer, used, row, 0, self.halves, steps)
+        if self.tiles.passes == 1:
+            return [lambda i: totals[i]]
+        # A total has 64 columns of each product. Those of the first pass wait in shared memory.
+        first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
+        own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
+        for i in range(HALVES):
+            first_pass[i] = totals[0][:, own[i]]
+        (second,) = self.accumulate_halves(computer, used + steps, row, 0, 1, steps)
+
+        def load(i: int) -> jax.Array:
+            return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
+
+        return [load, lambda i: second[:, own[i]]]
+
+    def compute_tile(self, computer, tile, used):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
-        def compute(feed: Feed | None) -> Feed | None:
-            products, feed = self.accumulate_halves(
-                computer, used, feed, row, 0, HALVES, self.steps
-            )
+        def compute() -> None:
+            parts = self.multiply(computer, used, row)
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -586,15 +630,38 @@ class _GatedProduct(Float8Kernel):
                 of_scales = target._replace(left=block)
                 register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
-            store(self.gating(*products), index=0)
+            def store_product(i):
+                store(side_by_side([part(i) for part in parts]), index=1 + i)
+
+            # After two passes, registers are fewest if one product is stored before the gated one,
+            # and if the last pass is gated first, because it is in registers.
+            num_before = int(self.keep and self.tiles.passes > 1)
+            for i in range(num_before):
+                store_product(i)
+            hidden = [self.gating(part(0), part(1)) for part in reversed(parts)]
+            store(side_by_side(hidden[::-1]), index=0)
             if self.keep:
-                for i, rows in enumerate(products):
-                    store(rows, index=1 + i)
-            return feed
+                for i in range(num_before, HALVES):
+                    store_product(i)
 
         # A short tile has no rows for the second warpgroup.
-        feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
-        return used + self.steps, feed
+        lax.cond(top < end, compute, lambda: self.skip(computer.scratch, used))
+        return used + self.steps
+
+
+def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
+    """Joins parts, [64, n] float32 each, to [64, n * parts]."""
+    if len(parts) == 1:
+        return parts[0]
+    shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
+
+    def emit(*arrays: mosaic.Array) -> mosaic.Array:
+        # A thread's registers are in the order of columns.
+        registers = [register for array in arrays for register in mosaic.registers(array)]
+        return mosaic.tensor_core_array(registers, shape, mosaic.float_type())
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    return mosaic.inline(emit, [(part, layout) for part in parts], result)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

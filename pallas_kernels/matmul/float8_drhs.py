@@ -145,12 +145,12 @@ class _Drhs(Float8Kernel):
             return group * self.height + row, left_edge, group_blocks[group, 1]
 
         total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
-        self.walk_tiles(total, look_up, loader, outs, scratch, may_be_empty=True)
+        self.walk_tiles(total, look_up, loader, outs, scratch)
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile, used):
         top, left_edge, steps = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
-        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
+        totals = self.accumulate_halves(computer, used, row, 0, self.halves, steps)
         # The copies of the previous tile, which ran meanwhile, must have read the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
@@ -162,7 +162,7 @@ class _Drhs(Float8Kernel):
             def _(total=total, out=out, left=left, buffers=buffers, num_before=num_before):
                 self.copy_half(total, out, buffers, num_before, top + row, left)
 
-        return used + steps, feed
+        return used + steps
 
     def copy_half(
         self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any

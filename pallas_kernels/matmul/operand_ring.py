@@ -90,8 +90,6 @@ class Feeder:
     empty: Any
     num_stages: int
     has_loader: bool
-    # Whether a tile may have no steps.
-    may_be_empty: bool = False
 
     def run(self) -> None:
         """Fills stages as soon as they are released, and waits until all are released again."""
@@ -159,18 +157,8 @@ class Feeder:
         return lax.cond(is_to_load, load, lambda feed: feed, feed)
 
     def _first_step_from(self, turn: jax.Array) -> Feed:
-        """Returns the first step of tile number `turn`, or of the first one after it with steps."""
-
-        def find(turn: jax.Array) -> tuple[jax.Array, Any]:
-            return turn, self.loader.find(self.tiles.index(turn))
-
-        def is_empty(found: tuple[jax.Array, Any]) -> jax.Array:
-            turn, tile = found
-            return (turn < self.tiles.count) & (self.loader.steps_of(tile) == 0)
-
-        turn, tile = find(turn)
-        if self.may_be_empty:
-            turn, tile = lax.while_loop(is_empty, lambda found: find(found[0] + 1), (turn, tile))
+        """Returns the first step of tile number `turn`."""
+        tile = self.loader.find(self.tiles.index(turn))
         zero, read_ahead = jnp.int32(0), self.loader.read_ahead
         return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
 

@@ -64,7 +64,8 @@ def add_float8_products(
       row: the first of the 64 rows of left[stage], a multiple of 8.
       first, count: the blocks of right[stage] to multiply: at least 1, at most one for each total.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of block[first + i].
+      block_scales: for each total, the float32 scale of block[first + i], or several, of equally
+        many columns each.
 
     Returns:
       The new totals. totals[i] grew by left[stage, row : row + 64] @ block[first + i] times the
@@ -72,7 +73,7 @@ def add_float8_products(
     """
     kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
     num = len(totals)
-    emit = functools.partial(_emit_float8_products, num, kinds)
+    emit = functools.partial(_emit_float8_products, num, len(block_scales), kinds)
     # In bytes: a row of a tile has 128.
     offsets = [
         jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
@@ -90,6 +91,7 @@ def add_float8_products(
 
 def _emit_float8_products(
     num: int,
+    num_scales: int,
     kinds: Sequence[str],
     left_ref: Value,
     right_ref: Value,
@@ -98,18 +100,19 @@ def _emit_float8_products(
     count: Array,
     *arrays: Array,
 ) -> list[Array]:
-    """Emits `add_float8_products` for one thread; `num` is the number of totals."""
+    """Emits `add_float8_products` for one thread, for `num` totals and `num_scales` of blocks."""
     # All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
     # products as values, ptxas would assign registers of its own to each, and spill the totals.
     #
     # `arrays` are the totals, the scales of blocks and, if not None, the scales of rows.
     num_totals = num * _PER_PRODUCT
     count = mosaic.scalar(count)
-    old_totals, scales = arrays[:num], [mosaic.scalar(each) for each in arrays[num : 2 * num]]
+    old_totals, rows_from = arrays[:num], num + num_scales
+    scales = [mosaic.scalar(each) for each in arrays[num:rows_from]]
     # A thread holds elements of two rows.
     thread_row_scales = [None, None]
-    if len(arrays) > 2 * num:
-        registers = mosaic.registers(arrays[2 * num])
+    if len(arrays) > rows_from:
+        registers = mosaic.registers(arrays[rows_from])
         thread_row_scales = [vector.extract(each, [], [0]) for each in registers]
     factors = [
         scale if row_scale is None else arith.mulf(row_scale, scale)
@@ -134,7 +137,7 @@ def _emit_float8_products(
     new_totals = llvm.inline_asm(
         mosaic.struct_type([mosaic.float_type()] * num_totals),
         [*inputs, *operands],
-        _text_of_float8_products(num, kinds),
+        _text_of_float8_products(num, num_scales, kinds),
         ",".join(constraints),
         asm_dialect=0,
         has_side_effects=True,  # keeps its place among waits and arrivals
@@ -162,11 +165,12 @@ def _descriptor(ref: Value, offset: Array) -> Value:
     return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
 
 
-def _text_of_float8_products(num: int, kinds: Sequence[str]) -> str:
-    """Returns the PTX of `add_float8_products` for `num` blocks."""
+def _text_of_float8_products(num: int, num_scales: int, kinds: Sequence[str]) -> str:
+    """Returns the PTX of `add_float8_products` for `num` blocks, with `num_scales` together."""
     # Operands: new totals, old totals, both descriptors, count, scales of each block and row.
     names = "{" + ",".join(f"c{i}" for i in range(_PER_PRODUCT)) + "}"
-    left, right, count, *factors = (f"${2 * num * _PER_PRODUCT + i}" for i in range(3 + 2 * num))
+    operands = (f"${2 * num * _PER_PRODUCT + i}" for i in range(3 + 2 * num_scales))
+    left, right, count, *factors = operands
     text = [
         "{",
         f".reg .f32 c<{_PER_PRODUCT}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
@@ -192,7 +196,8 @@ def _text_of_float8_products(num: int, kinds: Sequence[str]) -> str:
         text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
         for i in range(_PER_PRODUCT):
             total = f"${block * _PER_PRODUCT + i}"
+            scale = (block * _PER_PRODUCT + i) * num_scales // (num * _PER_PRODUCT)
             # Of four neighbouring numbers, two belong to each of the thread's two rows.
-            factor = factors[2 * block + i // 2 % 2]
+            factor = factors[2 * scale + i // 2 % 2]
             text.append(f"fma.rn.f32 {total}, c{i}, {factor}, {total};")
     return " ".join([*text, "done: }"])

@@ -161,5 +161,5 @@ def test_tokens_are_drawn_by_their_probability():
     logits = jnp.broadcast_to(logits, (4000, 4))
     cache = generation.empty_cache(config, 4000, 1, jnp.float32, mesh_of(model))
     state = generation.begin(config, Sampling(1.0, 0), logits, cache, 1)
-    share = np.bincount(np.asarray(state.last), minlength=4) / 4000
+    share = np.bincount(np.asarray(state.tokens[:, 0]), minlength=4) / 4000
     np.testing.assert_allclose(share, [0.5, 0.25, 0.125, 0.125], atol=4 * (0.25 / 4000) ** 0.5)

@@ -68,7 +68,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             read_registers=lambda room: room[...],
         ),
         tensor_cores: dict(add_float8_products=_add_float8_products),
-        float8: dict(_quantize=_quantize),
+        float8: dict(_quantize=_quantize, side_by_side=_side_by_side),
         decoder.Decoder: dict(
             load_scales=_load_scales,
             stage_scales=_stage_scales,
@@ -207,14 +207,21 @@ def _add_float8_products(
 ) -> tuple[jax.Array, ...]:
     rows, blocks = left[stage, pl.ds(row, 64)].astype(jnp.float32), right.at[stage]
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
+    # [totals, 128]: the scale of each column.
+    columns = 128 * len(totals) // len(block_scales)
+    scales = jnp.repeat(jnp.stack(block_scales), columns).reshape(len(totals), 128)
     sums = []
-    for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
+    for i, (total, scale) in enumerate(zip(totals, scales, strict=True)):
         block = jnp.minimum(first + i, blocks.shape[0] // 128 - 1)
         product = jnp.dot(rows, blocks[pl.ds(block * 128, 128)].astype(jnp.float32).T)
         sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
     # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
     return tuple(sums)
+
+
+def _side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts, axis=1)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

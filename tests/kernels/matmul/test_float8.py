@@ -25,7 +25,7 @@ SIZES = [3, 0, 70, 21]
 # The last 42 of the 136 rows are in no group.
 ROWS, LIVE = 136, sum(SIZES)
 GROUP_SIZES = np.asarray(SIZES, np.int32)
-NARROW, WIDE = Float8Tiles(3, 2, 128), Float8Tiles(3, 2, 256)
+NARROW, WIDE, TWO_PASSES = (Float8Tiles(3, 2, *rest) for rest in ((128,), (256,), (128, 2)))
 
 
 def rows_of(x):
@@ -64,8 +64,14 @@ def test_product(width, tiles):
 
 
 @runs_kernels
-@pytest.mark.parametrize("keep", quick([True, False], False))
-def test_gated_product(keep):
+@pytest.mark.parametrize(
+    ("keep", "tiles"),
+    quick(
+        [(True, NARROW), (False, NARROW), (True, TWO_PASSES), (False, TWO_PASSES)],
+        (False, TWO_PASSES),
+    ),
+)
+def test_gated_product(keep, tiles):
     """The products that are kept must have the bits of `FLOAT8_ROWS.encode`."""
     lhs = operands.mixed((LIVE, 256))
     rhs = [operands.numbers("random", (4, 256, 128), seed) for seed in (1, 2)]
@@ -79,7 +85,7 @@ def test_gated_product(keep):
             Elementwise(operands.swiglu, 2),
             keep=keep,
             num_blocks=2,
-            tiles=NARROW,
+            tiles=tiles,
         )
     )
     assert len(got) == (3 if keep else 1)

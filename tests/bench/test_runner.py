@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.bench.agreement import agree
+from jax_ep.bench.runner import agree
 from jax_ep.formats import FLOAT8_ROWS, quantize
 
 X = np.random.default_rng(0).standard_normal((40, 128)).astype(np.float32)
