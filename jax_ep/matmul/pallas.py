@@ -42,9 +42,13 @@ _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
+# Without `setmaxnreg`, the heights leave room for a loader.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)
-_HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
+_LOW_GATED = _LOW if REGISTERS_MOVE else _LOW[:-1]
+_HIGH: tuple[int, ...] = (64, 128, 176)
+if REGISTERS_MOVE:
+    _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
 # The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
 # which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
 _MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
@@ -273,7 +277,10 @@ def gated_tiles(
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
-        heights = _LOW
+        heights = _LOW_GATED
+    elif is_quantized and not REGISTERS_MOVE:
+        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (32, 64)
+        block_n = 64
     elif few_rows or few_tiles:
         heights = (32, 64)
     elif is_quantized:
@@ -294,8 +301,11 @@ def chosen_tiles(
 
     # `table` has a row for each chosen group, and one more.
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
-    # Tiles of 128 columns would leave half of the multiprocessors without a tile.
-    block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
+    # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
+    # loader.
+    is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
+    is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
+    block_n = 64 if num_matrices > 1 and is_narrow else 128
     band_columns = band(num_cols, block_n, most=8)
     return Tiles.fitting(
         (groups.height,),
