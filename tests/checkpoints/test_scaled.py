@@ -181,23 +181,18 @@ def test_numbers_are_those_of_the_definition(tmp_path, case):
 def test_scales_of_damaged_files_are_refused(tmp_path, case):
     config, tensors, _ = model(case)
     module = "model.layers.1.mlp.experts.0.up_proj."
-    for part in ("scale", "scale_inv", "scale_2", "global_scale"):
-        name = module + (part if module + part in tensors else f"weight_{part}")
+    scales = ("scale", *(f"weight_{part}" for part in ("scale", "scale_inv", "scale_2")))
+    for name in (module + part for part in (*scales, "weight_global_scale")):
         if name not in tensors:
             continue
-        for bad in (np.nan, np.inf, -1.0, 0.0):
-            stored = tensors[name].copy()
-            if stored.dtype in (np.uint8, jnp.float8_e8m0fnu):
-                if not np.isnan(bad):
-                    continue
-                stored.view(np.uint8).flat[0] = 255  # the only exponent that is no number
-            else:
-                stored.flat[0] = bad
-                if np.isinf(bad) and np.isnan(stored.astype(np.float32)).any():
-                    continue
-            folder = publish(tmp_path, config, tensors | {name: stored})
-            with pytest.raises(ValueError, match=f"{name} in .* finite and above 0, but has"):
-                checkpoints.load_moe_params(folder, 1)
+        stored = tensors[name].copy()
+        if stored.itemsize == 1:
+            stored.view(np.uint8).flat[0] = 255  # NaN in float8, and as an exponent
+        else:
+            stored.flat[0] = np.nan
+        folder = publish(tmp_path, config, tensors | {name: stored})
+        with pytest.raises(ValueError, match=f"{name} in .* finite and above 0, but has"):
+            checkpoints.load_moe_params(folder, 1)
 
 
 @pytest.mark.parametrize("case", ["int4", "float8 per tensor"])
@@ -236,12 +231,7 @@ def test_numbers_of_an_unknown_meaning_are_refused(tmp_path):
         (np.int8, FLOAT8, {}, "but is int8 with w.weight_scale of float8_e4m3fn"),
         (np.int8, np.float32, {"zero_point": np.ones((4, 1), np.int8)}, "zero_point in .* is int8"),
         # Integers of 8 bits in an int32 are a quarter of the columns.
-        (
-            np.int32,
-            np.float32,
-            {"shape": np.array([4, 32], np.int32)},
-            r"\(4, 64\) .* is \(4, 32\)",
-        ),
+        (np.int32, np.float32, {"shape": np.array([4, 32], np.int32)}, r"4, 64\) .* is \(4, 32"),
     ],
     ids=["uint8", "NVFP4 in int8", "zero point", "8 bits in int32"],
 )

@@ -381,13 +381,9 @@ def test_an_empty_array_is_sent_by_no_collective(op):
 
 
 def test_the_norm_of_no_rows():
-    mapped = jax.shard_map(
-        lambda x, scale: all_reduce_rms_norm(x, x, scale, AXIS),
-        mesh=expert_mesh(2),
-        in_specs=(SHARDED, REPLICATED),
-        out_specs=SHARDED,
-    )
-    assert [out.shape for out in jax.jit(mapped)(jnp.zeros((0, 6)), jnp.ones(6))] == [(0, 6)] * 2
+    scale = jnp.ones(6)
+    mapped = on_ranks(lambda x: all_reduce_rms_norm(x, x, scale, AXIS), expert_mesh(2))
+    assert [out.shape for out in mapped(jnp.zeros((0, 6)))] == [(0, 6)] * 2
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -451,6 +447,8 @@ def lower_for_cuda(apply, shape, dtype) -> str:
 def test_payloads_that_the_kernels_cannot_sum_are_refused():
     with pytest.raises(ValueError, match="x is float8_e4m3fn, not one of bfloat16"):
         lower_for_cuda(function("all_reduce", "one_shot"), (4, 8), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match='"ll" cannot run here: x is float8_e4m3fn, not one of'):
+        lower_for_cuda(function("all_gather", "ll"), (4, 8), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"x is empty, its shape is \(2, 0\)"):
         lower_for_cuda(function("reduce_scatter", "direct"), (4, 0), jnp.float32)
     with pytest.raises(ValueError, match="supports rows of at most 16384 elements, not 20000"):

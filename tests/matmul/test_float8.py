@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
-from support.float8 import (
-    KINDS,
-    assert_encodes,
-    assert_gated_within_bound,
-    assert_within_bound,
-)
+from support.float8 import KINDS, assert_encodes, assert_gated_within_bound, assert_within_bound
 from support.selection import quick
 
 from jax_ep import reference

@@ -110,21 +110,12 @@ PLACED = balance(LOADS, num_slots=16, num_ranks=8)
             lambda: place_by_affinity(TRACE + 7, num_ranks=2, num_experts=4),
             "num_experts must be above .* of trace, 7, but is 4",
         ),
-        (
-            lambda: place_by_affinity(TRACE, num_ranks=2, max_imbalance=0.9),
-            "max_imbalance must be at least 1, but is 0.9",
-        ),
+        (lambda: place_by_affinity(TRACE, num_ranks=2, max_imbalance=0.9), "max_imbalance must"),
         (lambda: PLACED.rank_load(LOAD[:1]), r"load must have shape .*\(2, 12\), .* \(1, 12\)"),
         (lambda: PLACED[0].rank_load(LOAD), r"load must be an array of numbers \[E\], .*\(2, 12\)"),
         (lambda: PLACED[0].rank_load(LOAD[0, :6]), r"load must have shape \[E\] = .*\(6,\)"),
-        (
-            lambda: Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2),
-            "no slot for expert 2 in layer 0",
-        ),
-        (
-            lambda: Placement.of([[0, 1, 2, 3]], num_experts=3, num_ranks=2),
-            "ids below num_experts=3.* -?[0-9]+ to 3",
-        ),
+        (lambda: Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2), "for expert 2 in lay"),
+        (lambda: Placement.of([[0, 1, 2, 3]], num_experts=3, num_ranks=2), "below num_experts=3"),
         (lambda: Placement.load("placement.txt"), "path must end in .json or .npz"),
     ],
 )

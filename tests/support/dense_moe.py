@@ -87,8 +87,3 @@ def assert_close(got, want, rtol=2e-5, atol=2e-6):
         jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
-
-
-def assert_equal(got, want):
-    """Asserts that two pytrees have the same structure and equal leaves, without tolerance."""
-    assert_close(got, want, rtol=0, atol=0)

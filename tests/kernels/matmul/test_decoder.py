@@ -1,4 +1,4 @@
-"""Tests of the grouped matmuls by matrices in MXFP4, which the kernels decode.
+"""Tests of the grouped matmuls by matrices in MXFP4, which kernels decode, and of all gated ones.
 
 tests/matmul/test_weight_only.py compares all numbers of the format; on a GPU, these kernels decode
 them there. It also lowers these kernels.
@@ -21,7 +21,7 @@ from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
 
-from jax_ep.formats import MXFP4, quantize
+from jax_ep.formats import MXFP4, QuantizedArray, quantize
 from jax_ep.matmul import pallas as backend
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, align_up
@@ -37,10 +37,11 @@ FEW = 40, [3, 0, 21]
 MORE = 136, [3, 0, 70, 21]
 
 
-def operands(num_rows, sizes, depth, width):
-    """Returns rows [R, K], two arrays of matrices [L, N, K] in MXFP4, and the group sizes.
+def operands(num_rows, sizes, depth, width, is_mxfp4=True):
+    """Returns rows [R, K], two arrays of matrices, and the group sizes.
 
-    Rows past the last group and matrices of empty groups are NaN.
+    Matrices are [L, N, K] in MXFP4, or [L, K, N] in bfloat16. Rows past the last group and matrices
+    of empty groups are NaN.
     """
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((num_rows, depth))
@@ -50,7 +51,8 @@ def operands(num_rows, sizes, depth, width):
     exponents = rng.integers(-3, 3, (*numbers.shape[:-1], depth // 32))
     numbers *= np.exp2(exponents).repeat(32, axis=-1)
     numbers[:, np.asarray(sizes) == 0] = np.nan
-    matrices = [quantize(jnp.asarray(each, jnp.bfloat16), MXFP4) for each in numbers]
+    matrices = [jnp.asarray(each, jnp.bfloat16) for each in numbers]
+    matrices = [quantize(m, MXFP4) if is_mxfp4 else m.swapaxes(1, 2) for m in matrices]
     return jnp.asarray(rows, jnp.bfloat16), matrices, jnp.asarray(sizes, jnp.int32)
 
 
@@ -61,7 +63,9 @@ def run_product(rows, matrices, groups, tiles):
 
 def multiplied(rows, matrices, sizes):
     """Multiplies each group's rows, and rounds the products to bfloat16."""
-    dense = np.asarray(matrices.dequantize(jnp.float32)).swapaxes(1, 2)
+    if isinstance(matrices, QuantizedArray):
+        matrices = matrices.dequantize(jnp.float32).swapaxes(1, 2)
+    dense = np.asarray(matrices)
     nothing = np.zeros((len(rows), dense.shape[2]))
     return jnp.asarray(matmuls.expected(rows, dense, sizes, nothing)[0], jnp.bfloat16)
 
@@ -100,38 +104,44 @@ def test_product(problem, depth, width, tiles):
     assert not np.any(got[sum(problem[1]) :])
 
 
+# Of matrices in MXFP4.
+GATED = {
+    "small": (FEW, 128, 128, Tiles((16, 32), 128, 3, 3)),
+    "several tiles": (MORE, 192, 256, Tiles((32, 64), 128, 3, 3)),
+    # Each compute warpgroup computes one of the products.
+    "narrow tiles": (MORE, 192, 128, Tiles((8, 32), 64, 3, 3)),
+    # Tiles are so high that each compute warpgroup stores half of the rows.
+    "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 3, 3)),
+    # The halves are no multiple of the 32 rows that are stored at a time.
+    "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 3, 3)),
+    # A stage is longer than the 64 of K that are decoded at a time.
+    "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 3, 3, step=256)),
+    "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 3, 3, step=192)),
+    "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 3, 3)),
+    "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 3, 3, step=128)),
+}
+GATED_IN_BFLOAT16 = {
+    "bfloat16, small": (FEW, 64, 128, Tiles((16, 32), 128, 3, 1)),
+    "bfloat16, several tiles": (MORE, 128, 128, Tiles((32, 64), 128, 3, 2)),
+    # Each compute warpgroup stores two parts of 64 columns.
+    "bfloat16, two parts": (FEW, 64, 256, Tiles((16, 32), 256, 3, 3)),
+    "bfloat16, narrow tiles": (FEW, 128, 128, Tiles((8, 32), 64, 3, 2)),
+    "bfloat16, high tiles": ((160, [1, 140, 19]), 64, 128, Tiles((64, 192), 64, 3, 3)),
+}
+
+
 @simulated
 @pytest.mark.parametrize(
-    ("keep", "has_biases"),
-    quick([(True, False), (False, False), (False, True)], (False, True)),
+    ("keep", "has_biases"), quick([(True, True), (False, False), (False, True)], (True, True))
 )
-@pytest.mark.parametrize(
-    ("problem", "depth", "width", "tiles"),
-    quick(
-        {
-            "small": (FEW, 128, 128, Tiles((16, 32), 128, 3, 3)),
-            "several tiles": (MORE, 192, 256, Tiles((32, 64), 128, 3, 3)),
-            # Each compute warpgroup computes one of the products.
-            "narrow tiles": (MORE, 192, 128, Tiles((8, 32), 64, 3, 3)),
-            # Tiles are so high that each compute warpgroup stores half of the rows.
-            "high narrow tiles": ((160, [1, 140, 19]), 192, 128, Tiles((64, 192), 64, 3, 3)),
-            # The halves are no multiple of the 32 rows that are stored at a time.
-            "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 3, 3)),
-            # A stage is longer than the 64 of K that are decoded at a time.
-            "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 3, 3, step=256)),
-            "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 3, 3, step=192)),
-            "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 3, 3)),
-            "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 3, 3, step=128)),
-        },
-        "small",
-    ),
-)
-def test_gated_product(problem, depth, width, tiles, keep, has_biases):
-    rows, matrices, groups = operands(*problem, depth, width)
+@pytest.mark.parametrize("name", quick([*GATED, *GATED_IN_BFLOAT16], "small", "bfloat16, small"))
+def test_gated_product(name, keep, has_biases):
+    problem, depth, width, tiles = (GATED | GATED_IN_BFLOAT16)[name]
     sizes = problem[1]
+    rows, matrices, groups = operands(*problem, depth, width, is_mxfp4=name in GATED)
     biases = matmuls.gate_biases(len(sizes), width) if has_biases else None
     options = dict(keep=keep, tiles=tiles, num_blocks=2, biases=biases)
-    pair = scaled(matrices[0]), scaled(matrices[1])
+    pair = tuple(scaled(each) if name in GATED else each for each in matrices)
     got = interpret(lambda: gated_matmul(rows, pair, groups, Elementwise(swiglu, 2), **options))
     products = [multiplied(rows, each, sizes) for each in matrices]
     want = [matmuls.swiglu_of_groups(products, sizes, biases), *products][: 3 if keep else 1]
@@ -139,7 +149,7 @@ def test_gated_product(problem, depth, width, tiles, keep, has_biases):
         assert_close(mine, theirs)
         assert not np.any(mine[sum(sizes) :])
     if keep:
-        np.testing.assert_array_equal(got[0], matmuls.swiglu_of_groups(got[1:], sizes))
+        np.testing.assert_array_equal(got[0], matmuls.swiglu_of_groups(got[1:], sizes, biases))
 
 
 # ------------------------------------------------------------------------------------- tile sizes

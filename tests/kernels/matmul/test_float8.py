@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import float8 as operands
-from support.float8 import (
-    assert_encodes,
-    assert_gated_within_bound,
-    assert_within_bound,
-    scaled,
-)
+from support.float8 import assert_encodes, assert_gated_within_bound, assert_within_bound, scaled
 from support.matmuls import run_kernels, runs_kernels
 from support.selection import quick
 from support.simulator import interpret, simulated
