@@ -23,8 +23,15 @@ Array = Any
 DType = jax.typing.DTypeLike
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
+# A scale 2^e is stored as the byte e + _E8M0_BIAS; the byte _E8M0_NAN stands for NaN.
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _FLOAT32 = np.dtype(np.float32)
+# Entry i is the float4 number with the code i; codes from 8 on are the negative numbers.
+_FLOAT4_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# Between neighbours in _FLOAT4_POSITIVE.
+_FLOAT4_MIDDLES = (_FLOAT4_POSITIVE[:-1] + _FLOAT4_POSITIVE[1:]) / 2
+# The largest power of two that float4 represents is 4, with the exponent 2.
+_FLOAT4_LARGEST_EXPONENT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +289,48 @@ class Float8(Format):
 
 
 @dataclasses.dataclass(frozen=True)
+class MXFloat4(Format):
+    """Numbers [..., C] as values [..., C / 2] uint8, float4_e2m1, and scales [..., C / 32] e8m0.
+
+    Defined by the Open Compute Project's "Microscaling Formats (MX)" 1.0, and used by GPT-OSS.
+    The first of a byte's two numbers is in its lower four bits. float4 has no NaN: if a block has
+    NaN or an infinity, its scale is NaN, and all of it decodes to NaN.
+    """
+
+    numbers_per_value: ClassVar[int] = 2
+
+    @property
+    def relative_error(self) -> float:
+        # A number just below 8 times the scale has the largest error: it is stored as 6 times it.
+        return 1 / 4
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        """Quantizes x [..., C]; returns values [..., C / 2] uint8 and scales [..., C / 32].
+
+        A block's scale is the largest power of two that is at most a quarter of the block's largest
+        magnitude. Magnitudes above 6 times the scale saturate; ties round to the even code.
+        """
+        xp = namespace(x)
+        with np.errstate(all="ignore"):
+            blocks, finite, largest = self._split(x)
+            exponent = xp.frexp(largest)[1] - 1 - _FLOAT4_LARGEST_EXPONENT
+            scales = xp.where(largest > 0, xp.clip(exponent + _E8M0_BIAS, 0, _E8M0_NAN - 1), 0)
+            scales = xp.where(xp.all(finite, axis=-1), scales, _E8M0_NAN).astype(np.int32)
+            codes = _float4_codes(times_power_of_two(blocks, _E8M0_BIAS - scales[..., None]))
+        pairs = codes[..., ::2] | codes[..., 1::2] << 4
+        return pairs.reshape(self.values_shape(x.shape)), bitcast(scales.astype(np.uint8), E8M0)
+
+    def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
+        values, scales = parts
+        xp = namespace(values, scales)
+        # XLA fuses these shifts with later operations. It would not fuse a stack of two arrays.
+        shifts = 4 * xp.arange(2, dtype=np.uint8).reshape(*[1] * values.ndim, 2)
+        codes = values[..., None] >> shifts & 15
+        numbers = _float4_numbers(codes.astype(np.int32))
+        return self._join(numbers.reshape(self.numbers_shape(values.shape)), scales, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plain:
     """The format of rows that are sent unquantized: the methods of `Format` that concern rows."""
 
@@ -311,6 +360,7 @@ RowFormat = Format | Plain
 PLAIN = Plain()
 FLOAT8_ROWS = Float8.of(jnp.float8_e4m3fn, (1, 128))
 FLOAT8_MATRICES = Float8.of(jnp.float8_e4m3fn, (128, 128))
+MXFP4 = MXFloat4("mxfp4", dtype=np.dtype(np.uint8), scale_dtype=E8M0, block=(1, 32))
 
 
 def _bytes(parts: list[tuple[int, DType]]) -> int:
@@ -359,3 +409,27 @@ def times_power_of_two(x: Array, exponent: Array) -> Array:
     for part in (half, exponent - half):
         x = x * bitcast((part + 127) << 23, np.float32)  # 2^part
     return x
+
+
+# ------------------------------------------------------------------------------- float4 numbers
+
+
+def _float4_numbers(codes: Array) -> Array:
+    """Decodes int32 codes of float4 (sign, two exponent bits, one fraction bit) to float32."""
+    xp = namespace(codes)
+    size = codes & 7
+    # The exponent's bias is 1, and float32's 127. Sizes 0 and 1 are the numbers 0 and 0.5.
+    normal = bitcast(((size >> 1) + 126) << 23 | (size & 1) << 22, np.float32)
+    magnitude = xp.where(size < 2, size.astype(np.float32) / 2, normal)
+    return xp.where(codes < 8, magnitude, -magnitude)
+
+
+def _float4_codes(numbers: Array) -> Array:
+    """Returns the uint8 code of the float4 nearest to each number; in a tie, the even code."""
+    xp = namespace(numbers)
+    size = xp.abs(numbers)
+    # The code if ties are rounded down, and the one if they are rounded up.
+    down = sum((size > middle).astype(np.uint8) for middle in _FLOAT4_MIDDLES)
+    up = sum((size >= middle).astype(np.uint8) for middle in _FLOAT4_MIDDLES)
+    code = xp.where(down % 2 == 0, down, up)
+    return code | (xp.signbit(numbers).astype(np.uint8) << 3)

@@ -16,7 +16,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 # These modules plan kernels or are shared with XLA; they import nothing that only kernels need.
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
-PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats", "pallas_kernels.mxfp4"}
+PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.formats"}
 PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.matmul", "pallas_kernels.matmul.row_blocks"}
 PLANS |= {"pallas_kernels.matmul.chosen_groups", "pallas_kernels.fabric.requirements"}

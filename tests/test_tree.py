@@ -37,7 +37,6 @@ SHARED_TESTS = (
     ("jax_ep/moe", "held_experts", "expert_matmuls"),
     ("jax_ep/moe", "call_checks rank", "layer"),
     ("jax_ep/runtime", "fabric", "tests/exchange/test_pallas.py"),
-    ("pallas_kernels", "mxfp4", "formats"),
     ("pallas_kernels/collectives", "all_reduce_rms_norm tiles with_signals", "collectives"),
     ("pallas_kernels/exchange", "combine expert_rows rank_dispatch sender", "dispatch"),
     ("pallas_kernels/exchange", "low_latency_combine low_latency_dispatch", "low_latency"),

@@ -17,14 +17,12 @@ from jax import lax
 from jax_ep.collectives import xla
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
-from jax_ep.runtime.jax_compat import match_varying, mesh_index
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import with_signals
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
-from pallas_kernels.fabric import low_latency
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import align_up, vector_length
-from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_channel
 
 Kernel = Callable[..., jax.Array]
 
@@ -82,7 +80,7 @@ def unavailable_reason(
     if isinstance(domain, str):
         return domain
     if domain is not None:
-        num_gpus, most = domain.num_gpus, MAX_LOW_LATENCY_GPUS
+        num_gpus, most = domain.num_gpus, memory_map.MAX_LOW_LATENCY_GPUS
         if num_gpus > most:
             return f"it runs on hosts of at most {most} GPUs, and this host has {num_gpus}"
     return no_room_reason(op, algorithm, x.shape, x.dtype, num_ranks, num_gpus)
@@ -97,12 +95,12 @@ def no_room_reason(
 ) -> str | None:
     """Returns why x does not fit in the low-latency buffers; with more GPUs they are smaller."""
     workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
-    most = tiles_of_channel(num_gpus)
-    if workers > low_latency.MAX_WORKERS or tiles > most:
+    most = memory_map.tiles_of_channel(num_gpus)
+    if workers > memory_map.MAX_WORKERS or tiles > most:
         return (
             f"x, {shape} {jnp.dtype(dtype).name}, is too large for the buffers of the low-latency "
             f"protocol: it needs {workers} warpgroups that send {tiles} tiles each, and on a host "
-            f"of {num_gpus} GPUs there is room for {low_latency.MAX_WORKERS} with {most} tiles each"
+            f"of {num_gpus} GPUs there is room for {memory_map.MAX_WORKERS} with {most} tiles each"
         )
     return None
 
@@ -121,8 +119,8 @@ def _workers_and_tiles(
     sends_all_of_x = algorithm == "one_shot_ll" or op == "all_gather"
     num_elements = math.prod(shape) if sends_all_of_x else -(-math.prod(shape) // num_ranks)
     num_tiles = _num_tiles(num_elements, dtype)
-    tiles_of_worker = -(-num_tiles // low_latency.MAX_WORKERS)
-    return min(num_tiles, low_latency.MAX_WORKERS), trips * tiles_of_worker
+    tiles_of_worker = -(-num_tiles // memory_map.MAX_WORKERS)
+    return min(num_tiles, memory_map.MAX_WORKERS), trips * tiles_of_worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,21 +181,17 @@ class PallasCollectives:
         )
         num_rows, padded_hidden = rows.shape
         grid = _RowGrid.of(algorithm, num_rows, padded_hidden, x.dtype, num_ranks)
-        options: dict[str, Any] = dict(
+        fabric = of_axis(self.axis_name, x)
+        results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
+            rows,
+            residuals,
+            scales[0],
             eps=eps,
             hidden=hidden,
             two_shot=algorithm.startswith("fused_two_shot"),
+            fabric=channels_of(fabric) if _is_low_latency(algorithm) else fabric,
             plan=TilePlan(grid.num_blocks, grid.num_warpgroups),
         )
-        if _is_low_latency(algorithm):
-            varying = match_varying((mesh_index(), rows, residuals, scales[0]), self.axis_name)
-            results = all_reduce_rms_norm_kernel.low_latency_all_reduce_rms_norm(
-                *varying, channels=channels_of(of_axis(self.axis_name, x)), **options
-            )
-        else:
-            results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-                rows, residuals, scales[0], fabric=of_axis(self.axis_name, x), **options
-            )
         normalized, new_residual = (out[:, :hidden].reshape(x.shape) for out in results)
         return normalized, new_residual
 
@@ -209,14 +203,12 @@ class PallasCollectives:
         self, signal_kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
         """Runs the algorithm's kernel on padded x; plans `signal_kernel` for `num_elements`."""
+        fabric = of_axis(self.axis_name, x)
         if not _is_low_latency(self.algorithm):
-            plan = _plan(num_elements, x.dtype)
-            return signal_kernel(x, fabric=of_axis(self.axis_name, x), plan=plan)
-        here, x = match_varying((mesh_index(), x), self.axis_name)
+            return signal_kernel(x, fabric=fabric, plan=_plan(num_elements, x.dtype))
         # In low-latency kernels, a warpgroup handles the same tiles of every shard.
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
-        channels = channels_of(of_axis(self.axis_name, x))
-        return low_latency_kernel(here, x, channels=channels, plan=plan)
+        return low_latency_kernel(x, channels=channels_of(fabric), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns x as unsigned integers for kernels with signals, which thus move any dtype."""
@@ -242,7 +234,7 @@ class _RowGrid:
             rows = num_ranks  # of which each rank sums one
         else:
             # A low-latency call has at most MAX_WORKERS warpgroups.
-            rows = -(-num_rows // (low_latency.MAX_WORKERS // num_warpgroups))
+            rows = -(-num_rows // (memory_map.MAX_WORKERS // num_warpgroups))
         num_blocks = -(-num_rows // rows)
         return cls(rows_per_block=rows, num_blocks=num_blocks, num_warpgroups=num_warpgroups)
 
@@ -258,6 +250,7 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
         # JAX's own tile, of up to eight vectors for each thread, may not divide the shard.
         vectors = 128 * 16 // jnp.dtype(dtype).itemsize
         tile_size = vectors * math.gcd(flat.size // num_ranks // vectors, 8)
+        # JAX's own tuning tries 32 blocks among others. No measurement of them is recorded here.
         return dict(axis_name=axis_name, num_blocks=32, tile_size=tile_size)
 
     # Operands are widened, so that the switch sums in float32.
@@ -276,7 +269,7 @@ def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Ti
     """Returns a `TilePlan` that spreads elements evenly over thread blocks and warpgroups."""
     # The low-latency protocol has tiles of the smallest size, and buffers for MAX_WORKERS
     # warpgroups.
-    max_blocks = low_latency.MAX_WORKERS // _MAX_WARPGROUPS if for_low_latency else _MAX_BLOCKS
+    max_blocks = memory_map.MAX_WORKERS // _MAX_WARPGROUPS if for_low_latency else _MAX_BLOCKS
     num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
     if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not for_low_latency:
         num_tiles, num_vectors = -(-num_tiles // 2), 2

@@ -241,7 +241,10 @@ def _rows_workspace(
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.
     # Without kernels, XLA may hold the rows of all remote hosts.
-    arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
+    if at_once:
+        arrivals = num_hosts
+    else:
+        arrivals = min(2, num_hosts - 1) if kernels else num_hosts - 1
     sent_bytes = sizes.sent_rows(1)
     if sizes.wire.quantized:
         sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)  # as `two_level` pads the rows

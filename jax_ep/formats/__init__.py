@@ -17,10 +17,10 @@ from jax_ep.formats.quantized_array import Transposed as Transposed
 from jax_ep.formats.quantized_array import quantize as quantize
 from pallas_kernels.formats import FLOAT8_MATRICES as FLOAT8_MATRICES
 from pallas_kernels.formats import FLOAT8_ROWS as FLOAT8_ROWS
+from pallas_kernels.formats import MXFP4 as MXFP4
 from pallas_kernels.formats import PLAIN as PLAIN
 from pallas_kernels.formats import Float8 as Float8
 from pallas_kernels.formats import Format as Format
+from pallas_kernels.formats import MXFloat4 as MXFloat4
 from pallas_kernels.formats import Plain as Plain
 from pallas_kernels.formats import RowFormat as RowFormat
-from pallas_kernels.mxfp4 import MXFP4 as MXFP4
-from pallas_kernels.mxfp4 import MXFloat4 as MXFloat4

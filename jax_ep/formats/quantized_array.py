@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jax_ep import checks
 from jax_ep.dtypes import not_folded
 from jax_ep.runtime.jax_compat import register_for_export
-from pallas_kernels.formats import Array, DType, Float8, Format
-from pallas_kernels.mxfp4 import MXFP4
+from pallas_kernels.formats import MXFP4, Array, DType, Float8, Format
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul.backend import Backend
 from jax_ep.runtime.jax_compat import match_varying
+from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The most memory that one step of a loop may take, in bytes.
 _MOST_BYTES = 512 << 20
@@ -54,7 +55,7 @@ def product_in_blocks(
         return out.at[target].set(products.astype(out.dtype), mode="drop", unique_indices=True)
 
     zeros = jnp.zeros((num_rows, width), lhs.dtype)
-    starts, ends = row_bounds(group_sizes, num_rows)
+    starts, ends = row_ranges(group_sizes, num_rows)
     zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))  # a loop needs equal vma
     num_blocks = _num_blocks(starts, ends, height)
     # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
@@ -94,7 +95,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     dims = ((1,), (1,)), ((0,), (0,))
 
     zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)
-    starts, ends = row_bounds(group_sizes, num_rows)
+    starts, ends = row_ranges(group_sizes, num_rows)
     zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))  # a loop needs equal vma
     num_blocks = _num_blocks(starts, ends, height)
 
@@ -120,12 +121,6 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), group, 0)
 
     return lax.fori_loop(0, steps, some_groups, zeros)
-
-
-def row_bounds(group_sizes: jax.Array, num_rows: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns each group's first row, and the row after its last, both at most `num_rows`."""
-    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), num_rows)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
 def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:

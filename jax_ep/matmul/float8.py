@@ -32,12 +32,7 @@ from jax_ep.dtypes import rounded
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed, quantize
 from jax_ep.matmul.backend import Backend, added, pad_rows
 from jax_ep.matmul.gating import Gating
-from jax_ep.matmul.pallas import (
-    as_elementwise,
-    gradient_as_elementwise,
-    in_32_bits,
-    launch_size,
-)
+from jax_ep.matmul.pallas import as_elementwise, in_32_bits, launch_size
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format, Scaled
@@ -220,21 +215,8 @@ def _selected(
     return backend, backend.name == "pallas"
 
 
-def _padded(rows: Scaled) -> Scaled:
-    """Pads rows to a multiple of 8, which the kernels of products take."""
-    return Scaled(*map(pad_rows, rows))
-
-
 def _encode(format: Float8, x: jax.Array) -> Scaled:
     return _parts(quantize(x, format))
-
-
-def _dequantized_rows(rows: Scaled) -> jax.Array:
-    return FLOAT8_ROWS.decode(rows, jnp.float32)
-
-
-def _dequantized_matrices(matrices: Scaled) -> jax.Array:
-    return FLOAT8_MATRICES.decode(matrices, jnp.float32)
 
 
 def _compute_matrices(matrices, *, implementation, platform):
@@ -299,8 +281,7 @@ def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unu
     backend, has_kernels = _selected(implementation, platform, shape, num_rows)
     if has_kernels:
         return _product_by_kernel(pairs, groups, dtype, zero_unused)
-    wide = [(_dequantized_rows(rows), _dequantized_matrices(matrices)) for rows, matrices in pairs]
-    return _sum_of_products(backend, wide, groups, zero_unused).astype(dtype)
+    return _sum_of_products(backend, pairs, groups, zero_unused).astype(dtype)
 
 
 @in_32_bits
@@ -311,7 +292,7 @@ def _product_by_kernel(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool
     num_rows = output_rows(groups, rows.values.shape[0])
     depth = sum(rows.values.shape[1] for rows, _ in pairs)
     out = float8_matmul(
-        [(_padded(rows), matrices) for rows, matrices in pairs],
+        [(Scaled(*map(pad_rows, rows)), matrices) for rows, matrices in pairs],
         groups,
         dtype=dtype,
         zero_unused=zero_unused,
@@ -322,18 +303,22 @@ def _product_by_kernel(pairs: Any, groups: Groups, dtype: Any, zero_unused: bool
 
 def _sum_of_products(
     backend: Backend,
-    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    pairs: Sequence[tuple[Scaled, Scaled]],
     groups: Groups,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Sums the products of float32 rows and transposed matrices; NaNs stay in their group."""
+    """Sums products of rows and transposed matrices in float32; NaNs stay in their group."""
+    wide = [
+        (FLOAT8_ROWS.decode(rows, jnp.float32), FLOAT8_MATRICES.decode(matrices, jnp.float32))
+        for rows, matrices in pairs
+    ]
     # A backend may multiply each matrix by all rows, with other groups' rows set to zero, and zero
     # times NaN is NaN. So NaNs are first replaced by zeros, and then set in the results that they
     # should have reached.
-    finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in pairs]
+    finite = [(rows, jnp.where(jnp.isnan(matrices), 0, matrices)) for rows, matrices in wide]
     out = backend.sum_of_products(finite, groups, transpose_rhs=True, zero_unused=zero_unused)
-    nan_columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in pairs]
-    group = group_of_row(groups, pairs[0][0].shape[0])
+    nan_columns = [jnp.isnan(matrices).any(axis=2) for _, matrices in wide]
+    group = group_of_row(groups, wide[0][0].shape[0])
     has_nan = functools.reduce(jnp.logical_or, nan_columns)
     is_nan = has_nan.at[group].get(mode="fill", fill_value=False)
     return jnp.where(is_nan, jnp.nan, out)
@@ -352,10 +337,7 @@ def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
             for each in rhs
         ]
     else:
-        rows = _dequantized_rows(lhs)
-        products = [
-            _sum_of_products(backend, [(rows, _dequantized_matrices(each))], groups) for each in rhs
-        ]
+        products = [_sum_of_products(backend, [(lhs, each)], groups) for each in rhs]
     hidden = gating(*products).astype(jnp.float32)
     return [_encode(FLOAT8_ROWS, each) for each in [hidden, *(products if keep else ())]]
 
@@ -372,7 +354,8 @@ def gated_product_by_kernel(
     num_rows = output_rows(groups, lhs.values.shape[0])
     _, num_cols, depth = rhs[0].values.shape
     size = launch_size(num_rows, 2 * depth, num_cols)
-    results = float8_gated_matmul(_padded(lhs), rhs, groups, function, keep=keep, **size)
+    rows = Scaled(*map(pad_rows, lhs))
+    results = float8_gated_matmul(rows, rhs, groups, function, keep=keep, **size)
     return jax.tree.map(lambda part: part[:num_rows], results)
 
 
@@ -383,14 +366,14 @@ def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implem
     if has_kernels and dtype == jnp.bfloat16:
         from pallas_kernels.matmul import float8_gate_gradient as kernels
 
-        if (function := gradient_as_elementwise(gating)) is not None:
+        if (function := as_elementwise(gating, gradient=True)) is not None:
             operands = dhidden, *products, weights, blocks
             return in_32_bits(kernels.gate_gradient)(function, *operands)
 
     def in_float32(*arrays: jax.Array) -> jax.Array:
         return gating(*arrays).astype(jnp.float32)
 
-    wide = map(_dequantized_rows, products)
+    wide = (FLOAT8_ROWS.decode(each, jnp.float32) for each in products)
     hidden, vjp = jax.vjp(in_float32, *wide)
     grad, row_weights = dhidden.astype(jnp.float32), weights[:, None]
     dproducts = [rounded(each, dtype) for each in vjp(grad * row_weights)]
@@ -423,60 +406,9 @@ def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, plat
     return added(sums, [rounded(result, dtype).astype(dtype) for result in results])
 
 
-# The following functions return the types of the results of the primitives.
-
-
-def _type(shape: Sequence[int], dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-
-
-def _quantized_type(format: Float8, shape: Sequence[int]) -> Scaled:
-    return Scaled(_type(shape, DTYPE), _type(format.scales_shape(tuple(shape)), jnp.float32))
-
-
-def _transposed_type(blocks: Any, width: int) -> TransposedRows:
-    values = _type((width, blocks.shape[0] * BLOCK), DTYPE)
-    return TransposedRows(values, _type((blocks.shape[0], width // BLOCK), jnp.float32))
-
-
-def _types_of_matrices(matrices, **_):
-    num_matrices, height, width = matrices.shape
-    shapes = matrices.shape, (num_matrices, width, height)
-    return [_quantized_type(FLOAT8_MATRICES, shape) for shape in shapes]
-
-
-def _types_of_transposed(rows, blocks, *, return_rows, **_):
-    shape = jax.tree.leaves(rows)[0].shape
-    kept = _quantized_type(FLOAT8_ROWS, shape) if return_rows else None
-    return kept, _transposed_type(blocks, shape[1])
-
-
-def _types_of_gate_gradient(dhidden, products, weights, blocks, **_):
-    num_rows, width = dhidden.shape
-    rows = _quantized_type(FLOAT8_ROWS, dhidden.shape)
-    transposed = _transposed_type(blocks, width)
-    return (rows,) * 2, (transposed,) * 3, _type((num_rows, width // BLOCK), jnp.float32)
-
-
-def _type_of_product(pairs, groups, *, dtype, **_):
-    rows, matrices = pairs[0]
-    num_rows = output_rows(groups, rows.values.shape[0])
-    return _type((num_rows, matrices.values.shape[1]), dtype)
-
-
-def _types_of_gated(lhs, rhs, groups, *, keep, **_):
-    shape = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
-    return (_quantized_type(FLOAT8_ROWS, shape),) * (3 if keep else 1)
-
-
-def _types_of_drhs(lhs, grads, group_blocks, sums, *, dtype, **_):
-    shapes = ((group_blocks.shape[0], lhs.values.shape[0], grad.values.shape[0]) for grad in grads)
-    return tuple(_type(shape, dtype) for shape in shapes)
-
-
-_QUANTIZE_MATRICES = define("quantize_float8_matrices", _types_of_matrices, _compute_matrices)
-_TRANSPOSE_ROWS = define("transpose_float8_rows", _types_of_transposed, _compute_transposed)
-_PRODUCT = define("grouped_matmul_float8", _type_of_product, _compute_product)
-_GATED = define("grouped_matmul_float8_gated", _types_of_gated, _compute_gated)
-_GATE_GRADIENT = define("gate_gradient_float8", _types_of_gate_gradient, _compute_gate_gradient)
-_DRHS = define("grouped_matmul_float8_drhs", _types_of_drhs, _compute_drhs)
+_QUANTIZE_MATRICES = define("quantize_float8_matrices", _compute_matrices)
+_TRANSPOSE_ROWS = define("transpose_float8_rows", _compute_transposed)
+_PRODUCT = define("grouped_matmul_float8", _compute_product)
+_GATED = define("grouped_matmul_float8_gated", _compute_gated)
+_GATE_GRADIENT = define("gate_gradient_float8", _compute_gate_gradient)
+_DRHS = define("grouped_matmul_float8_drhs", _compute_drhs)

@@ -108,9 +108,7 @@ def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> 
     return sums.astype(bias.dtype)
 
 
-def filled_biases(
-    biases: Sequence[jax.Array | None],
-) -> tuple[jax.Array, jax.Array] | None:
+def filled_biases(biases: Sequence[jax.Array | None]) -> tuple[jax.Array, jax.Array] | None:
     """Replaces a missing one of two biases [L, N] by zeros; returns None if both are missing."""
     first, second = biases
     if first is not None:

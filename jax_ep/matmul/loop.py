@@ -14,6 +14,7 @@ from jax import lax
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul.backend import Backend, symbolic_rows_reason
 from jax_ep.runtime.jax_compat import match_varying
+from pallas_kernels.matmul.row_blocks import row_ranges
 
 _PRODUCT_TILE = 32
 _DRHS_TILE = 64
@@ -24,16 +25,15 @@ def product_in_loops(
 ) -> jax.Array:
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     tile = min(_PRODUCT_TILE, lhs.shape[0])
-    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])  # no more rows than lhs has
-    tiles = (group_sizes + (tile - 1)) // tile
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts, ends = row_ranges(group_sizes, lhs.shape[0])
+    tiles = -((starts - ends) // tile)
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
     def one_group(group, out):
         matrix = lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
 
         def one_tile(i, out):
-            first, live = _tile_rows(lhs, ends, group_sizes, group, i, tile)
+            first, live = _tile_rows(lhs, starts, ends, group, i, tile)
             rows = lax.dynamic_slice_in_dim(lhs, first, tile)
             products = lax.dot_general(
                 rows, matrix, contract, preferred_element_type=wide_dtype(lhs.dtype)
@@ -53,13 +53,12 @@ def product_in_loops(
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tile = min(_DRHS_TILE, lhs.shape[0])
     dtype = wide_dtype(lhs.dtype)
-    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])  # no more rows than lhs has
-    tiles = (group_sizes + (tile - 1)) // tile
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts, ends = row_ranges(group_sizes, lhs.shape[0])
+    tiles = -((starts - ends) // tile)
 
     def one_group(group, out):
         def one_tile(i, total):
-            first, live = _tile_rows(lhs, ends, group_sizes, group, i, tile)
+            first, live = _tile_rows(lhs, starts, ends, group, i, tile)
             left = jnp.where(live[:, None], lax.dynamic_slice_in_dim(lhs, first, tile), 0)
             right = jnp.where(live[:, None], lax.dynamic_slice_in_dim(grad, first, tile), 0)
             contract = (((0,), (0,)), ((), ()))
@@ -73,10 +72,10 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.fori_loop(0, group_sizes.shape[0], one_group, zeros)
 
 
-def _tile_rows(lhs, ends, group_sizes, group, i, tile):
+def _tile_rows(lhs, starts, ends, group, i, tile):
     """Returns the first row of the i-th tile of a group, and a mask [tile] of rows to compute."""
     # A tile that would extend past lhs starts earlier, at rows that another tile computes.
-    start = ends[group] - group_sizes[group] + i * tile
+    start = starts[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)
     rows = first + jnp.arange(tile, dtype=jnp.int32)
     return first, (rows >= start) & (rows < ends[group])

@@ -18,8 +18,8 @@ from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symb
 from jax_ep.matmul.gating import Gating
 from jax_ep.runtime import availability
 from pallas_kernels.fabric.hardware import REGISTERS_MOVE
+from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
-from pallas_kernels.mxfp4 import MXFP4
 
 if TYPE_CHECKING:
     from pallas_kernels.formats import Scaled
@@ -217,7 +217,7 @@ def gate_gradient(
     num_rows, width = dhidden.shape
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
-    if (function := gradient_as_elementwise(gating)) is None:
+    if (function := as_elementwise(gating, gradient=True)) is None:
         return None
     num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
     return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
@@ -240,8 +240,6 @@ def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
     # Larger tiles read less memory, but there must be enough of them to occupy all
     # multiprocessors.
     is_quantized = mxfp4_depth is not None
@@ -261,16 +259,13 @@ def product_tiles(
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
-    band_columns = band(num_cols, block_n, most=16)
-    return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
+    return _fitting(heights, block_n, num_cols, most_band=16, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
@@ -289,16 +284,14 @@ def gated_tiles(
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
         # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
         heights, block_n = _BESIDE_LOADER, 64
-    band_columns = band(num_cols, block_n, most=8)
-    return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
+    options = dict(num_matrices=2, mxfp4_depth=mxfp4_depth)
+    return _fitting(heights, block_n, num_cols, most_band=8, **options)
 
 
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
     # `table` has a row for each chosen group, and one more.
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
@@ -306,14 +299,16 @@ def chosen_tiles(
     is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
     is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
     block_n = 64 if num_matrices > 1 and is_narrow else 128
-    band_columns = band(num_cols, block_n, most=8)
-    return Tiles.fitting(
-        (groups.height,),
-        block_n,
-        band_columns,
-        num_matrices=num_matrices,
-        mxfp4_depth=mxfp4_depth,
-    )
+    options = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
+    return _fitting((groups.height,), block_n, num_cols, most_band=8, **options)
+
+
+def _fitting(
+    heights: tuple[int, ...], block_n: int, num_cols: int, most_band: int, **options: Any
+) -> Tiles:
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+    return Tiles.fitting(heights, block_n, band(num_cols, block_n, most_band), **options)
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
@@ -333,27 +328,14 @@ def band(num_cols: int, block_n: int, most: int) -> int:
     return -(-columns // -(-columns // most))
 
 
-def as_elementwise(gating: Gating, arity: int = 2) -> Any:
-    """Returns `gating` as an `Elementwise` for kernels; None if they cannot emit an operation."""
-    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
-
-    try:
-        return Elementwise(gating, arity)
-    except NotSupported:
-        return None
-
-
 @in_32_bits
-def gradient_as_elementwise(gating: Gating) -> Any:
-    """Returns the gradient of `gating` for kernels; None if they cannot emit an operation.
-
-    It takes (gate, up, dhidden) and returns (hidden, dgate, dup), each element from one of each.
-    """
-    from pallas_kernels.fabric.elementwise import NotSupported
+def as_elementwise(gating: Gating, arity: int = 2, *, gradient: bool = False) -> Any:
+    """Returns `gating`, or its `gradient_of`, for kernels; None if these cannot emit it."""
+    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of
 
     try:
-        return gradient_of(gating)
+        return gradient_of(gating) if gradient else Elementwise(gating, arity)
     except NotSupported:
         return None
 

@@ -16,13 +16,6 @@ from jax_ep.implementations import Implementations
 from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
 from jax_ep.matmul.backend import Backend, Problem
 from jax_ep.runtime import jax_compat
-from jax_ep.runtime.jax_compat import (
-    Program,
-    define_primitive,
-    one_by_one,
-    replicated_over_explicit_axes,
-    result_type,
-)
 
 Implementation = Literal["pallas", "tokamax", "blocks", "xla", "loop"] | None
 # The backends, in the order in which implementation=None tries them. The fastest comes first, by
@@ -33,13 +26,11 @@ IMPLEMENTATIONS = Implementations(
 )
 # The platforms for which primitives register a lowering. All other platforms share one lowering.
 _PLATFORMS = ("cpu", "cuda")
+_OTHER_PLATFORM = "another platform"
 
 
 def check_implementation(
-    implementation: Implementation,
-    rhs: Any,
-    name: str = "implementation",
-    matmul_dtype: Any = None,
+    implementation: Implementation, rhs: Any, name: str = "implementation", matmul_dtype: Any = None
 ) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by `rhs`.
 
@@ -74,40 +65,48 @@ def default_platform() -> str:
 
 
 def define(
-    name: str,
-    results: Callable[..., Any],
-    compute: Callable[..., Any],
-    unused: Callable[..., Any] | None = None,
+    name: str, compute: Callable[..., Any], unused: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """Defines a primitive, and returns the function (*operands, **params) that applies it.
 
-    It computes `compute(*operands, platform=..., **params)`, a pytree of the shapes and dtypes that
-    `results(*operands, **params)` has. Its keyword-only arguments are `platform` and `params`.
-    Further parameters of the primitive are `tree`, the structure of the operands, and `types`,
-    those of the results. `jax.vmap` runs it element after element. `unused` is a rule as for
-    `define_primitive`, which need not reduce the parameter `types`.
+    It computes `compute(*operands, platform=..., **params)`, whose keyword-only arguments are
+    `platform` and `params`, among them `implementation`. All implementations return pytrees of the
+    same shapes and dtypes. Further parameters of the primitive are `tree`, the structure of the
+    operands, and `types`, those of the results. `jax.vmap` runs it element after element. `unused`
+    is a rule as for `define_primitive`, which need not reduce the parameter `types`.
     """
     # Jitted, so that a program with many matmuls of one shape traces each kernel only once.
     arguments = inspect.signature(compute).parameters.values()
     static = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
     compute = jax.jit(compute, static_argnames=static)
 
+    # The cache is bounded, since params may hold a new function in each call.
+    @functools.lru_cache(maxsize=1024)
+    def result_types(tree, types, **params):
+        """Returns the types of the results for operands of these types, and the results' tree."""
+        # These are the types that the default for another platform gives: it is XLA's.
+        params |= {"implementation": None, "platform": _OTHER_PLATFORM}
+        by_xla = functools.partial(compute, **params)
+        results = jax.eval_shape(by_xla, *jax.tree.unflatten(tree, types))
+        leaves, returned = jax.tree.flatten(results)
+        return tuple(leaves), returned
+
     def abstract_eval(first, *_, types, **__):
         # All results vary over the same mesh axes as the first operand.
-        return [result_type(first, each.shape, each.dtype) for each in types]
+        return [jax_compat.result_type(first, each.shape, each.dtype) for each in types]
 
     def run(platform, *leaves, tree, types, **params):
         operands = jax.tree.unflatten(tree, leaves)
         return jax.tree.leaves(compute(*operands, platform=platform, **params))
 
-    def lower(program: Program, *leaves, **params):
+    def lower(program: jax_compat.Program, *leaves, **params):
         platform, *further = program.platforms
         if further or platform not in _PLATFORMS:
-            platform = "another platform"
+            platform = _OTHER_PLATFORM
         return program.lower(functools.partial(run, platform), *leaves, **params)
 
     def batch(operands, dims, **params):
-        found = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
+        found = jax_compat.one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         return found, [0] * len(found)
 
     def without_unused(used, params):
@@ -116,7 +115,7 @@ def define(
         types = tuple(params["types"][i] for i in kept)
         return reduced | {"types": types}, kept, operands
 
-    primitive = define_primitive(
+    primitive = jax_compat.define_primitive(
         name,
         abstract_eval=abstract_eval,
         lower=lower,
@@ -128,10 +127,11 @@ def define(
 
     def apply(*operands: Any, **params: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        types, returned = jax.tree.flatten(results(*operands, **params))  # `returned`: their tree
-        params |= {"tree": tree, "types": tuple(types)}
+        of_leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        types, returned = result_types(tree, of_leaves, **params)
+        params |= {"tree": tree, "types": types}
         bind_leaves = functools.partial(primitive.bind, **params)
-        found = replicated_over_explicit_axes(bind_leaves, *leaves)
+        found = jax_compat.replicated_over_explicit_axes(bind_leaves, *leaves)
         return jax.tree.unflatten(returned, found)
 
     return apply

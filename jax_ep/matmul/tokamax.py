@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax_ep.matmul import blocks, xla
 from jax_ep.matmul.backend import Backend, Problem, pad_rows, symbolic_rows_reason, zero_tail
 from jax_ep.matmul.pallas import in_32_bits
+from pallas_kernels.matmul.row_blocks import row_ranges
 
 
 @in_32_bits
 def tokamax_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
-    starts, ends = blocks.row_bounds(group_sizes, lhs.shape[0])
+    starts, ends = row_ranges(group_sizes, lhs.shape[0])
     # The sizes `ends - starts` are without rows past R.
     out = _ragged_dot(pad_rows(lhs), rhs, ends - starts, transpose_rhs=transpose_rhs)
     return zero_tail(out[: lhs.shape[0]], group_sizes)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_ep.matmul.gating import Gating, gate_gradient_of_all, gated
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
-from pallas_kernels.matmul.chosen_groups import Groups, output_rows
+from pallas_kernels.matmul.chosen_groups import Groups
 
 
 def product_of_arrays(
@@ -127,18 +127,10 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
 def _gated_product_fwd(
     lhs, rhs, group_sizes, gating, keep, implementation, zero_unused, biases=None
 ):
-    hidden, *products = gated_product_of_arrays(
-        lhs,
-        rhs,
-        group_sizes,
-        gating,
-        keep=True,
-        implementation=implementation,
-        zero_unused=zero_unused,
-        biases=biases,
-    )
-    saved = lhs, rhs, group_sizes, biases, tuple(products)
-    return (hidden, *products) if keep else (hidden,), saved
+    options = implementation, zero_unused, biases
+    # With `keep`, since the gradient needs the products.
+    results = gated_product_of_arrays(lhs, rhs, group_sizes, gating, True, *options)
+    return results if keep else results[:1], (lhs, rhs, group_sizes, biases, results[1:])
 
 
 def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
@@ -216,29 +208,6 @@ def _compute_gate_gradient(
     return backend.gate_gradient(gating, dhidden, products, weights, group_sizes)
 
 
-def _type_of_product(pairs, groups, *, transpose_rhs, **_):
-    lhs, rhs = pairs[0]
-    num_columns = rhs.shape[1 if transpose_rhs else 2]
-    return jax.ShapeDtypeStruct((output_rows(groups, lhs.shape[0]), num_columns), lhs.dtype)
-
-
-def _types_of_gated(lhs, rhs, biases, groups, *, keep, **_):
-    shape = output_rows(groups, lhs.shape[0]), rhs[0].shape[2]
-    return (jax.ShapeDtypeStruct(shape, lhs.dtype),) * (3 if keep else 1)
-
-
-def _types_of_drhs(lhs, grads, sums, group_sizes, **_):
-    if sums is not None:
-        return tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in sums)
-    shapes = ((group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads)
-    return tuple(jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in shapes)
-
-
-def _types_of_gate_gradient(dhidden, products, weights, group_sizes, **_):
-    of_rows = jax.ShapeDtypeStruct(dhidden.shape, dhidden.dtype)
-    return *[of_rows] * 3, jax.ShapeDtypeStruct(weights.shape, weights.dtype)
-
-
 def _without_unused_products(used, params):
     """Drops the results `product` if none is used; see `define_primitive`."""
     if params["keep"] and not any(used[1:]):
@@ -258,9 +227,7 @@ def _without_unused_gradients(used, params):
     return params | {"tree": tree}, left, operands
 
 
-_PRODUCT = define("grouped_matmul", _type_of_product, _compute_product)
-_GATED = define(
-    "grouped_matmul_gated", _types_of_gated, _compute_gated, unused=_without_unused_products
-)
-_DRHS = define("grouped_matmul_drhs", _types_of_drhs, _compute_drhs, _without_unused_gradients)
-_GATE_GRADIENT = define("gate_gradient", _types_of_gate_gradient, _compute_gate_gradient)
+_PRODUCT = define("grouped_matmul", _compute_product)
+_GATED = define("grouped_matmul_gated", _compute_gated, unused=_without_unused_products)
+_DRHS = define("grouped_matmul_drhs", _compute_drhs, unused=_without_unused_gradients)
+_GATE_GRADIENT = define("gate_gradient", _compute_gate_gradient)

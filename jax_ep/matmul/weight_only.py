@@ -25,12 +25,7 @@ from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format, Scaled
-from pallas_kernels.matmul.chosen_groups import (
-    ChosenGroups,
-    Groups,
-    of_gathered,
-    output_rows,
-)
+from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, of_gathered
 
 # With more rows than this, the kernels for any rows are faster in MXFP4. Measured with 4 and 16.
 _FEW_ROWS = 4
@@ -39,7 +34,6 @@ _FEW_ROWS = 4
 @dataclasses.dataclass(frozen=True)
 class _Options:
     gating: Any  # None, or an elementwise function of the products
-    implementation: Implementation
     num_rows: int | None = None  # the number of rows if they choose groups, else None
     keep: bool = False  # whether the products are results, too
     zero_unused: bool = True
@@ -73,16 +67,19 @@ def product_of_stored(
     """
     # JAX would report NaNs in rows that are undefined.
     zero_unused = zero_unused or looks_for_nans()
-    options = _Options(gating, implementation, num_rows, keep, zero_unused)
-    return _multiply(_Operands(rows, tuple(matrices), tuple(biases), groups), options)
+    options = _Options(gating, num_rows, keep, zero_unused)
+    operands = _Operands(rows, tuple(matrices), tuple(biases), groups)
+    return _multiply(operands, options, implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _multiply(operands: _Operands, options: _Options) -> tuple[jax.Array, ...]:
-    return _WEIGHT_ONLY(operands, options=options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _multiply(
+    operands: _Operands, options: _Options, implementation: Implementation
+) -> tuple[jax.Array, ...]:
+    return _WEIGHT_ONLY(operands, options=options, implementation=implementation)
 
 
-def _multiply_bwd(options, operands, cotangents):
+def _multiply_bwd(options, implementation, operands, cotangents):
     rows, matrices, biases, groups = operands
     if isinstance(groups, ChosenGroups):
         raise NotImplementedError(
@@ -95,11 +92,7 @@ def _multiply_bwd(options, operands, cotangents):
             numbers, is_transposed = dequantized_as_stored(each, rows.dtype)
             products.append(
                 unquantized.product_of_arrays(
-                    rows,
-                    numbers,
-                    groups,
-                    options.implementation,
-                    transpose_rhs=is_transposed,
+                    rows, numbers, groups, implementation, transpose_rhs=is_transposed
                 )
             )
         return _finished(products, operands._replace(biases=biases), options)
@@ -108,7 +101,7 @@ def _multiply_bwd(options, operands, cotangents):
     return (_Operands(drows, None, dbiases, None),)  # type: ignore[arg-type]
 
 
-_multiply.defvjp(lambda operands, options: (_multiply(operands, options), operands), _multiply_bwd)
+_multiply.defvjp(lambda operands, *rest: (_multiply(operands, *rest), operands), _multiply_bwd)
 
 
 def _finished(
@@ -120,11 +113,11 @@ def _finished(
     return (result, *(products if options.keep else ()))
 
 
-def _compute(operands: _Operands, *, options: _Options, platform: str) -> tuple[jax.Array, ...]:
+def _compute(operands, *, options, implementation, platform):
     """Computes `product_of_stored` for one platform."""
     rows, matrices, _, groups = operands
     shape = matrices[0].shape[1:]
-    backend = select(options.implementation, platform, shape, rows.dtype, rows.shape[0])
+    backend = select(implementation, platform, shape, rows.dtype, rows.shape[0])
     if backend.name == "pallas" and options.num_rows is not None:
         out = _few_rows_by_kernel(operands, options.num_rows, options.gating)
         if out is not None:
@@ -246,12 +239,6 @@ def dequantized_as_stored(matrices: QuantizedArray, dtype: Any) -> tuple[jax.Arr
     return dequantized(stored, dtype), True
 
 
-def _result_types(operands: _Operands, *, options):
-    rows, matrices, _, groups = operands
-    shape = output_rows(groups, rows.shape[0]), matrices[0].shape[2]
-    return (jax.ShapeDtypeStruct(shape, rows.dtype),) * (1 + len(matrices) * options.keep)
-
-
 def _without_unused_products(used, params):
     """Drops the results `product` if none is used; see `define_primitive`."""
     options = params["options"]
@@ -260,4 +247,4 @@ def _without_unused_products(used, params):
     return params, range(len(used)), None
 
 
-_WEIGHT_ONLY = define("weight_only_matmul", _result_types, _compute, _without_unused_products)
+_WEIGHT_ONLY = define("weight_only_matmul", _compute, unused=_without_unused_products)

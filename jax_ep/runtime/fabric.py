@@ -60,7 +60,8 @@ def channels_of(fabric: Gpus) -> Channels:
     from pallas_kernels.fabric.low_latency import Channels, TileMemory
 
     memory = TileMemory(fabric.base, num_gpus(fabric))
-    return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
+    axes, gpus, mesh_index = fabric.axes, fabric.gpus, fabric.mesh_index
+    return Channels(axes, gpus, memory, mesh_index, timeout_s=fabric.timeout_s)
 
 
 def num_gpus(fabric: Gpus) -> int:

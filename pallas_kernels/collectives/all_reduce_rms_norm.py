@@ -30,7 +30,7 @@ from pallas_kernels.collectives.tiles import TilePlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
-from pallas_kernels.fabric.low_latency import Endpoint
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
 # The kind of signal that a block sends after its last access to other ranks' memory: it has written
 # its sums to all ranks (two_shot), or has read all ranks' inputs (one_shot).
@@ -45,7 +45,7 @@ def all_reduce_rms_norm(
     eps: float,
     hidden: int,
     two_shot: bool,
-    fabric: fb.Fabric,
+    fabric: fb.Fabric | Channels,
     plan: TilePlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
@@ -57,7 +57,8 @@ def all_reduce_rms_norm(
       eps: a constant added to the mean square.
       hidden: how many of the H columns are data. The others are zeros, and not counted by the mean.
       two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks.
-      plan: `plan.num_vectors` is ignored.
+      fabric: the ranks; `Channels` give the same bits over the low-latency protocol.
+      plan: has at least T / N blocks for two shots over `Channels`; `num_vectors` is ignored.
 
     Returns:
       normalized: [T, H] of x's dtype, the normalized new residual times `scale`.
@@ -66,53 +67,32 @@ def all_reduce_rms_norm(
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
-    normalized, new_residual = fb.kernel(
-        fabric,
-        body,
-        name="ep_all_reduce_rms_norm",
-        num_blocks=plan.num_blocks,
-        num_warpgroups=plan.num_warpgroups,
-        out_type=body.out_type,
-        scratch_types=dict(scratch=body.scratch()),
-        # Peers read x, and with two shots write to `normalized`, which follows the 3 operands.
-        shared=(0, 3) if two_shot else (0,),
-    )(x, residual, scale)
-    return normalized, new_residual
-
-
-def low_latency_all_reduce_rms_norm(
-    mesh_index: jax.Array,
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array,
-    *,
-    eps: float,
-    hidden: int,
-    two_shot: bool,
-    channels: low_latency.Channels,
-    plan: TilePlan,
-) -> tuple[jax.Array, jax.Array]:
-    """Does what `all_reduce_rms_norm` does, with the same bits, over the low-latency protocol.
-
-    With `two_shot`, block b of every rank handles the same N rows, and each rank sums one of them;
-    the plan has at least T / N blocks. `mesh_index` is [1] int32, the row-major index of this GPU
-    in the mesh.
-    """
-    num_rows, padded = x.shape[-2:]
-    body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
-
-    sends_per_tile = 2 if two_shot else body.rows_per_block
-    normalized, new_residual = low_latency.call(
-        body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
-        mesh_index,
-        [x, residual, scale],
-        body.out_type,
-        channels=channels,
-        plan=plan,
-        num_sends=sends_per_tile * body.tiles_of_warpgroup,
-        name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
-        scratch_types=dict(scratch=body.scratch()),
-    )
+    operands, scratch_types = [x, residual, scale], dict(scratch=body.scratch())
+    if isinstance(fabric, Channels):
+        sends_per_tile = 2 if two_shot else body.rows_per_block
+        results = low_latency.call(
+            body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
+            operands,
+            body.out_type,
+            channels=fabric,
+            plan=plan,
+            num_sends=sends_per_tile * body.tiles_of_warpgroup,
+            name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
+            scratch_types=scratch_types,
+        )
+    else:
+        results = fb.kernel(
+            fabric,
+            body,
+            name="ep_all_reduce_rms_norm",
+            num_blocks=plan.num_blocks,
+            num_warpgroups=plan.num_warpgroups,
+            out_type=body.out_type,
+            scratch_types=scratch_types,
+            # Peers read x, and with two shots write to `normalized`, which follows the 3 operands.
+            shared=(0, 3) if two_shot else (0,),
+        )(*operands)
+    normalized, new_residual = results
     return normalized, new_residual
 
 

@@ -2,9 +2,8 @@
 
 They return the bits of the kernels in `with_signals`. A receiver polls the payload itself (see
 `fabric.low_latency`), which is faster for small payloads. What is moved and not summed is sent
-`exact`, so that NaNs keep their bits. `mesh_index` is [1] int32, the row-major index of this GPU in
-the mesh. S, the number of elements of an input or of a shard, is a whole number of 16-byte vectors
-and at least one tile.
+`exact`, so that NaNs keep their bits. S, the number of elements of an input or of a shard, is a
+whole number of 16-byte vectors and at least one tile.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 
-def one_shot(
-    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
-) -> jax.Array:
+def one_shot(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [S] floating; every rank sends its whole input to all ranks."""
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -37,12 +34,10 @@ def one_shot(
             tiles.store(out_ref.at[where], total)
 
     name = "ep_all_reduce_one_shot_ll"
-    return _call(body, mesh_index, x, x.shape[-1:], channels, plan, name=name)
+    return _call(body, x, x.shape[-1:], channels, plan, name=name)
 
 
-def two_shot(
-    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
-) -> jax.Array:
+def two_shot(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [N, S] floating; rank r sums shard x[r] and sends the sum to all."""
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -55,12 +50,10 @@ def two_shot(
                 tiles.store(out_ref.at[peer, where], total)
 
     name = "ep_all_reduce_two_shot_ll"
-    return _call(body, mesh_index, x, x.shape[-2:], channels, plan, name=name, sends_per_tile=2)
+    return _call(body, x, x.shape[-2:], channels, plan, name=name, sends_per_tile=2)
 
 
-def all_gather(
-    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
-) -> jax.Array:
+def all_gather(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Gathers x [S] from all N ranks into [N, S]."""
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -72,24 +65,20 @@ def all_gather(
         _store_what_arrives(endpoint, slices, x, out_ref)
 
     shape = (channels.num_ranks, x.shape[-1])
-    return _call(body, mesh_index, x, shape, channels, plan, name="ep_all_gather_ll")
+    return _call(body, x, shape, channels, plan, name="ep_all_gather_ll")
 
 
-def reduce_scatter(
-    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
-) -> jax.Array:
+def reduce_scatter(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Reduce-scatters x [N, S]: returns the sum of shard x[r] on rank r, [S]."""
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for where, total in _sums_of_shard(endpoint, slices, x_ref):
             tiles.store(out_ref.at[where], total)
 
-    return _call(body, mesh_index, x, x.shape[-1:], channels, plan, name="ep_reduce_scatter_ll")
+    return _call(body, x, x.shape[-1:], channels, plan, name="ep_reduce_scatter_ll")
 
 
-def all_to_all(
-    mesh_index: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
-) -> jax.Array:
+def all_to_all(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Sends shard x[r] of x [N, S] to rank r; returns what arrives, [N, S] by source rank."""
 
     def body(endpoint: Endpoint, slices: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -101,7 +90,7 @@ def all_to_all(
         endpoint.delay_point(1)
         _store_what_arrives(endpoint, slices, x, out_ref)
 
-    return _call(body, mesh_index, x, x.shape[-2:], channels, plan, name="ep_all_to_all_ll")
+    return _call(body, x, x.shape[-2:], channels, plan, name="ep_all_to_all_ll")
 
 
 def _sums_of_shard(
@@ -112,10 +101,8 @@ def _sums_of_shard(
         endpoint.send(index, [tiles.load(x_ref.at[peer, where]) for peer in endpoint.peers])
     endpoint.delay_point(1)
     for index, where in enumerate(slices):
-        yield (
-            where,
-            endpoint.sum(index, tiles.load(x_ref.at[endpoint.rank, where])),
-        )
+        total = endpoint.sum(index, tiles.load(x_ref.at[endpoint.rank, where]))
+        yield where, total
 
 
 def _store_what_arrives(
@@ -130,7 +117,6 @@ def _store_what_arrives(
 
 def _call(
     body: Callable[[Endpoint, Sequence[Any], Any, Any], None],
-    mesh_index: jax.Array,
     x: jax.Array,
     shape: tuple[int, ...],
     channels: Channels,
@@ -154,7 +140,6 @@ def _call(
 
     (out,) = call(
         run,
-        mesh_index,
         [x],
         [jax.ShapeDtypeStruct(shape, x.dtype)],
         channels=channels,
@@ -167,7 +152,6 @@ def _call(
 
 def call(
     body: Callable[..., None],
-    mesh_index: jax.Array,
     operands: Sequence[jax.Array],
     out_type: Sequence[jax.ShapeDtypeStruct],
     *,
@@ -189,7 +173,8 @@ def call(
     assert num_sends <= tiles_of_channel(channels.memory.num_gpus), (name, plan, num_sends)
 
     def run(mesh_index_ref: Any, *refs: Any, **scratch: Any) -> None:
-        endpoint = Endpoint(channels, channels.mesh_index(mesh_index_ref), plan.worker(), name)
+        mesh_index = channels.mine(mesh_index_ref)[0]
+        endpoint = Endpoint(channels, mesh_index, plan.worker(), name)
         endpoint.delay_point(0)
         body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)
         endpoint.delay_point(2)
@@ -203,4 +188,4 @@ def call(
         num_warpgroups=plan.num_warpgroups,
         out_type=out_type,
         scratch_types=scratch_types or {},
-    )(mesh_index, *operands)
+    )(channels.mesh_index, *operands)

@@ -39,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import (
     ROWS_OF_SUM,
     Plan,
@@ -409,9 +410,7 @@ class _Combine:
                 if not self.row.wire.quantized:
                     vectors.store(there, total.astype(self.row.dtype), self.vector)
                 else:
-                    from pallas_kernels.exchange.quantized_rows import put_row
-
-                    put_row(self.row.wire, total, there, self.vector)
+                    quantized_rows.put_row(self.row.wire, total, there, self.vector)
 
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put_tile)
 
@@ -461,10 +460,8 @@ class _Combine:
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector
             else:
-                from pallas_kernels.exchange.quantized_rows import add_rows, elements_of_sum
-
-                total = add_rows(self.row.wire, sums, sent, self.row.dtype)
-                elements = elements_of_sum(self.tile)
+                total = quantized_rows.add_rows(self.row.wire, sums, sent, self.row.dtype)
+                elements = quantized_rows.elements_of_sum(self.tile)
             out = fabric.mine(refs.out).at[token, columns_of_out]
             vectors.store([out], total, elements)
 

@@ -39,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Plan, ReceiveBuffer, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, List, Sender
@@ -223,14 +224,14 @@ class _Kernel:
 
     def receive(self, rows: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Waits for the tokens of peers, and copies each from its first row to its other rows."""
-        first_token, num_tokens = self.sender.range()
+        _, num_tokens = self.sender.range()
 
         # `begun` counts the rows that earlier steps put into the ring, whose stages follow from it.
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
-            count = self._list_copies(step, first_token, num_tokens, rows, scratch)
+            count = self._list_copies(step, rows, scratch)
             self._copy_listed(begun, count, tokens, scratch)
             return begun + count
 
@@ -244,15 +245,9 @@ class _Kernel:
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _list_copies(
-        self,
-        step: jax.Array,
-        first_token: jax.Array,
-        num_tokens: jax.Array,
-        rows: Any,
-        scratch: fb.Scratch,
-    ) -> jax.Array:
+    def _list_copies(self, step: jax.Array, rows: Any, scratch: fb.Scratch) -> jax.Array:
         """Lists a step's tokens that have several rows here in `step_copies`; returns the count."""
+        first_token, num_tokens = self.sender.range()
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
         step_token = first_token + step * step_tokens  # the step's first
@@ -306,9 +301,7 @@ class _Kernel:
 
         lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
         if scales:
-            from pallas_kernels.exchange.quantized_rows import copy_listed
-
-            copy_listed(scales[0], scratch.step_copies, count)
+            quantized_rows.copy_listed(scales[0], scratch.step_copies, count)
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -424,7 +417,7 @@ class _Dispatch(_Kernel):
         def fill() -> None:
             plgpu.barrier_wait(scratch.groups_known)
             fabric.delay_point(3)
-            self.experts.describe(scratch.experts, *groups)
+            self.experts.describe(scratch.experts, groups)
             self.experts.fill(tokens, scratch.experts)
 
         @pl.when(warpgroup == 1)

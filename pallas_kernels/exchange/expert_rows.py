@@ -243,52 +243,32 @@ class ExpertRows:
             ]
         return found
 
-    def describe(
-        self,
-        scratch: fb.Scratch,
-        group_sizes: Any,
-        expert_counts: Any,
-        num_dropped: Any,
-        rows_needed: Any,
-    ) -> None:
-        """Writes from block 0 the results of `expert_dispatch` that have these names."""
+    def describe(self, scratch: fb.Scratch, results: Sequence[Any]) -> None:
+        """Writes from block 0 the last four results of `expert_dispatch`."""
+        group_sizes, expert_counts, num_dropped, rows_needed = results
         fabric, per_rank = self.fabric, self.num_local_experts
         first_expert = fabric.rank() * per_rank
 
-        def ends_of_group(i: Any) -> tuple[Any, Any]:
-            return scratch.group_ends[0, first_expert + i], scratch.group_ends[1, first_expert + i]
-
         def describe_group(i: Any, carry: Any) -> Any:
-            """Writes sizes of local group i; carries the next group's start, and rows dropped."""
-            start, dropped = carry
-            end_of_rows, end = ends_of_group(i)
+            """Writes sizes of local group i; carries its end, and the rows dropped and needed."""
+            start, dropped, needed = carry
+            end_of_rows, end = (scratch.group_ends[j, first_expert + i] for j in range(2))
+            # The rows of the group if none were dropped; `find_groups` applies quotas.
+            wanted = end_of_rows - start
+            if self.buffer.fair:
+                wanted = jnp.int32(0)
+                for source in range(fabric.num_ranks):
+                    wanted = wanted + scratch.all_counts[source, first_expert + i]
             room = jnp.maximum(self.buffer.capacity - start, 0)
             kept = jnp.minimum(end_of_rows - start, room)
             fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
             fabric.mine(expert_counts)[i] = kept
-            return end, dropped + (end_of_rows - start - kept)
-
-        def describe_fair_group(i: Any, carry: Any) -> Any:
-            """Does the same with quotas; also carries the rows needed if none were dropped."""
-            start, dropped, needed = carry
-            end_of_rows, end = ends_of_group(i)
-            wanted = jnp.int32(0)
-            for source in range(fabric.num_ranks):
-                wanted = wanted + scratch.all_counts[source, first_expert + i]
-            fabric.mine(group_sizes)[i] = end - start
-            fabric.mine(expert_counts)[i] = end_of_rows - start
-            dropped = dropped + (wanted - (end_of_rows - start))
-            return end, dropped, needed + self._aligned(wanted)
+            return end, dropped + (wanted - kept), needed + self._aligned(wanted)
 
         @pl.when(lax.axis_index("block") == 0)
         def describe() -> None:
-            zero = jnp.int32(0)
-            if self.buffer.fair:
-                carry = (zero, zero, zero)
-                _, dropped, needed = lax.fori_loop(0, per_rank, describe_fair_group, carry)
-            else:
-                # The end of the last group is the number of rows needed.
-                needed, dropped = lax.fori_loop(0, per_rank, describe_group, (zero, zero))
+            zeros = (jnp.int32(0),) * 3
+            _, dropped, needed = lax.fori_loop(0, per_rank, describe_group, zeros)
             fabric.mine(num_dropped)[0] = dropped
             fabric.mine(rows_needed)[0] = needed
 

@@ -103,11 +103,9 @@ class Rows:
 
         Returns the tiles of each token in registers.
         """
-        fabric, top_k = self.fabric, self.plan.top_k
-        sent = [self.load(fabric.mine(x), token) for token, _ in self.tokens()]
+        sent = [self.load(self.fabric.mine(x), token) for token, _ in self.tokens()]
         for i, (token, exists) in enumerate(self.tokens()):
-            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
-            ranks = self.ranks_of(experts)
+            ranks = self.ranks_of(topk_idx, token)
             for j, peer in enumerate(endpoint.peers):
                 goes = is_among(ranks, peer) & exists
                 self.send(endpoint, j, i, sent[i], goes, exact=True)
@@ -147,9 +145,10 @@ class Rows:
     def zeros(self) -> jax.Array:
         return vectors.constant(self.plan.tile, 0.0, self.plan.vector)
 
-    def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank of each expert, a scalar int32; NOWHERE for an id outside [0, E)."""
-        num_experts = self.plan.num_experts
+    def ranks_of(self, topk_idx: Any, token: jax.Array) -> list[jax.Array]:
+        """Returns the rank of each expert of a token; NOWHERE for an id outside [0, E)."""
+        top_k, num_experts = self.plan.top_k, self.plan.num_experts
+        experts = [self.fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
         return [

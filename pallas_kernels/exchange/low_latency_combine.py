@@ -173,8 +173,8 @@ class _Combine:
             for choice, place in enumerate(places):
                 kept = exists & (place >= 0) & (place < self.capacity)
                 # If the row is not kept, `count` stays, and the next row overwrites the entry.
-                scratch.places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
-                scratch.choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
+                scratch.places[pair, count] = place
+                scratch.choices[pair, count] = jnp.int32(choice)
 
                 @pl.when(kept & (used < self.num_stages))
                 def fetch(place: Any = place, used: Any = used) -> None:
@@ -217,15 +217,12 @@ class _Combine:
 
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: fb.Scratch) -> None:
         """Runs a summer: sends sums to the tokens' ranks, then adds the sums it receives."""
-        fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
+        fabric, of_rows = self.fabric, self.rows
         fabric.delay_point(0)
         endpoint = of_rows.open()
         if self.weighted:
             of_rows.send_values(weights)
-        ranks = [
-            of_rows.ranks_of([fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)])
-            for token, _ in of_rows.tokens()
-        ]
+        ranks = [of_rows.ranks_of(topk_idx, token) for token, _ in of_rows.tokens()]
         if self.weighted:
             self._read_weights(scratch)
         plgpu.barrier_wait(scratch.listed)

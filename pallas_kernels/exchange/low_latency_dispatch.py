@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
-from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, pad_last
+from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, count_width, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
 from pallas_kernels.fabric.low_latency import Channels
@@ -56,17 +56,16 @@ def low_latency_dispatch(
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    kernel = _Dispatch.of(plan, buffer, fabric, channels, routes_known=False)
-    width = kernel.experts.count_width
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
-    tokens, rows, counts, *groups = kernel.call(
+    of_ranks = [(num_ranks, num_tokens * top_k), (num_ranks, count_width(num_experts))]
+    shapes = [*of_ranks, (per_rank,), (per_rank,), (1,), (1,)]
+    tokens, rows, counts, *groups = _run(
+        "ep_dispatch_ll",
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
-        more_results=[
-            jax.ShapeDtypeStruct((num_ranks, num_tokens * top_k), jnp.int32),
-            jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),
-            *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
-        ],
-        name="ep_dispatch_ll",
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        Rows(fabric, channels, plan, "dispatch"),
+        buffer,
+        routes_known=False,
     )
     rows = rows.reshape(*lead, num_ranks, num_tokens, top_k)
     return (tokens,), rows, counts[..., :num_experts], *groups
@@ -89,18 +88,45 @@ def dispatch_like(
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
-    kernel = _Dispatch.of(plan, buffer, fabric, channels, routes_known=True)
-    tokens = kernel.call(
-        [
-            x,
-            topk_idx.reshape(*lead, num_tokens * top_k),
-            rows.reshape(*lead, num_ranks, num_tokens * top_k),
-            pad_last(counts, kernel.experts.count_width - num_experts),
-        ],
-        more_results=[],
-        name="ep_dispatch_like_ll",
+    operands = [
+        x,
+        topk_idx.reshape(*lead, num_tokens * top_k),
+        rows.reshape(*lead, num_ranks, num_tokens * top_k),
+        pad_last(counts, count_width(num_experts) - num_experts),
+    ]
+    of_rows = Rows(fabric, channels, plan, "dispatch")
+    return tuple(_run("ep_dispatch_like_ll", operands, [], of_rows, buffer, routes_known=True))
+
+
+def _run(
+    name: str,
+    operands: Sequence[jax.Array],
+    more_results: Sequence[Any],
+    of_rows: Rows,
+    buffer: ReceiveBuffer,
+    *,
+    routes_known: bool,
+) -> list[jax.Array]:
+    """Runs the kernel; returns the receive buffer's values and then `more_results`."""
+    fabric, plan = of_rows.fabric, of_rows.plan
+    experts = ExpertRows(
+        fabric,
+        plan.num_blocks,
+        plan.num_experts,
+        buffer,
+        parts=[(plan.hidden, plan.dtype)],
+        count_arrivals=None if routes_known else plan.warpgroups,
     )
-    return tuple(tokens)
+    kernel = _Dispatch(of_rows, experts, routes_known)
+    return fb.kernel(
+        fabric,
+        kernel,
+        name=name,
+        num_blocks=plan.num_blocks,
+        num_warpgroups=plan.warpgroups + 1,
+        out_type=[jax.ShapeDtypeStruct((buffer.capacity, plan.hidden), plan.dtype), *more_results],
+        scratch_types=dict(scratch=kernel.scratch()),
+    )(*operands)
 
 
 class _Refs(NamedTuple):
@@ -122,26 +148,6 @@ class _Dispatch:
     experts: ExpertRows
     routes_known: bool
 
-    @classmethod
-    def of(
-        cls,
-        plan: LowLatencyPlan,
-        buffer: ReceiveBuffer,
-        fabric: fb.Fabric,
-        channels: Channels,
-        *,
-        routes_known: bool,
-    ) -> _Dispatch:
-        of_experts = ExpertRows(
-            fabric,
-            plan.num_blocks,
-            plan.num_experts,
-            buffer,
-            parts=[(plan.hidden, plan.dtype)],
-            count_arrivals=None if routes_known else plan.warpgroups,
-        )
-        return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, routes_known)
-
     @property
     def top_k(self) -> int:
         return self.rows.plan.top_k
@@ -153,22 +159,6 @@ class _Dispatch:
     @property
     def num_choices(self) -> int:
         return self.rows.plan.num_tokens * self.top_k
-
-    def call(
-        self, operands: Sequence[jax.Array], *, more_results: Sequence[Any], name: str
-    ) -> list[jax.Array]:
-        """Runs the kernel; returns the receive buffer's values and then `more_results`."""
-        plan = self.rows.plan
-        tokens = jax.ShapeDtypeStruct((self.experts.buffer.capacity, plan.hidden), plan.dtype)
-        return fb.kernel(
-            self.fabric,
-            self,
-            name=name,
-            num_blocks=plan.num_blocks,
-            num_warpgroups=plan.warpgroups + 1,
-            out_type=[tokens, *more_results],
-            scratch_types=dict(scratch=self.scratch()),
-        )(*operands)
 
     def scratch(self) -> fb.Scratch:
         plan, ranks = self.rows.plan, self.fabric.num_ranks
@@ -221,7 +211,7 @@ class _Dispatch:
                 scratch.experts, group_starts=scratch.group_starts, all_counts_ref=refs.counts
             )
             plgpu.barrier_arrive(scratch.groups_known)
-            of_experts.describe(scratch.experts, *refs.groups)
+            of_experts.describe(scratch.experts, refs.groups)
         fabric.delay_point(3)
         of_experts.fill([refs.tokens], scratch.experts)
         if self.routes_known:

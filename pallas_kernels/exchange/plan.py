@@ -40,6 +40,9 @@ _RING_STAGES = 16
 # The time of a call with at most this many tokens per rank is mostly latency. A larger call is
 # limited by the bandwidth of the links.
 FEW_TOKENS = 256
+# The low-latency protocol was measured for at most this many choices of each rank, whose weights it
+# sends as values. It has room for MAX_VALUES.
+_FEW_CHOICES = 2048
 # This number of thread blocks was the fastest on 2, 4 and 8 H200s.
 _NUM_BLOCKS = 128
 
@@ -271,7 +274,7 @@ class LowLatencyPlan(Sizes):
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
             <= memory_map.tiles_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2  # weights sent as values
+            and self.num_tokens * self.top_k <= _FEW_CHOICES
             and self.num_experts <= 2**15  # expert ids are sent as 16-bit integers
             and self.num_stages > 0
         )

@@ -1,12 +1,12 @@
 """Quantizes rows to float8 and dequantizes them within a kernel, with the bits of `formats.Float8`.
 
 A row has a float32 scale for every 128 values. A whole warpgroup calls the functions.
-Kernels import this module only where rows are quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ BLOCK = FLOAT8_ROWS.block[1]
 _PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: float8.PTX_TYPES[jnp.dtype(FLOAT8_ROWS.dtype)]}
 # Each thread of a warp holds this many of the 128 values of a block, which share a scale.
 _VALUES = BLOCK // WARP
+# The 32-bit words of a vector of 16 bytes.
+_WORDS = VECTOR_BYTES // WORD_BYTES
 # A warp quantizes this many blocks of 128 values at a time, so that their loads overlap.
 _AT_ONCE = 7
 
@@ -43,21 +45,20 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
         warps = WARPGROUP // WARP
         num_blocks = source.shape[0] // BLOCK // warps  # of each warp
 
-        def load(i: int) -> tuple[Value, Value, Value]:
-            """Loads this thread's values of its warp's i-th block: (block, column, values)."""
+        def load(i: int) -> tuple[Value, Value, list[Value]]:
+            """Loads this thread's numbers of its warp's i-th block: (block, column, numbers)."""
             block = mosaic.add(warp, i * warps)
             column = mosaic.add(mosaic.mul(block, BLOCK), mosaic.mul(lane, _VALUES))
-            elements = llvm.load(
-                mosaic.vector_type(_VALUES, source_type),
-                mosaic.element_pointer(pointers[0], column, source_type),
-                alignment=_VALUES * jnp.dtype(source.dtype).itemsize,
-            )
-            return block, column, elements
+            place = mosaic.element_pointer(pointers[0], column, source_type)
+            numbers = mosaic.load_numbers(place, _VALUES, source_type)
+            if source_type != f32:
+                numbers = [arith.extf(f32, number) for number in numbers]
+            return block, column, numbers
 
         for first in range(0, num_blocks, _AT_ONCE):
             loaded = [load(i) for i in range(first, min(first + _AT_ONCE, num_blocks))]
-            results = [_quantize_block(wire, elements, source_type) for _, _, elements in loaded]
-            for (block, column, _), (quantized, scale) in zip(loaded, results, strict=True):
+            results = [_quantize(wire, numbers, WARP) for _, _, numbers in loaded]
+            for (block, column, _), ((quantized,), scale) in zip(loaded, results, strict=True):
                 values_at = mosaic.element_pointer(pointers[1], column, mosaic.integer_type(8))
                 llvm.store(quantized, values_at, alignment=_VALUES)
                 with mosaic.when(is_first):
@@ -84,7 +85,8 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
         block, lane_of_block = mosaic.divided(mosaic.warpgroup_thread(), threads)
         is_first = mosaic.equal(lane_of_block, 0)
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
-            words, scale = _quantize_vector(wire, register, elements, threads)
+            numbers = [llvm.extractelement(register, mosaic.i32(j)) for j in range(elements)]
+            words, scale = _quantize(wire, numbers, threads)
             # Registers past the end of the row are padding.
             inside = mosaic.below(mosaic.warpgroup_thread(), hidden // elements - i * WARPGROUP)
             with mosaic.when(inside):
@@ -96,57 +98,30 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
     mosaic.inline(emit, [(row, mosaic.strided(row.shape, elements)), values, scales])
 
 
-def _quantize_vector(
-    wire: RowFormat, register: Value, elements: int, threads: int
-) -> tuple[list[Value], Value]:
-    """Quantizes a thread's float32 vector; returns its float8 values, 4 to an int32, and scale."""
-    # `threads` neighbouring threads share a block of 128 values, and exchange their maxima.
-    wide, finite, largest = _largest(
-        llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
-    )
-    step = 1
-    while step < threads:
-        largest, step = arith.maxui(largest, mosaic.shuffle(largest, step)), 2 * step
-    scale, scaled = _scaled(wire, wide, finite, largest)
-    fours = (scaled[i : i + _VALUES] for i in range(0, elements, _VALUES))
-    return [float8.packed(_PTX_TYPES[wire], four) for four in fours], scale
+def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[Value], Value]:
+    """Quantizes a thread's float32 numbers; returns float8 values, 4 to an int32, and their scale.
 
-
-def _quantize_block(wire: RowFormat, elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes 4 values of each thread of a warp; returns them in an int32, and their scale."""
-    f32 = mosaic.float_type()
-
-    def widened() -> Iterator[Value]:
-        for i in range(_VALUES):
-            element = llvm.extractelement(elements, mosaic.i32(i))
-            yield element if element_type == f32 else arith.extf(f32, element)
-
-    wide, finite, largest = _largest(widened())
-    # All 32 threads of the warp must execute `warp_max`, so no thread may branch around it.
-    largest = mosaic.warp_max(largest)
-    scale, scaled = _scaled(wire, wide, finite, largest)
-    return float8.packed(_PTX_TYPES[wire], scaled), scale
-
-
-def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
-    """Returns the values, whether each is finite, and the bits of their largest magnitude."""
-    wide, finite, largest = [], [], mosaic.i32(0)
-    for value in values:
-        is_finite, size = float8.magnitude(value)
-        wide.append(value)
-        finite.append(is_finite)
-        largest = arith.maxui(largest, size)
-    return wide, finite, largest
-
-
-def _scaled(
-    wire: RowFormat, values: Sequence[Value], finite: Sequence[Value], largest: Value
-) -> tuple[Value, list[Value]]:
-    """Returns the scale of a block of 128 values, and this thread's values divided by it."""
+    `threads` neighbouring threads hold the 128 numbers that share the scale.
+    """
     assert isinstance(wire, Float8)
+    finite, sizes = zip(*map(float8.magnitude, values), strict=True)
+    largest = functools.reduce(arith.maxui, sizes, mosaic.i32(0))
+    if threads == WARP:
+        # All threads of the warp must execute `warp_max`, so no thread may branch around it.
+        largest = mosaic.warp_max(largest)
+    else:
+        distance = 1
+        while distance < threads:
+            other = mosaic.shuffle(largest, distance)
+            largest, distance = arith.maxui(largest, other), 2 * distance
     scale = float8.scale(wire, largest)
     inverse = float8.branchless_reciprocal(scale)
-    return scale, [float8.scaled(*each, inverse) for each in zip(values, finite, strict=True)]
+    scaled = [
+        float8.or_nan(arith.mulf(value, inverse), is_finite)
+        for value, is_finite in zip(values, finite, strict=True)
+    ]
+    fours = (scaled[i : i + _VALUES] for i in range(0, len(scaled), _VALUES))
+    return [float8.packed(_PTX_TYPES[wire], four) for four in fours], scale
 
 
 def add_rows(
@@ -182,11 +157,13 @@ def add_rows(
                 for row, scales_of_row, was_sent in zip(rows, of_blocks, taken, strict=True)
             ]
 
+        narrow = mosaic.vector_type(elements, mosaic.element_type(dtype))
         totals, ahead = [], load(0)
         for i in range(num_vectors):
             # Loads the next vectors before it adds the present ones, so that both overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
-            totals.append(_rounded(_add_vectors(wire, loaded, elements), dtype))
+            total = _add_vectors(wire, loaded, elements)
+            totals.append(total if total.type == narrow else arith.truncf(narrow, total))
         return mosaic.array_of(totals, (hidden,), elements)
 
     array = mosaic.in_registers((hidden,), dtype, elements)
@@ -231,11 +208,6 @@ def _add_vectors(
     return vector.from_elements(mosaic.vector_type(elements, f32), total)
 
 
-def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
-    rounded = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
-    return register if register.type == rounded else arith.truncf(rounded, register)
-
-
 # -------------------------------------------------------------------------------- rows of scales
 
 # A bulk copy takes the hardware about as long for a row of 64 bytes as for one of 2 KB. So the
@@ -252,6 +224,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
 
     def emit(source_ref: Value, out: Value, *places: Any) -> None:
         from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
+        zero = mosaic.i32(0)
         # Each thread stores one vector at a time: vector `part` of the row at places[number].
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
             unit = mosaic.add(mosaic.warpgroup_thread(), first)
@@ -260,9 +233,8 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
             for i, place in enumerate(places):
                 row = arith.select(mosaic.equal(number, i), mosaic.scalar(place), row)
             with mosaic.when(_is_row(row)):
-                _store_vector(
-                    to_rows, _position(row, num_vectors, part), _load_vector(from_row, part)
-                )
+                words = mosaic.load_numbers(_vector_at(from_row, zero, num_vectors, part), _WORDS)
+                mosaic.store_numbers(words, _vector_at(to_rows, row, num_vectors, part))
 
     mosaic.inline(emit, [source, ref, *rows])
 
@@ -293,37 +265,24 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
                 preceded.append(_is_row(first))
                 first = arith.select(preceded[-1], first, row)
             with mosaic.when(_is_row(first)):
-                value = _load_vector(rows, _position(first, num_vectors, part))
+                value = mosaic.load_numbers(_vector_at(rows, first, num_vectors, part), _WORDS)
                 for row, has_source in zip(listed[1:], preceded, strict=True):
                     with mosaic.when(arith.andi(has_source, _is_row(row))):
-                        _store_vector(rows, _position(row, num_vectors, part), value)
+                        mosaic.store_numbers(value, _vector_at(rows, row, num_vectors, part))
 
     mosaic.inline(emit, [ref, lists, count])
 
 
 def _vectors_of(ref: Any) -> int:
     """Returns the number of vectors of 16 bytes in a row of `ref`, [R, n] of a 32-bit dtype."""
-    return ref.shape[1] * WORD_BYTES // VECTOR_BYTES
+    return ref.shape[1] // _WORDS
 
 
 def _is_row(row: Value) -> Value:
     return arith.cmpi(arith.CmpIPredicate.sge, row, mosaic.i32(0))
 
 
-def _position(row: Value, num_vectors: int, part: Value) -> Value:
-    """Returns the index, among the vectors of all rows, of vector `part` of row `row`."""
-    return mosaic.add(mosaic.mul(row, num_vectors), part)
-
-
-def _vector_type() -> Any:
-    return mosaic.vector_type(VECTOR_BYTES // 4, mosaic.integer_type(32))
-
-
-def _load_vector(base: Value, position: Value) -> Value:
-    place = mosaic.element_pointer(base, position, _vector_type())
-    return llvm.load(_vector_type(), place, alignment=VECTOR_BYTES)
-
-
-def _store_vector(base: Value, position: Value, value: Value) -> None:
-    place = mosaic.element_pointer(base, position, _vector_type())
-    llvm.store(value, place, alignment=VECTOR_BYTES)
+def _vector_at(base: Value, row: Value, num_vectors: int, part: Value) -> Value:
+    """Returns a pointer to vector `part` of 16 bytes of row `row`, which has `num_vectors`."""
+    index = mosaic.add(mosaic.mul(row, num_vectors), part)
+    return mosaic.element_pointer(base, index, mosaic.vector_type(_WORDS, mosaic.integer_type(32)))

@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.fabric import fabric as fb
 
@@ -130,8 +131,6 @@ class Sender:
 
     def quantize(self, x: Any, scratch: fb.Scratch) -> None:
         """Quantizes this block's rows in the quantizer, while the sender sends earlier ones."""
-        from pallas_kernels.exchange.quantized_rows import quantize_row
-
         first_token, num_tokens = self.range()
         num_stages = self.plan.num_stages
 
@@ -142,7 +141,7 @@ class Sender:
             pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
-            quantize_row(self.row.wire, wide, *parts)
+            quantized_rows.quantize_row(self.row.wire, wide, *parts)
             # After this fence, every thread has read the input row, so that it may be overwritten.
             # The fence also makes the quantized row visible to the copies that send it.
             plgpu.commit_smem()
@@ -246,9 +245,7 @@ class Sender:
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
         if scales:
-            from pallas_kernels.exchange.quantized_rows import store_each
-
-            store_each(scratch.stages[1].at[stage], scales[0], rows)
+            quantized_rows.store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
         self,

@@ -70,11 +70,6 @@ def branchless_reciprocal(scale: Value) -> Value:
     )
 
 
-def scaled(value: Value, is_finite: Value, inverse: Value) -> Value:
-    """Emits value * inverse (1 / scale), to round to float8; NaN if the value is not finite."""
-    return or_nan(arith.mulf(value, inverse), is_finite)
-
-
 def or_nan(value: Value, is_finite: Value) -> Value:
     return arith.select(is_finite, value, arith.bitcast(mosaic.float_type(), mosaic.i32(_NAN)))
 

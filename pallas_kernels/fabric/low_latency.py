@@ -38,29 +38,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import mosaic, vectors
+from pallas_kernels.fabric import memory_map, mosaic, vectors
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
-from pallas_kernels.fabric.memory_map import (
-    EMPTY,
-    MAX_LOW_LATENCY_GPUS,
-    MAX_WORKERS,
-    NUM_COUNTERS,
-    STRIDE,
-    TILE_BUFFER_BYTES,
-    TILE_BYTES,
-    TILES,
-    num_senders,
-    num_tile_buffers,
-    tiles_of_channel,
-)
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 
 # As float32, both `EMPTY` and this word are NaN.
 _INSTEAD = 0xFFFFFFFE
 # A note's memory until it has arrived: a byte of `EMPTY`.
-_NO_NOTE = EMPTY & 0xFF
+_NO_NOTE = memory_map.EMPTY & 0xFF
 
-_NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
+_NOTES_BYTES = memory_map.TILE_BUFFER_BYTES - memory_map.TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
 
 
@@ -69,6 +56,8 @@ class Channels(fb.RanksOfMesh):
     """The ranks of a kernel that communicates by the low-latency protocol."""
 
     memory: TileMemory
+    # [1] int32, of this rank's device: an operand of the kernels of collectives.
+    mesh_index: Any = None
 
     operands = ()
 
@@ -78,31 +67,27 @@ class Channels(fb.RanksOfMesh):
     def enter(self, operands: Sequence[Any], buffers: Sequence[Any], **_: Any) -> None:
         pass
 
-    def mesh_index(self, ref: Any) -> jax.Array:
-        # The simulator's ranks have another index each.
-        return ref[0]
-
 
 class Endpoint:
     """One warpgroup's connection to its peers during one kernel call; `close` ends the call.
 
     Attributes:
-      rank: [] int32, this rank.
+      rank, here: [] int32, this rank, and the number of its GPU on the host.
       peers: the other ranks, [] int32 each: rank + 1, rank + 2 and so on, modulo num_ranks.
     """
 
     def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
         # `worker` is the number of this warpgroup; `what` names the call in a timeout's message.
-        self.channels, self._worker, self._what = channels, worker, what
+        self.channels, self._worker, self.what = channels, worker, what
         self.rank, index_of_rank_0 = channels.rank_and_index_of_rank_0(mesh_index)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
-        # The GPUs' numbers on the host, this rank's and those of `peers`.
-        self._here = channels.gpu(mesh_index)
+        self.here = channels.gpu(mesh_index)
+        # The numbers on the host of the GPUs of `peers`.
         self._there = [channels.gpu(index_of_rank_0 + self._offset(peer)) for peer in self.peers]
         # For each of `peers`, the index and the value of the counter of calls with it.
-        self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
-        self._calls = channels.memory.read(self._here, self._counters)
+        self._counters = [worker * memory_map.MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
+        self._calls = channels.memory.read(self.here, self._counters)
 
     # `index` counts the tiles of a call from 0, and `exact` is whether NaNs keep their bits; sender
     # and receiver pass the same.
@@ -112,7 +97,7 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        number = self._buffer(self._here, self._there[i], self._calls[i], index)
+        number = self._buffer(self.here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
     def receive(
@@ -136,19 +121,15 @@ class Endpoint:
         sent is undefined. None: all are sent.
         """
         buffers = [
-            self._buffer(sender, self._here, calls, index)
+            self._buffer(sender, self.here, calls, index)
             for index in indices
             for sender, calls in zip(self._there, self._calls, strict=True)
         ]
         tiles = self.channels.memory.receive(
-            self._here,
+            self,
             buffers,
             shape,
             dtype,
-            rank=self.rank,
-            peers=self.peers * len(indices),
-            timeout_s=self.channels.timeout_s,
-            what=self._what,
             exact=exact,
             wanted=None if wanted is None else [w for of_tile in wanted for w in of_tile],
         )
@@ -167,7 +148,7 @@ class Endpoint:
     def close(self) -> None:
         """Ends this call: increments this warpgroup's counter of calls with each peer."""
         calls = [calls + 1 for calls in self._calls]
-        self.channels.memory.write(self._here, self._counters, calls)
+        self.channels.memory.write(self.here, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
         """Delays this rank if a test has set a delay; see `Fabric.delay_point`."""
@@ -187,13 +168,13 @@ class Endpoint:
         """Returns the number of the tile buffer of GPU `receiver` for tile `index` of `sender`."""
         # `calls` selects the set of buffers for even or odd calls.
         num_gpus = self.channels.memory.num_gpus
-        senders = num_senders(num_gpus)
+        senders = memory_map.num_senders(num_gpus)
         # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
         # no buffers are needed for the receiver itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
-        channel = set_of_sender * MAX_WORKERS + self._worker
-        return channel * tiles_of_channel(num_gpus) + index
+        channel = set_of_sender * memory_map.MAX_WORKERS + self._worker
+        return channel * memory_map.tiles_of_channel(num_gpus) + index
 
 
 # ---------------------------------------------------------------------------------- tile buffers
@@ -215,7 +196,7 @@ class TileMemory:
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
             where = mosaic.scalar(gpu), mosaic.scalar(buffer)
-            empty = [_is(EMPTY, word) for word in words]
+            empty = [mosaic.equal(word, memory_map.EMPTY) for word in words]
             if exact:
                 # The note, and whether this thread sends it.
                 bits = [
@@ -227,7 +208,7 @@ class TileMemory:
                     "l,r,b",
                     self._note(*where),
                     functools.reduce(arith.ori, bits),
-                    _any([*empty, *(_is(_INSTEAD, word) for word in words)]),
+                    _any([*empty, *(mosaic.equal(word, _INSTEAD) for word in words)]),
                 )
             words = [
                 arith.select(is_empty, mosaic.i32(_INSTEAD), word)
@@ -240,23 +221,19 @@ class TileMemory:
 
     def receive(
         self,
-        gpu: jax.Array,
+        endpoint: Endpoint,
         buffers: Sequence[jax.Array],
         shape: tuple[int, ...],
         dtype: Any,
         *,
-        rank: jax.Array,
-        peers: Sequence[jax.Array],
-        timeout_s: float,
-        what: str,
         exact: bool,
         wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
         """Waits for the `wanted` tiles in `buffers` of this GPU, and empties the buffers.
 
-        `peers` are the ranks that send to the buffers, for the message of a timeout.
+        The peers of `endpoint`, in order and again from the first, send to one buffer each.
         """
-        count = len(buffers)
+        count, what, timeout_s = len(buffers), endpoint.what, endpoint.channels.timeout_s
 
         def emit(gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
             here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
@@ -268,14 +245,15 @@ class TileMemory:
             def missing(words: Sequence[Value]) -> Iterator[Value]:
                 """Emits an i1 for each buffer: whether it still lacks a word of this thread."""
                 for j, of_tile in enumerate(_by_tile(words)):
-                    is_empty = _any([_is(EMPTY, word) for word in of_tile])
+                    is_empty = _any([mosaic.equal(word, memory_map.EMPTY) for word in of_tile])
                     yield arith.andi(is_empty, is_sent[j]) if is_sent else is_empty
 
             def ask() -> tuple[Value, list[Value]]:
                 words = [word for pointer in pointers for word in _load(pointer)]
                 # If all tiles are sent, the words need not be told apart by tile.
-                waits = missing(words) if is_sent else (_is(EMPTY, word) for word in words)
-                return _any(list(waits)), words
+                if is_sent:
+                    return _any(list(missing(words))), words
+                return _any([mosaic.equal(word, memory_map.EMPTY) for word in words]), words
 
             def late(words: Sequence[Value]) -> None:
                 # Of several late peers, the message names the last.
@@ -288,7 +266,7 @@ class TileMemory:
                 ask, late, timeout_s=timeout_s, types=[mosaic.integer_type(32)] * _WORDS * count
             )
             for pointer in pointers:
-                _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
+                _store(pointer, [mosaic.i32(memory_map.EMPTY)] * _WORDS)
             tiles = []
             for number, sender, of_tile in zip(numbers, senders, _by_tile(words), strict=True):
                 if exact:
@@ -298,7 +276,8 @@ class TileMemory:
             return tiles
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
-        scalars = [gpu, rank, *buffers, *peers, *(wanted or ())]
+        peers = endpoint.peers * (count // len(endpoint.peers))
+        scalars = [endpoint.here, endpoint.rank, *buffers, *peers, *(wanted or ())]
         return mosaic.inline(emit, scalars, [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
@@ -338,7 +317,7 @@ class TileMemory:
     ) -> list[Value]:
         """Emits this thread's four words of a tile as they were before the sender replaced any."""
         i32 = mosaic.integer_type(32)
-        has_note = _any([_is(_INSTEAD, word) for word in words])
+        has_note = _any([mosaic.equal(word, _INSTEAD) for word in words])
         found = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
         with ir.InsertionPoint(found.then_block):
             pointer = self._note(gpu, buffer)
@@ -346,14 +325,14 @@ class TileMemory:
             def ask() -> tuple[Value, list[Value]]:
                 text = "ld.relaxed.sys.global.u8 $0, [$1];"
                 note = mosaic.asm(text, "=r,l", pointer, returns=i32)
-                return _is(_NO_NOTE, note), [note]
+                return mosaic.equal(note, _NO_NOTE), [note]
 
             (note,) = mosaic.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
             mosaic.asm("st.relaxed.sys.global.b8 [$0], $1;", "l,r", pointer, mosaic.i32(_NO_NOTE))
             bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
             scf.yield_(
                 [
-                    arith.select(_is(0, bit), word, mosaic.i32(EMPTY))
+                    arith.select(mosaic.equal(bit, 0), word, mosaic.i32(memory_map.EMPTY))
                     for bit, word in zip(bits, words, strict=True)
                 ]
             )
@@ -361,36 +340,29 @@ class TileMemory:
             scf.yield_(list(words))
         return list(found.results)
 
-    def _start(self, gpu: Value) -> Value:
-        """Emits the address of the low-latency protocol's memory in the heap of GPU `gpu`."""
-        return mosaic.add(_times(gpu, STRIDE), self.base + TILES)
+    # Addresses in the memory of the low-latency protocol, in the heap of GPU `gpu`.
 
     def _counter(self, gpu: Value, counter: Value) -> Value:
-        return mosaic.add(self._start(gpu), _times(counter, 4))
+        return self._address(gpu, 0, (counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
         # The address of this thread's 16 bytes.
-        start = mosaic.add(self._start(gpu), 4 * NUM_COUNTERS)
-        part = _times(mosaic.warpgroup_thread(), VECTOR_BYTES)
-        return mosaic.add(start, mosaic.add(_times(buffer, TILE_BYTES), part))
+        of_thread = mosaic.warpgroup_thread(), VECTOR_BYTES
+        buffers, term = 4 * memory_map.NUM_COUNTERS, (buffer, memory_map.TILE_BYTES)
+        return self._address(gpu, buffers, term, of_thread)
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
-        notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
-        start = mosaic.add(self._start(gpu), notes)
-        thread = mosaic.widen(mosaic.warpgroup_thread())
-        return mosaic.add(start, mosaic.add(_times(buffer, _NOTES_BYTES), thread))
+        buffers_bytes = memory_map.TILE_BYTES * memory_map.num_tile_buffers(self.num_gpus)
+        notes = 4 * memory_map.NUM_COUNTERS + buffers_bytes
+        return self._address(gpu, notes, (buffer, _NOTES_BYTES), (mosaic.warpgroup_thread(), 1))
+
+    def _address(self, gpu: Value, offset: int, *terms: tuple[Value, int]) -> Value:
+        start = mosaic.i64(self.base + memory_map.TILES)
+        return mosaic.address_at(start, offset, (gpu, memory_map.STRIDE), *terms)
 
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
-
-
-def _times(value: Value, size: int) -> Value:
-    return mosaic.mul(mosaic.widen(value), size)
-
-
-def _is(value: int, word: Value) -> Value:
-    return mosaic.equal(word, value)
 
 
 def _any(conditions: Sequence[Value]) -> Value:

@@ -30,10 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import Scaled
+from pallas_kernels.formats import MXFP4, Scaled
 from pallas_kernels.matmul.kernel import COMPUTERS, STEP
 from pallas_kernels.matmul.quantized_tiles import bits_of_e8m0, past, pointer_to
-from pallas_kernels.mxfp4 import MXFP4
 
 # In a piece, 64 of K, a column has this many bytes of numbers, and two scales, which share a word.
 NUMBER_BYTES = STEP // MXFP4.numbers_per_value

@@ -18,12 +18,11 @@ one step. A group's first and last step may hold rows of another group. Such a s
 before it is multiplied: these rows are zeroed in shared memory. So a NaN in another group's row, or
 past the last group, never enters an accumulator.
 
-Where there is a loader warpgroup, it clears steps. It does not clear a step right after it has
-started the step's copies: it first starts the copies of the next `num_stages` - 2 steps, so that
-these run while it clears. To start one copy more before it clears would be a deadlock: this copy
-needs a stage that the compute warpgroups release only after they have started to multiply the step
-that is not cleared yet. Without a loader, the compute warpgroups clear a step together, while the
-tensor cores multiply the step before.
+Where there is a loader warpgroup, it clears a step after it has started the copies of the next
+`num_stages` - 2 steps, which run meanwhile. One copy more would be a deadlock: it needs a stage
+that the compute warpgroups release only after they have started to multiply the uncleared step.
+Without a loader, the compute warpgroups clear a step together, while the tensor cores multiply the
+step before.
 """
 
 from __future__ import annotations
@@ -57,14 +56,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import (
-    Feed,
-    Feeder,
-    Loader,
-    OperandRing,
-    Steps,
-    TileSource,
-)
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, OperandRing, Steps, TileSource
 from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
@@ -121,6 +113,7 @@ def drhs_of_each(
         tiles=tiles,
         num_blocks=num_blocks,
         width=width,
+        dtype=lhs.dtype,
         num_groups=num_groups,
         height=lhs.shape[1],
         num_grads=len(grads),
@@ -129,7 +122,7 @@ def drhs_of_each(
     )
     out_type = [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads)
     operands = [lhs, *grads, _group_steps(group_sizes, lhs.shape[0])]
-    scratch_types = kernel.scratch_types(lhs.dtype)
+    scratch_types = kernel.scratch_types()
     return run_into(sums, operands, kernel, scratch_types, out_type, "grouped_matmul_drhs")
 
 
@@ -148,21 +141,22 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 class _Drhs(Kernel):
     """The kernel of `drhs_of_each`: lhs[rows].T @ grad[rows] for each group and each grad."""
 
+    dtype: Any  # of all arrays
     num_groups: int
     height: int  # K, the number of columns of lhs
     num_grads: int
     adds: bool  # whether the results are added to what the outputs hold
 
-    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+    def scratch_types(self) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
         chunks = (COMPUTERS, CHUNK, CHUNK)
         clearing_warpgroups = 1 if self.has_loader else COMPUTERS
         return dict(
-            ring=OperandRing.types(dtype, self.tiles.num_stages, left, right),
+            ring=OperandRing.types(self.dtype, self.tiles.num_stages, left, right),
             cleared=plgpu.Barrier(
                 num_arrivals=clearing_warpgroups, num_barriers=self.tiles.num_stages
             ),
-            chunks=plgpu.SMEM(chunks, dtype, transforms=swizzled(dtype)),
+            chunks=plgpu.SMEM(chunks, self.dtype, transforms=swizzled(self.dtype)),
         )
 
     def __call__(self, lhs: Any, *refs: Any, ring: OperandRing, cleared: Any, chunks: Any) -> None:
@@ -337,7 +331,7 @@ class _Computer:
 
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
-        values = zeros(self._shape, self._dtype)
+        values = zeros(self._shape, kernel.dtype)
         # The tile held at first lies below the output, so nothing of it is stored.
         below = jnp.int32(kernel.height)
         before_first = _Held(which=zero, group=zero, top=below, left_edge=zero, values=values)
@@ -346,10 +340,6 @@ class _Computer:
         used, _, last = self.feeder.tiles.walk(look_up, self._compute_tile, carry)
         self._store_from(last, chunk=0)
         self.feeder.finish(used)
-
-    @property
-    def _dtype(self) -> Any:
-        return self.outs[0].dtype
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -367,7 +357,7 @@ class _Computer:
         total, feed = self.ring.accumulate(steps, 1, self._shape, multiply)
         self._store_from(before, tile.steps)
         top = tile.top + self.number * CHUNK
-        held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self._dtype))
+        held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self.kernel.dtype))
         return used + tile.steps, feed, held
 
     def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, step: jax.Array) -> None:

@@ -98,9 +98,11 @@ def gate_gradient(
     num_row_blocks, tiles = blocks.shape[0], width // BLOCK
     height = num_row_blocks * BLOCK
 
-    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
-        tile = _Tile(block, column, first, count, gating, num_rows, width, height)
-        tile.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
+    sizes = dict(num_rows=num_rows, width=width, height=height)
+
+    def emit(memrefs: Any, tile: Tile) -> None:
+        of_thread = _Tile(**vars(tile), gating=gating, **sizes)
+        of_thread.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
     values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     # The next matmuls take the scales of rows transposed.

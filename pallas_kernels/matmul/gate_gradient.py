@@ -25,13 +25,7 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.matmul.quantized_tiles import (
-    BFLOAT16,
-    Tile,
-    load_words,
-    on_tiles,
-    pointer_to,
-)
+from pallas_kernels.matmul.quantized_tiles import BFLOAT16, Tile, load_words, on_tiles, pointer_to
 from pallas_kernels.matmul.row_blocks import BLOCK, row_blocks
 
 # The elements of `_ACROSS` threads cover the columns of the tile.
@@ -81,8 +75,8 @@ def gate_gradient(
     """
     num_rows, width = dhidden.shape
 
-    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
-        _Tile(block, column, first, count, gating, num_rows, width).emit(*memrefs)
+    def emit(memrefs: Any, tile: Tile) -> None:
+        _Tile(**vars(tile), gating=gating, num_rows=num_rows, width=width).emit(*memrefs)
 
     blocks, _ = row_blocks(num_used[None], num_rows)  # those of all groups as one
     # Row j of `tile_sums` has the sums over columns 128 * j to 128 * j + 127.

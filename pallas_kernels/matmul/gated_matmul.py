@@ -35,6 +35,7 @@ from pallas_kernels.matmul.grouped_matmul import (
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
+from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 from pallas_kernels.matmul.operand_ring import Feed, Steps
 from pallas_kernels.matmul.store import Position
 
@@ -73,17 +74,15 @@ def gated_matmul(
       also the two products, of the same shape.
     """
     num_rows = output_rows(groups, lhs.shape[0])
-    is_quantized, format = isinstance(rhs[0], Scaled), Matrices
-    if is_quantized:
-        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
-
-        format = Mxfp4Matrices
+    is_quantized = isinstance(rhs[0], Scaled)
+    format = Mxfp4Matrices if is_quantized else Matrices
     matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,
         num_blocks=num_blocks,
         width=matrices[0].shape[1 if is_quantized else 2],
         depths=(lhs.shape[1],),
+        dtype=lhs.dtype,
         matrices=format,
         transpose_rhs=is_quantized,
         zero_unused=zero_unused,
@@ -127,11 +126,13 @@ class _GatedProduct(Product):
         """Whether a tile has only 64 columns, so that a compute warpgroup computes one product."""
         return self.tiles.block_n == CHUNK
 
-    def scratch_types(self, dtype: Any) -> dict[str, Any]:
-        types = super().scratch_types(dtype)
+    def scratch_types(self) -> dict[str, Any]:
+        types = super().scratch_types()
         if self.is_narrow:
             shape = self.tiles.part, passed_at_once(self.tiles.block_m)
-            types["passed"] = Passed(plgpu.SMEM(shape, dtype), plgpu.Barrier(), plgpu.Barrier())
+            types["passed"] = Passed(
+                plgpu.SMEM(shape, self.dtype), plgpu.Barrier(), plgpu.Barrier()
+            )
         return types
 
     @property
@@ -144,17 +145,12 @@ class _GatedProduct(Product):
         return _OneProduct(self, *work, passed)  # type: ignore[call-arg]
 
     def results(
-        self,
-        total: jax.Array,
-        biases: Sequence[jax.Array],
-        dtype: Any,
-        columns: slice,
-        rows: slice,
+        self, total: jax.Array, biases: Sequence[jax.Array], columns: slice, rows: slice
     ) -> tuple[jax.Array, ...]:
         block_m = self.tiles.block_m
         # The transposed products are side by side, `block_m` rows of the tile each.
         products = tuple(
-            total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
+            total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(self.dtype)
             for i in range(self.num_matrices)
         )
         return self.gated([bias[columns] for bias in biases], *products)
@@ -163,7 +159,7 @@ class _GatedProduct(Product):
         wide = [product.astype(jnp.float32) for product in products]
         for i, bias in enumerate(biases):
             wide[i] += lax.broadcast_in_dim(bias, wide[i].shape, (0,))
-        hidden = self.gating(*wide).astype(products[0].dtype)
+        hidden = self.gating(*wide).astype(self.dtype)
         return (*products, hidden) if self.keep else (hidden,)
 
 
@@ -231,7 +227,7 @@ class _OneProduct(Computer):
         steps = self.kernel.steps
         own = Steps(used, steps, self.feeder, feed)
         total, feed = self.matrices.sum_products(self._share, height_index, self._shape, own)
-        product = total.astype(self._dtype)
+        product = total.astype(self.kernel.dtype)
         count = self.passed.product.shape[1]
         first_rows = product[:, :count]
         # Mosaic has no arrays without elements. If all rows are passed at once, these are not used.

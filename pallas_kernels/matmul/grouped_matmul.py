@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
 from pallas_kernels.formats import Scaled
-from pallas_kernels.matmul import operand_ring, register_tiles
+from pallas_kernels.matmul import decoder, operand_ring, register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     CHUNK,
@@ -49,12 +49,13 @@ from pallas_kernels.matmul.kernel import (
     Kernel,
     aligned,
     launch,
+    swizzled,
     transposed,
     zeros,
 )
 from pallas_kernels.matmul.operand_ring import Feed, Feeder, OperandRing, Steps, TileSource
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, table_of
-from pallas_kernels.matmul.store import STORED_ROWS, Position, Store, buffers_type
+from pallas_kernels.matmul.store import STORED_ROWS, Position, Store
 
 _LEAST_STAGES = 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
@@ -101,8 +102,6 @@ class Tiles:
         # The bytes of a column in 64 of K, and of the decoder's table; steps, the longest first.
         column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
         if mxfp4_depth is not None:
-            from pallas_kernels.matmul import decoder
-
             column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
@@ -177,6 +176,7 @@ def grouped_matmul(
         num_blocks=num_blocks,
         width=operands[1].shape[1 if transpose_rhs else 2],
         depths=tuple(lhs.shape[1] for lhs, _ in pairs),
+        dtype=lhs.dtype,
         matrices=format,
         transpose_rhs=transpose_rhs,
         zero_unused=zero_unused,
@@ -197,6 +197,7 @@ class Product(Kernel):
     """
 
     depths: tuple[int, ...]  # K of each pair of operands
+    dtype: Any  # of the rows and of the outputs
     matrices: type[Matrices]
     transpose_rhs: bool
     zero_unused: bool
@@ -228,12 +229,7 @@ class Product(Kernel):
         return self.matrices.leaves_registers(self.tiles)
 
     def results(
-        self,
-        total: jax.Array,
-        biases: Sequence[jax.Array],
-        dtype: Any,
-        columns: slice,
-        rows: slice,
+        self, total: jax.Array, biases: Sequence[jax.Array], columns: slice, rows: slice
     ) -> tuple[jax.Array, ...]:
         """Computes some elements of the outputs from the accumulators: the kernel's epilogue.
 
@@ -241,22 +237,22 @@ class Product(Kernel):
         the tile's rows and each matrix, side by side; `biases` are float32 [tiles.part]. Returns
         for each output an array [columns, rows] of `dtype`.
         """
-        return (total[columns, rows].astype(dtype),)
+        return (total[columns, rows].astype(self.dtype),)
 
-    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+    def scratch_types(self) -> dict[str, Any]:
         # A chunk of every output is stored at a time, each through its own buffer.
         num_buffers = max(self.tiles.num_buffers, self.outputs)
-        buffers = buffers_type(dtype, num_buffers)
-        return dict(buffers=buffers, **self.matrices.types(self, dtype))
+        shape = COMPUTERS, num_buffers, STORED_ROWS, CHUNK
+        buffers = plgpu.SMEM(shape, self.dtype, transforms=swizzled(self.dtype))
+        return dict(buffers=buffers, **self.matrices.types(self))
 
     def run(
         self, operands: Sequence[jax.Array], groups: Groups, num_rows: int, name: str
     ) -> list[jax.Array]:
         """Launches the kernel; returns its outputs, of `num_rows` rows."""
-        dtype = operands[0].dtype
-        out_type = [jax.ShapeDtypeStruct((num_rows, self.width), dtype)] * self.outputs
+        out_type = [jax.ShapeDtypeStruct((num_rows, self.width), self.dtype)] * self.outputs
         table = table_of(groups, self.tiles.heights, num_rows)
-        call = launch(self, self.scratch_types(dtype), out_type, name)
+        call = launch(self, self.scratch_types(), out_type, name)
         return call(*operands, table)
 
     def __call__(
@@ -390,14 +386,14 @@ class Matrices:
         return kernel.accumulators <= _MOST_ACCUMULATORS
 
     @classmethod
-    def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
+    def types(cls, kernel: Product) -> dict[str, Any]:
         """Returns the types of the format's shared memory."""
         tiles = kernel.tiles
         left = tiles.block_m, tiles.step
         # A subclass whose steps are longer than STEP replaces `right`.
         right = (tiles.block_n, STEP) if kernel.transpose_rhs else (STEP, tiles.block_n)
         return dict(
-            ring=OperandRing.types(dtype, tiles.num_stages, left, right, kernel.num_matrices)
+            ring=OperandRing.types(kernel.dtype, tiles.num_stages, left, right, kernel.num_matrices)
         )
 
     def loader(self, row_tiles: RowTiles) -> Loader:
@@ -453,7 +449,7 @@ class Computer:
     def run(self) -> None:
         kernel, zero = self.kernel, jnp.int32(0)
         feed = self._begin()
-        empty_results = zeros(self._shape, self._dtype)
+        empty_results = zeros(self._shape, kernel.dtype)
         held = (empty_results,) * kernel.outputs if kernel.holds else ()
         # The carry: the number of steps multiplied, the feed, and the tile held to be stored, which
         # is (its position, its results). Before the first tile, that is the position of tile 0 with
@@ -481,10 +477,6 @@ class Computer:
             self.store.zeros_from(
                 self.row_tiles.num_rows, worker, self.kernel.all_blocks * COMPUTERS
             )
-
-    @property
-    def _dtype(self) -> Any:
-        return self.store.outs[0].dtype
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -540,7 +532,7 @@ class Computer:
         part, block_m = self._shape
         shape = part, self.kernel.num_matrices * block_m
         total, feed = self.matrices.sum_products(self._share, height_index, shape, own)
-        results = functools.partial(self.kernel.results, total, biases, self._dtype)
+        results = functools.partial(self.kernel.results, total, biases)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:

@@ -184,10 +184,7 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 
 
 def launch(
-    kernel: Kernel,
-    scratch_types: dict[str, Any],
-    out_type: Any,
-    name: str,
+    kernel: Kernel, scratch_types: dict[str, Any], out_type: Any, name: str
 ) -> Callable[..., Any]:
     """Returns a function from operands to results that launches `kernel` on its blocks."""
     return compiler.kernel(

@@ -46,15 +46,17 @@ class Mxfp4Matrices(Matrices):
         return True  # in the tiles that `jax_ep.matmul` chooses
 
     @classmethod
-    def types(cls, kernel: Product, dtype: Any) -> dict[str, Any]:
+    def types(cls, kernel: Product) -> dict[str, Any]:
         tiles, stages = kernel.tiles, kernel.tiles.num_stages
         several = (kernel.num_matrices,) if kernel.num_matrices > 1 else ()
         pieces = tiles.step // STEP
         shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
-        ring = super().types(kernel, dtype)["ring"]
+        ring = super().types(kernel)["ring"]
         if _by_warps(tiles):
             # The layout from which the threads of single warps load rows.
-            rows = plgpu.SMEM(ring.left.shape, dtype, transforms=warp_products.ROW_TRANSFORMS)
+            rows = plgpu.SMEM(
+                ring.left.shape, kernel.dtype, transforms=warp_products.ROW_TRANSFORMS
+            )
             ring = dataclasses.replace(ring, left=rows)
         transforms = transforms_of_numbers(pieces)
         ring = dataclasses.replace(

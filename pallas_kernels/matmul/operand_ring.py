@@ -39,11 +39,11 @@ class TileSource:
     candidates: Sequence[Any]
     index: Any = 0
 
-    def copy(self, destination: Callable[[Any], Any], full: Any) -> None:
-        """Starts to copy the tile to `destination(tile)`; the copy arrives at barrier `full`."""
+    def copy(self, destination: Any, full: Any) -> None:
+        """Starts to copy the tile to the first rows of `destination`; arrives at barrier `full`."""
 
         def start(tile: Any) -> None:
-            plgpu.copy_gmem_to_smem(tile, destination(tile), full)
+            plgpu.copy_gmem_to_smem(tile, destination.at[: tile.shape[0]], full)
 
         lax.switch(self.index, [functools.partial(start, tile) for tile in self.candidates])
 
@@ -226,9 +226,9 @@ class OperandRing:
         """Starts the copies of the operand tiles of step `number`, whose stage is empty."""
         stage = self.stage_of(number)
         full = self.full.at[stage]
-        left.copy(lambda tile: self.left.at[stage, : tile.shape[0]], full)
+        left.copy(self.left.at[stage], full)
         for i, right in enumerate(rights):
-            right.copy(functools.partial(_always, self.right_tile(stage, i)), full)
+            right.copy(self.right_tile(stage, i), full)
 
     def accumulate(
         self,
@@ -311,8 +311,3 @@ class OperandRing:
 
     def _free(self, number: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])
-
-
-def _always(destination: Any, _: Any) -> Any:
-    """Returns `destination`, whichever tile is copied there."""
-    return destination

@@ -37,7 +37,6 @@ from pallas_kernels.matmul.quantized_tiles import (
     PER_WORD,
     PTX_TYPE,
     Packed,
-    Place,
     Tile,
     load_words,
     max_of,
@@ -83,10 +82,10 @@ def quantize_rows(
         jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32),
     ]
 
-    def emit(memrefs: Any, *of_tile: Value) -> None:
+    def emit(memrefs: Any, tile: Tile) -> None:
         # `kept` are the quantized rows and their scales with `return_rows`, else nothing.
         source, *kept, transposed, scales, shared = memrefs
-        patch = _Patch.of_thread(packed, width, *of_tile)
+        patch = _Patch(tile, packed, width)
         rows = patch.load(source)
         largest = [packed.largest(words) for words in rows]
         patch.share_largest(shared, max_of(largest))
@@ -95,13 +94,13 @@ def quantize_rows(
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
         with mosaic.when(mosaic.equal(patch.place.thread, 0)):
-            llvm.store(scale, pointer_to(scales, patch.block, tiles, patch.column, size=4))
+            llvm.store(scale, pointer_to(scales, tile.block, tiles, tile.column, size=4))
         if kept:
             # The rows themselves get a scale for each row, the transposed rows one for the tile.
             patch.finish_rows(shared, kept[1], num_rows)
             mosaic.block_barrier()
             patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
-        top = mosaic.add(mosaic.mul(patch.block, BLOCK), patch.place.row)
+        top = mosaic.add(mosaic.mul(tile.block, BLOCK), patch.place.row)
         height = num_row_blocks * BLOCK
         start = pointer_to(transposed, patch.left, height, top, size=1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
@@ -133,18 +132,18 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     num_matrices, height, width = matrices.shape
     packed, tile_columns, tile_rows = Packed(matrices.dtype), width // BLOCK, height // BLOCK
 
-    def emit(memrefs: Any, *of_tile: Value) -> None:
+    def emit(memrefs: Any, tile: Tile) -> None:
         source, values, transposed, scales, transposed_scales, shared = memrefs
-        patch = _Patch.of_thread(packed, width, *of_tile, is_full=True)
+        patch = _Patch(tile, packed, width, is_full=True)
         rows = patch.load(source)
         patch.share_largest(shared, packed.largest([word for words in rows for word in words]))
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
         # The tile is in row `tile_row` of the tiles of its matrix.
-        matrix, tile_row = mosaic.divided(patch.block, tile_rows)
+        matrix, tile_row = mosaic.divided(tile.block, tile_rows)
         with mosaic.when(mosaic.equal(patch.place.thread, 0)):
-            llvm.store(scale, pointer_to(scales, patch.block, tile_columns, patch.column, size=4))
-            scale_row = mosaic.add(mosaic.mul(matrix, tile_columns), patch.column)
+            llvm.store(scale, pointer_to(scales, tile.block, tile_columns, tile.column, size=4))
+            scale_row = mosaic.add(mosaic.mul(matrix, tile_columns), tile.column)
             llvm.store(scale, pointer_to(transposed_scales, scale_row, tile_rows, tile_row, size=4))
         rounded = patch.rounded(rows, [factor] * len(rows))
         patch.store_rows(values, rounded)
@@ -186,8 +185,7 @@ def _warps_of(packed: Packed) -> int:
     return warps_of(_rows_of(packed), _COLUMNS)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Patch(Tile):
+class _Patch:
     """A thread's patch of a tile. Its methods emit code of one thread.
 
     Shared memory has the largest magnitude of each row in the columns of each side of the tile, and
@@ -195,19 +193,12 @@ class _Patch(Tile):
     magnitude of each warp.
     """
 
-    packed: Packed
-    width: int
-    is_full: bool  # whether the tile has 128 rows in any case
-    place: Place
-    left: Value  # the first column of the patch, counted in the input
-
-    @classmethod
-    def of_thread(cls, packed: Packed, width: int, *fields: Value, is_full: bool = False) -> _Patch:
-        """Returns this thread's patch of the tile with these `fields` of `Tile`."""
-        block, column, first, count = fields
-        place = place_of(_rows_of(packed), _COLUMNS)
-        left = mosaic.add(mosaic.mul(column, BLOCK), place.column)
-        return cls(block, column, first, count, packed, width, is_full, place, left)
+    def __init__(self, tile: Tile, packed: Packed, width: int, *, is_full: bool = False) -> None:
+        # `is_full` is whether the tile has 128 rows in any case.
+        self.tile, self.packed, self.width, self.is_full = tile, packed, width, is_full
+        self.place = place_of(_rows_of(packed), _COLUMNS)
+        # The first column of the patch, counted in the input.
+        self.left = mosaic.add(mosaic.mul(tile.column, BLOCK), self.place.column)
 
     def load(self, source: Any) -> list[list[Value]]:
         """Loads the words of each row, with NaN for infinities, and zeros past the tile's rows."""
@@ -215,9 +206,9 @@ class _Patch(Tile):
         for i in range(_rows_of(self.packed)):
             row = mosaic.add(self.place.row, i)
             if self.is_full:
-                exists, row = None, mosaic.add(self.first, row)
+                exists, row = None, mosaic.add(self.tile.first, row)
             else:
-                exists, row = self.find(row)
+                exists, row = self.tile.find(row)
             at = pointer_to(source, row, self.width, self.left, size)
             words = self.packed.load(at, _COLUMNS)
             if exists is not None:
@@ -252,9 +243,9 @@ class _Patch(Tile):
             sides = [mosaic.add(self.place.thread, side * BLOCK) for side in range(_SIDES)]
             scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
             share(shared, self.place.thread, [arith.bitcast(mosaic.integer_type(32), factor)])
-            with mosaic.when(mosaic.below(self.place.thread, self.count)):
-                row = mosaic.add(self.first, self.place.thread)
-                llvm.store(scale, pointer_to(scales, self.column, num_rows, row, size=4))
+            with mosaic.when(mosaic.below(self.place.thread, self.tile.count)):
+                row = mosaic.add(self.tile.first, self.place.thread)
+                llvm.store(scale, pointer_to(scales, self.tile.column, num_rows, row, size=4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
         return [
@@ -272,14 +263,14 @@ class _Patch(Tile):
 
     def store_rows(self, out: Any, rounded: list[list[Value]]) -> None:
         """Stores the patch's rounded rows, as far as the tile has them."""
-        row = mosaic.add(self.first, self.place.row)
+        row = mosaic.add(self.tile.first, self.place.row)
         start = pointer_to(out, row, self.width, self.left, size=1)
         for i, words in enumerate(rounded):
             at = past(start, i * self.width)
             if self.is_full:
                 mosaic.store_numbers(words, at)
                 continue
-            with mosaic.when(mosaic.below(mosaic.add(self.place.row, i), self.count)):
+            with mosaic.when(mosaic.below(mosaic.add(self.place.row, i), self.tile.count)):
                 mosaic.store_numbers(words, at)
 
     def store_transposed(self, start: Value, height: int, rounded: list[list[Value]]) -> None:
@@ -303,8 +294,8 @@ def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
     """
     width, num_row_blocks = rows.values.shape[1], blocks.shape[0]
 
-    def emit(memrefs: Any, block: Value, column: Value, first: Value, count: Value) -> None:
-        _Transposed(block, column, first, count, width, num_row_blocks * BLOCK).emit(*memrefs)
+    def emit(memrefs: Any, tile: Tile) -> None:
+        _Transposed(**vars(tile), width=width, height=num_row_blocks * BLOCK).emit(*memrefs)
 
     results = on_tiles(
         "transpose_rows",
@@ -330,10 +321,10 @@ class _Transposed(Tile):
     height: int
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
-        """Emits the code of one thread, whose patch begins at (`row`, `place`) of the tile."""
+        """Emits the code of one thread, whose patch begins at (`row`, `column`) of the tile."""
         (num_rows, num_columns), f32 = _TRANSPOSED, mosaic.float_type()
-        thread, _, lane, _, row, place = place_of(*_TRANSPOSED)
-        left = mosaic.add(mosaic.mul(self.column, BLOCK), place)
+        thread, _, lane, _, row, column = place_of(*_TRANSPOSED)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
 
         words = [self.load_words(values, mosaic.add(row, i), left) for i in range(num_rows)]
         # The scales of the rows lie far from each other in memory, so each thread loads one.

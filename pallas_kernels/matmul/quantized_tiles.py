@@ -49,9 +49,8 @@ def on_tiles(
     Args:
       blocks: [number of blocks, 2] int32, each block's first row and number of rows, at most 128;
         None: the rows of the first operand, 128 in each block. A block without rows is left out.
-      emit: `emit(memrefs, block, column, first, count)` emits the code of one thread. `memrefs` are
-        the operands, the arrays `into`, the results and, if `num_shared` is not 0, shared memory.
-        The numbers are the fields of `Tile`.
+      emit: `emit(memrefs, tile)` emits the code of one thread. `memrefs` are the operands, the
+        arrays `into`, the results and, if `num_shared` is not 0, shared memory.
       width: number of columns, a multiple of 128.
       num_shared: how many 32-bit numbers the shared memory has.
       into: arrays that the kernel updates in place, copied first if still used elsewhere.
@@ -62,8 +61,7 @@ def on_tiles(
     tiles, num_operands = width // BLOCK, len(operands)
 
     def emit_tile(*values: Any) -> None:
-        *memrefs, block, column, first, count = values
-        emit(memrefs, *(mosaic.scalar(each) for each in (block, column, first, count)))
+        emit(values[:-4], Tile(*map(mosaic.scalar, values[-4:])))
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         block, column = quotient_and_rest(lax.axis_index("block"), jnp.int32(tiles))

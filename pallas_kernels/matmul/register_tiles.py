@@ -37,13 +37,10 @@ def store_rows(out: Any, values: jax.Array, target: Target, layout: Any) -> None
         top, left, begin, end = map(mosaic.scalar, scalars)
         word, width = mosaic.integer_type(32), mosaic.i64(mosaic.width_of(out))
 
-        def wide(number: Value) -> Value:
-            return mosaic.widen(number)
-
         for register, (row, column) in mosaic.placed_registers(values):
             inside = mosaic.within(row, begin, end)
-            first = mosaic.mul(wide(mosaic.add(top, row)), width)
-            offset = mosaic.add(first, wide(mosaic.add(left, column)))
+            first = mosaic.mul(mosaic.widen(mosaic.add(top, row)), width)
+            offset = mosaic.add(first, mosaic.widen(mosaic.add(left, column)))
             # One store of a register's words, without a branch, if the row is in the range.
             count = mosaic.vector_length_of(register) // 2
             words = vector.bitcast(mosaic.vector_type(count, word), register)

@@ -68,7 +68,7 @@ def row_tiles(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -
     """
     most = most_tiles(group_sizes.shape[0], heights, num_rows)
     padded = [*heights, *[heights[-1]] * (-len(heights) % _HEIGHTS)]
-    return _call_once(group_sizes, jnp.asarray(padded, jnp.int32), most, num_rows)
+    return _call(group_sizes, jnp.asarray(padded, jnp.int32), most, num_rows)
 
 
 def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
@@ -79,6 +79,8 @@ def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
     return lowest
 
 
+# Jitted, so that a program with several matmuls traces the kernel only once.
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) -> jax.Array:
     """Computes the result of `row_tiles` by a kernel; there is room for `most` tiles."""
     num_groups, num_heights = group_sizes.shape[0], heights.shape[0]
@@ -185,7 +187,3 @@ def _rows_and_tiles_before(
         return [mosaic.splat(each, is_signed=True) for each in (rows, mosaic.warp_total(tiles))]
 
     return mosaic.inline(emit, [sizes, end_group, height], [mosaic.INT32] * 2)
-
-
-# Jitted, so that a program with several matmuls traces the kernel only once.
-_call_once = functools.partial(jax.jit, static_argnums=(2, 3))(_call)

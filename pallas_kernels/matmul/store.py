@@ -29,12 +29,10 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
-    COMPUTERS,
     EIGHT_ROWS,
     aligned,
     quotient_and_rest,
     run_one,
-    swizzled,
     zeros,
 )
 from pallas_kernels.matmul.register_tiles import Target
@@ -45,12 +43,6 @@ STORED_ROWS = 32
 # Returns for each output the elements [columns, rows] of a finished tile in slices of its columns
 # and rows.
 Results = Callable[[slice, slice], tuple[jax.Array, ...]]
-
-
-def buffers_type(dtype: Any, num_buffers: int) -> Any:
-    """Returns the type of buffers through which the compute warpgroups store chunks of tiles."""
-    shape = COMPUTERS, num_buffers, STORED_ROWS, CHUNK
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
 
 
 class Position(NamedTuple):
@@ -171,9 +163,4 @@ class Store:
     def _zero_chunk(self, buffer: Any, target: Target) -> None:
         """Copies rows of a buffer of zeros to each output."""
         begin, end = jnp.maximum(target.begin, 0), jnp.minimum(target.end, STORED_ROWS)
-        target = target._replace(begin=begin, end=end)
-        buffers = [buffer] * len(self.outs)
-        is_whole = target.end - target.begin == STORED_ROWS
-        pl.when(is_whole)(lambda: self._copy_whole(buffers, target, STORED_ROWS))
-        is_part = target.end - target.begin < STORED_ROWS
-        pl.when(is_part)(lambda: self._copy_rows(buffers, target))
+        self._copy([buffer] * len(self.outs), target._replace(begin=begin, end=end))

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, VECTOR_BYTES, WARP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.decoder import (
     APART,
@@ -42,7 +43,6 @@ from pallas_kernels.matmul.decoder import (
 )
 from pallas_kernels.matmul.kernel import STEP
 from pallas_kernels.matmul.quantized_tiles import BFLOAT16
-from pallas_kernels.mxfp4 import MXFP4
 
 # The most rows of a tile that warps multiply.
 MOST_ROWS = 32

@@ -45,7 +45,7 @@ from pallas_kernels.fabric import compiler, float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, Format, Scaled, bitcast
+from pallas_kernels.formats import E8M0, FLOAT8_MATRICES, MXFP4, Format, Scaled, bitcast
 from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, output_rows
 from pallas_kernels.matmul.kernel import quotient_and_rest
@@ -56,10 +56,8 @@ from pallas_kernels.matmul.quantized_tiles import (
     max_of,
     pointer_to,
     share,
-    shared_numbers,
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP
-from pallas_kernels.mxfp4 import MXFP4
 
 _WARPS = 8
 # A warp computes this many columns of the output, and a thread two of them, 8 apart.
@@ -131,7 +129,7 @@ def weight_only_matmul(
     """
     depth, width = rows.shape[1], matrices[0].values.shape[1]
     total = output_rows(groups, len(rows))
-    job = _Job(
+    sizes = _Sizes(
         num_rows=num_rows,
         depth=depth,
         width=width,
@@ -150,19 +148,20 @@ def weight_only_matmul(
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         table, out = refs[-2:]
-        tile, block = quotient_and_rest(lax.axis_index("block"), jnp.int32(job.blocks_of_columns))
-        group, first, begin, end = (table[tile, each] for each in (GROUP, FIRST, BEGIN, END))
+        tile, block = quotient_and_rest(lax.axis_index("block"), jnp.int32(sizes.blocks_of_columns))
+        group, first_row, begin, end = (table[tile, each] for each in (GROUP, FIRST, BEGIN, END))
 
         # Tiles past the last, and those of a choice of no group, are left out.
         @pl.when((tile < table[table.shape[0] - 1, 0]) & (begin < end))
         def _() -> None:
-            job.run([*refs[:-2], out, *scratch.values()], group, block, first)
+            memrefs = [*refs[:-2], out, *scratch.values()]
+            _compute_block(sizes, memrefs, group, block, first_row)
 
     return compiler.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((total, width), rows.dtype),
-        scratch_types=job.scratch_types(),
-        num_blocks=(len(groups.table) - 1) * job.blocks_of_columns,
+        scratch_types=sizes.scratch_types(),
+        num_blocks=(len(groups.table) - 1) * sizes.blocks_of_columns,
         num_warpgroups=_WARPS * WARP // WARPGROUP,
         auto_barriers=False,  # the emitted code has its own
         kernel_name=f"weight_only_{'' if gating is None else 'gated_'}{format.name}",
@@ -170,8 +169,11 @@ def weight_only_matmul(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """The sizes of a `weight_only_matmul`, and the code of its thread blocks."""
+class _Sizes:
+    """The sizes of a `weight_only_matmul`, and how warps and thread blocks divide it.
+
+    A *strip* is 16 adjacent columns of the output, which `splits` warps of a block compute.
+    """
 
     num_rows: int  # T
     depth: int  # K
@@ -202,161 +204,138 @@ class _Job:
         return -(-self.chunks // self.splits)
 
     @property
-    def parts(self) -> int:
-        """The number of groups of 16 columns that a thread block computes at a time."""
+    def strips(self) -> int:
+        """The number of strips that a thread block computes at a time, in a round."""
         return _WARPS // self.splits
 
     @property
     def rounds(self) -> int:
-        """The number of groups of 16 * `parts` columns that a thread block computes in turn."""
         # Every block scales all rows, which takes longer with more rows.
-        columns = -(-self.width // (_COLUMNS * self.parts))
-        return min(self.num_rows, 8, columns)
+        return min(self.num_rows, 8, -(-self.width // (_COLUMNS * self.strips)))
 
     @property
     def blocks_of_columns(self) -> int:
         """The number of thread blocks of a group. The last one may reach past the last column."""
-        return -(-self.width // (_COLUMNS * self.parts * self.rounds))
-
-    def scratch_types(self) -> dict[str, Any]:
-        words_of_rows = self.num_rows * self.chunks * _CHUNK // 2
-        sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
-        return dict(
-            # Scaled rows, [T, K] float16, and zeros after them.
-            rows=plgpu.SMEM((words_of_rows + _ZEROS // WORD_BYTES,), jnp.float32),
-            scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
-            sums=plgpu.SMEM((sums,), jnp.float32),  # [warps, num_matrices, T, 16]
-        )
-
-    def run(self, refs: Any, group: Any, block: Any, first: Any) -> None:
-        # Computes a block's columns of the output's rows from `first` on, round by round. Rows are
-        # scaled in the first round, and stay in shared memory.
-        def compute(round_index: Any, is_first: bool) -> None:
-            emit = functools.partial(self.emit, is_first)
-            mosaic.inline(emit, [*refs, group, round_index, first])
-
-        compute(block * self.rounds, is_first=True)
-        if self.rounds > 1:
-            lax.fori_loop(
-                1, self.rounds, lambda i, _: compute(block * self.rounds + i, is_first=False), None
-            )
-
-    def emit(self, is_first: bool, *values: Any) -> None:
-        """Emits the code by which one thread computes its part of 16 * `parts` columns."""
-        # `values` are references to input rows, matrices, biases, output and scratch; the group;
-        # the index of the round among those of all blocks; and the first row of the output.
-        *memrefs, out, rows, scales, sums = values[:-3]
-        group, round_index, first = (mosaic.scalar(each) for each in values[-3:])
-        thread = mosaic.thread()
-        warp, lane = mosaic.divided(thread, WARP)
-        # The warp computes group `part` of 16 columns, over each chunk number `split` mod `splits`.
-        # Past the last column, it computes the last 16 again, which are not stored.
-        part, split = mosaic.divided(warp, self.splits)
-        # The thread has columns `down` and `down` + 8 of them, and place `across` in its quad.
-        down, across = mosaic.divided(lane, _QUAD)
-        column = arith.minui(self.column(round_index, part), mosaic.i32(self.width - _COLUMNS))
-        operands = []
-        for i in range(self.num_matrices):
-            values_ref, scales_ref = memrefs[1 + 2 * i : 3 + 2 * i]
-            operands.append(_Operand(self, values_ref, scales_ref, group, column, split, lane))
-        # The first loads of rows come before those of matrices, which take longer.
-        starts = range(0, self.num_rows * self.chunks, _WARPS) if is_first else range(0)
-        chunks = [self.load_chunk(memrefs[0], first, warp, lane, i) for i in starts[:_ROW_LOADS]]
-        # Steps to load ahead; in each, a thread loads one or two vectors of each of its columns.
-        ahead = max(1, _AHEAD // (2 * self.num_matrices * (2 if self.is_float8 else 1)))
-        loaded = [[each.load(step) for each in operands] for step in range(min(ahead, self.steps))]
-        if is_first:
-            for i in starts[_ROW_LOADS:]:
-                chunks.append(self.load_chunk(memrefs[0], first, warp, lane, i))
-            for i, words in zip(starts, chunks, strict=True):
-                self.scale_chunk(words, rows, scales, warp, lane, i)
-            with mosaic.when(mosaic.below(thread, _ZEROS // WORD_BYTES)):
-                share(rows, mosaic.add(thread, self.zeros // WORD_BYTES), [mosaic.i32(0)])
-        # All threads have stored their part of the rows, or read the sums of the last round.
-        mosaic.block_barrier()
-        for step in range(self.steps):
-            if step + ahead < self.steps:
-                loaded.append([each.load(step + ahead) for each in operands])
-            decoded = [
-                operand.decode(words) for operand, words in zip(operands, loaded[step], strict=True)
-            ]
-            for row in range(0, self.num_rows, _TOGETHER):
-                words, row_scales = self.load_rows(rows, scales, row, step, split, lane)
-                for operand, columns in zip(operands, decoded, strict=True):
-                    operand.multiply(columns, words, row_scales, row)
-        self.share_sums(operands, sums, warp, down, across)
-        # All warps have stored their sums.
-        mosaic.block_barrier()
-        results = self.parts * self.num_rows * _COLUMNS
-        for start in range(0, results, _WARPS * WARP):
-            index = mosaic.add(thread, start)
-            with mosaic.when(mosaic.below(index, results)):
-                self.finish(memrefs, out, sums, group, round_index, first, index)
-
-    def share_sums(
-        self, operands: Sequence[_Operand], sums: Value, warp: Value, down: Value, across: Value
-    ) -> None:
-        """Adds up the sums of the threads of each quad, and stores them in shared memory."""
-        for i, operand in enumerate(operands):
-            for row in range(self.num_rows):
-                totals = [mosaic.warp_sum(each, _QUAD) for each in operand.totals[row]]
-                with mosaic.when(mosaic.equal(across, 0)):
-                    for j, total in enumerate(totals):
-                        at = self.place(warp, i, row, mosaic.add(down, j * _APART))
-                        share(sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
-
-    def column(self, round_index: Value, part: Value) -> Value:
-        index = mosaic.add(mosaic.mul(round_index, self.parts), part)
-        return mosaic.mul(index, _COLUMNS)
-
-    def place(self, warp: Value, matrix: int, row: Any, column: Value) -> Value:
-        """Returns the index in shared memory of a warp's sum for a matrix, a row and a column."""
-        row = mosaic.i32(row) if isinstance(row, int) else row
-        of_warp = mosaic.add(mosaic.mul(warp, self.num_matrices), matrix)
-        at = mosaic.add(mosaic.mul(of_warp, self.num_rows), row)
-        return mosaic.add(mosaic.mul(at, _COLUMNS), column)
+        return -(-self.width // (_COLUMNS * self.strips * self.rounds))
 
     @property
     def zeros(self) -> int:
         """The first byte of the zeros, which follow the scaled rows in shared memory."""
         return 2 * self.num_rows * self.chunks * _CHUNK
 
-    def chunk_of_row(
-        self, warp: Value, lane: Value, start: int
-    ) -> tuple[Value, Value, Value, Value]:
-        """Returns which four numbers a thread scales: (chunk, exists, row, first number)."""
+    def scratch_types(self) -> dict[str, Any]:
+        sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
+        return dict(
+            # Scaled rows, [T, K] float16, and zeros after them.
+            rows=plgpu.SMEM(((self.zeros + _ZEROS) // WORD_BYTES,), jnp.float32),
+            scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
+            sums=plgpu.SMEM((sums,), jnp.float32),  # [warps, num_matrices, T, 16]
+        )
+
+
+def _compute_block(sizes: _Sizes, refs: Sequence[Any], group: Any, block: Any, first: Any) -> None:
+    """Computes a block's columns of the output's rows from `first` on, round by round."""
+
+    def compute(number: Any, scales_rows: bool) -> None:
+        def emit(*values: Any) -> None:
+            scalars = map(mosaic.scalar, values[-3:])
+            _Thread(sizes, values[:-3], *scalars).run(scales_rows)
+
+        mosaic.inline(emit, [*refs, group, block * sizes.rounds + number, first])
+
+    # Rows are scaled in the first round, and stay in shared memory.
+    compute(0, scales_rows=True)
+    if sizes.rounds > 1:
+        lax.fori_loop(1, sizes.rounds, lambda i, _: compute(i, scales_rows=False), None)
+
+
+class _Thread:
+    """A thread in a round, in which its block computes `strips` strips. Emits the thread's code."""
+
+    def __init__(
+        self, sizes: _Sizes, memrefs: Sequence[Value], group: Value, number: Value, first: Value
+    ) -> None:
+        # `memrefs` are input rows, matrices, biases, output and scratch. `number` is that of the
+        # round among those of all blocks of the group, and `first` the output's first row.
+        self.sizes, self.group, self.round_number, self.first = sizes, group, number, first
+        self.source, *operands, self.out, self.rows, self.scales, self.sums = memrefs
+        num_parts = 2 * sizes.num_matrices
+        self.biases = operands[num_parts:]
+        self.thread = mosaic.thread()
+        self.warp, self.lane = mosaic.divided(self.thread, WARP)
+        # The warp computes strip number `strip` of the round, over each chunk number `split` mod
+        # `splits`. Past the last column, it computes the last strip again, which is not stored.
+        self.strip, self.split = mosaic.divided(self.warp, sizes.splits)
+        # The thread has columns `down` and `down` + 8 of the strip, and place `across` in its quad.
+        self.down, self.across = mosaic.divided(self.lane, _QUAD)
+        self.matrices = [_Matrices(self, *operands[i : i + 2]) for i in range(0, num_parts, 2)]
+
+    def run(self, scales_rows: bool) -> None:
+        sizes = self.sizes
+        # The first loads of rows come before those of matrices, which take longer.
+        starts = range(0, sizes.num_rows * sizes.chunks, _WARPS) if scales_rows else range(0)
+        chunks = [self.load_chunk(start) for start in starts[:_ROW_LOADS]]
+        # Steps to load ahead; in each, a thread loads one or two vectors of each of its columns.
+        ahead = max(1, _AHEAD // (2 * sizes.num_matrices * (2 if sizes.is_float8 else 1)))
+        for step in range(min(ahead, sizes.steps)):
+            self.load_matrices(step)
+        if scales_rows:
+            chunks += [self.load_chunk(start) for start in starts[_ROW_LOADS:]]
+            for start, words in zip(starts, chunks, strict=True):
+                self.scale_chunk(start, words)
+            with mosaic.when(mosaic.below(self.thread, _ZEROS // WORD_BYTES)):
+                at = mosaic.add(self.thread, sizes.zeros // WORD_BYTES)
+                share(self.rows, at, [mosaic.i32(0)])
+        # All threads have stored their part of the rows, or read the sums of the last round.
+        mosaic.block_barrier()
+        for step in range(sizes.steps):
+            if step + ahead < sizes.steps:
+                self.load_matrices(step + ahead)
+            self.add_products(step)
+        self.share_sums()
+        # All warps have stored their sums.
+        mosaic.block_barrier()
+        results = sizes.strips * sizes.num_rows * _COLUMNS
+        for start in range(0, results, _WARPS * WARP):
+            index = mosaic.add(self.thread, start)
+            with mosaic.when(mosaic.below(index, results)):
+                self.store_result(index)
+
+    def load_matrices(self, step: int) -> None:
+        for each in self.matrices:
+            each.load(step)
+
+    def column_of(self, strip: Value) -> Value:
+        """Returns the first column of strip number `strip` of this round."""
+        strip = mosaic.add(mosaic.mul(self.round_number, self.sizes.strips), strip)
+        return mosaic.mul(strip, _COLUMNS)
+
+    # ------------------------------------------------------------------------------- rows
+
+    def part_of_chunk(self, start: int) -> tuple[Value, Value, Value, Value]:
+        """Returns which four numbers this thread scales: (chunk, exists, row, first number)."""
         # Chunks are numbered through all rows, and the warps take turns at them, from `start` on.
         # Past the last chunk, the row and the numbers are those of the last.
-        count, index = self.num_rows * self.chunks, mosaic.add(warp, start)
+        count, index = self.sizes.num_rows * self.sizes.chunks, mosaic.add(self.warp, start)
         exists = mosaic.below(index, count)
         index = arith.minui(index, mosaic.i32(count - 1))
-        row, chunk_of_row = mosaic.divided(index, self.chunks)
-        number = mosaic.add(mosaic.mul(chunk_of_row, _CHUNK), mosaic.mul(lane, 4))
+        row, chunk_of_row = mosaic.divided(index, self.sizes.chunks)
+        number = mosaic.add(mosaic.mul(chunk_of_row, _CHUNK), mosaic.mul(self.lane, 4))
         return index, exists, row, number
 
-    def load_chunk(
-        self, source: Value, first: Value, warp: Value, lane: Value, start: int
-    ) -> list[Value]:
-        """Loads the numbers of `chunk_of_row`, two in a word; zeros past the end of the row."""
-        _, _, row, number = self.chunk_of_row(warp, lane, start)
-        inside = mosaic.below(number, self.depth)
+    def load_chunk(self, start: int) -> list[Value]:
+        """Loads the numbers of `part_of_chunk`, two in a word; zeros past the end of the row."""
+        _, _, row, number = self.part_of_chunk(start)
+        inside = mosaic.below(number, self.sizes.depth)
         number = arith.select(inside, number, mosaic.i32(0))
-        row = row if self.shared_rows else mosaic.add(first, row)
-        address = _address(source, row, self.depth, number, size=2)
+        row = row if self.sizes.shared_rows else mosaic.add(self.first, row)
+        address = _address(self.source, row, self.sizes.depth, number, size=2)
         words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
-    def scale_chunk(
-        self,
-        words: Sequence[Value],
-        rows: Value,
-        scales: Value,
-        warp: Value,
-        lane: Value,
-        start: int,
-    ) -> None:
+    def scale_chunk(self, start: int, words: Sequence[Value]) -> None:
         """Scales the result of `load_chunk`, and stores float16 numbers and the chunk's scale."""
-        index, exists, row, number = self.chunk_of_row(warp, lane, start)
+        index, exists, row, number = self.part_of_chunk(start)
         numbers = BFLOAT16.numbers(words)
         largest = mosaic.warp_max(max_of(float8.magnitude(each)[1] for each in numbers))
         # The scale is 2^(exponent of the largest number - _LARGEST), but never subnormal.
@@ -367,149 +346,165 @@ class _Job:
         # The biased exponents of 2^e and 2^-e add up to 254.
         inverse = arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
         scaled = [arith.mulf(each, inverse) for each in numbers]
-        # Of each 8 numbers of a row, the order is that of `_Operand.decode`.
-        pairs = [(0, 1), (2, 3)] if self.is_float8 else [(0, 2), (1, 3)]
-        byte = mosaic.mul(mosaic.add(mosaic.mul(row, self.chunks * _CHUNK), number), 2)
-        if not self.is_float8:
+        # Of each 8 numbers of a row, the order is that of `_Matrices.decode`.
+        is_float8, row_length = self.sizes.is_float8, self.sizes.chunks * _CHUNK
+        pairs = [(0, 1), (2, 3)] if is_float8 else [(0, 2), (1, 3)]
+        byte = mosaic.mul(mosaic.add(mosaic.mul(row, row_length), number), 2)
+        if not is_float8:
             # Of the two threads that have 8 numbers, the second one's pairs follow the first one's.
             byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
-            at = mosaic.add(byte, i * (4 if self.is_float8 else 8))
-            pointer = mosaic.pointer_at(rows, at, mosaic.integer_type(8))
+            at = mosaic.add(byte, i * (4 if is_float8 else 8))
+            pointer = mosaic.pointer_at(self.rows, at, mosaic.integer_type(8))
             both = _float16_pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
                 llvm.store(both, pointer, alignment=4)
-        with mosaic.when(arith.andi(exists, mosaic.equal(lane, 0))):
-            share(scales, index, [scale])
+        with mosaic.when(arith.andi(exists, mosaic.equal(self.lane, 0))):
+            share(self.scales, index, [scale])
 
-    def inside(self, step: int, split: Value, across: Value) -> Value | None:
-        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do."""
-        if (step + 1) * self.splits * _CHUNK <= self.depth:
-            return None
-        chunk = mosaic.add(split, step * self.splits)
-        # In MXFP4, the last chunk may have fewer blocks of 32, one of which belongs to each thread.
-        in_chunk = mosaic.mul(across, 0 if self.is_float8 else self.format.block[1])
-        number = mosaic.add(mosaic.mul(chunk, _CHUNK), in_chunk)
-        return mosaic.below(number, self.depth)
-
-    def load_rows(
-        self, rows: Value, scales: Value, first: int, step: int, split: Value, lane: Value
-    ) -> tuple[list[Value], list[Value]]:
+    def load_rows(self, first: int, step: int) -> tuple[list[Value], list[Value]]:
         """Loads a thread's 16 words of row `first` or the next, and the chunks' scales of both."""
         # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
         # at the places of thread `down` / 2 of a quad.
-        down, across = mosaic.divided(lane, _QUAD)
-        of_thread, row = mosaic.divided(down, _TOGETHER)
-        count = min(_TOGETHER, self.num_rows - first)
+        sizes = self.sizes
+        of_thread, row = mosaic.divided(self.down, _TOGETHER)
+        count = min(_TOGETHER, sizes.num_rows - first)
         row = arith.minui(mosaic.add(row, first), mosaic.i32(first + count - 1))
-        chunk = mosaic.add(split, step * self.splits)
-        if (step + 1) * self.splits > self.chunks:
-            chunk = arith.minui(chunk, mosaic.i32(self.chunks - 1))
+        chunk = mosaic.add(self.split, step * sizes.splits)
+        if (step + 1) * sizes.splits > sizes.chunks:
+            chunk = arith.minui(chunk, mosaic.i32(sizes.chunks - 1))
         # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
-        in_chunk = mosaic.mul(across, 16 if self.is_float8 else 32)
-        at = mosaic.add(mosaic.mul(row, self.chunks), chunk)
+        in_chunk = mosaic.mul(self.across, 16 if sizes.is_float8 else 32)
+        at = mosaic.add(mosaic.mul(row, sizes.chunks), chunk)
         at = mosaic.mul(mosaic.add(mosaic.mul(at, _CHUNK), in_chunk), 2)
         # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
-        is_own = mosaic.equal(of_thread, across)
-        if (inside := self.inside(step, split, across)) is not None:
+        is_own = mosaic.equal(of_thread, self.across)
+        if (inside := self.inside(step)) is not None:
             is_own = arith.andi(is_own, inside)
-        at = arith.select(is_own, at, mosaic.i32(self.zeros))
-        apart = arith.select(
-            is_own, mosaic.i32(2 * 64 if self.is_float8 else 2 * 16), mosaic.i32(0)
-        )
+        at = arith.select(is_own, at, mosaic.i32(sizes.zeros))
+        apart = mosaic.i32(2 * 64 if sizes.is_float8 else 2 * 16)
+        apart = arith.select(is_own, apart, mosaic.i32(0))
         words = []
         for i in range(2):
+            start = mosaic.add(at, apart) if i else at
             for j in range(0, 32, VECTOR_BYTES):
-                start = mosaic.add(at if i == 0 else mosaic.add(at, apart), j)
-                words += _load_shared(rows, start)
+                words += _load_shared(self.rows, mosaic.add(start, j))
         row_scales = [
-            shared_numbers(scales, mosaic.add(chunk, (first + i) * self.chunks), count=1)[0]
+            mosaic.element_at(self.scales, mosaic.add(chunk, (first + i) * sizes.chunks))
             for i in range(count)
         ]
         return words, row_scales
 
-    def finish(
-        self,
-        memrefs: Any,
-        out: Value,
-        sums: Value,
-        group: Value,
-        round_index: Value,
-        first: Value,
-        index: Value,
-    ) -> None:
-        """Computes number `index` of a round's results from the warps' sums, and stores it."""
-        # `index` is (part * T + row) * 16 + column of the part.
+    def inside(self, step: int) -> Value | None:
+        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do."""
+        sizes = self.sizes
+        if (step + 1) * sizes.splits * _CHUNK <= sizes.depth:
+            return None
+        chunk = mosaic.add(self.split, step * sizes.splits)
+        # In MXFP4, the last chunk may have fewer blocks of 32, one of which belongs to each thread.
+        in_chunk = mosaic.mul(self.across, 0 if sizes.is_float8 else sizes.format.block[1])
+        number = mosaic.add(mosaic.mul(chunk, _CHUNK), in_chunk)
+        return mosaic.below(number, sizes.depth)
+
+    # ------------------------------------------------------------------------------- sums
+
+    def add_products(self, step: int) -> None:
+        """Multiplies all rows by the columns that `_Matrices.load` has loaded for a step."""
+        decoded = [each.decode(step) for each in self.matrices]
+        for row in range(0, self.sizes.num_rows, _TOGETHER):
+            words, row_scales = self.load_rows(row, step)
+            for each, columns in zip(self.matrices, decoded, strict=True):
+                each.multiply(columns, words, row_scales, row)
+
+    def share_sums(self) -> None:
+        """Adds up the sums of the threads of each quad, and stores them in shared memory."""
+        for i, each in enumerate(self.matrices):
+            for row in range(self.sizes.num_rows):
+                totals = [mosaic.warp_sum(total, _QUAD) for total in each.totals[row]]
+                with mosaic.when(mosaic.equal(self.across, 0)):
+                    for j, total in enumerate(totals):
+                        column = mosaic.add(self.down, j * _APART)
+                        at = self.index_of_sum(self.warp, i, mosaic.i32(row), column)
+                        share(self.sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
+
+    def index_of_sum(self, warp: Value, matrix: int, row: Value, column: Value) -> Value:
+        """Returns the index in `sums` of a warp's sum for a matrix, a row and a column."""
+        of_warp = mosaic.add(mosaic.mul(warp, self.sizes.num_matrices), matrix)
+        at = mosaic.add(mosaic.mul(of_warp, self.sizes.num_rows), row)
+        return mosaic.add(mosaic.mul(at, _COLUMNS), column)
+
+    def store_result(self, index: Value) -> None:
+        """Computes number `index` of the round's results from the warps' sums, and stores it."""
+        # `index` is (strip * T + row) * 16 + column of the strip.
+        sizes = self.sizes
         index, down = mosaic.divided(index, _COLUMNS)
-        part, row = mosaic.divided(index, self.num_rows)
-        column = mosaic.add(self.column(round_index, part), down)
-        biases = iter(memrefs[1 + 2 * self.num_matrices :])
+        strip, row = mosaic.divided(index, sizes.num_rows)
+        column = mosaic.add(self.column_of(strip), down)
+        biases, narrow = iter(self.biases), mosaic.element_type(jnp.bfloat16)
         numbers = []
-        for i, has_bias in enumerate(self.has_bias):
+        for i, has_bias in enumerate(sizes.has_bias):
             of_warps = []
-            for split in range(self.splits):
-                warp = mosaic.add(mosaic.mul(part, self.splits), split)
-                of_warps += shared_numbers(sums, self.place(warp, i, row, down), count=1)
-            number = _rounded(functools.reduce(arith.addf, of_warps))
+            for split in range(sizes.splits):
+                warp = mosaic.add(mosaic.mul(strip, sizes.splits), split)
+                at = self.index_of_sum(warp, i, row, down)
+                of_warps.append(mosaic.element_at(self.sums, at))
+            rounded = arith.truncf(narrow, functools.reduce(arith.addf, of_warps))
+            number = arith.extf(mosaic.float_type(), rounded)
             if has_bias:
-                # The last block may reach past the last column.
-                existing = arith.minui(column, mosaic.i32(self.width - 1))
-                number = arith.addf(number, self.bias(next(biases), group, existing))
+                number = arith.addf(number, self.load_bias(next(biases), column))
             numbers.append(number)
-        result = numbers[0] if self.gating is None else self.gating.emit(*numbers)[0]
-        narrow = mosaic.element_type(jnp.bfloat16)
-        with mosaic.when(mosaic.below(column, self.width)):
-            pointer = pointer_to(out, mosaic.add(first, row), self.width, column, size=2)
+        result = numbers[0] if sizes.gating is None else sizes.gating.emit(*numbers)[0]
+        with mosaic.when(mosaic.below(column, sizes.width)):
+            row = mosaic.add(self.first, row)
+            pointer = pointer_to(self.out, row, sizes.width, column, size=2)
             llvm.store(arith.truncf(narrow, result), pointer)
 
-    def bias(self, memref: Value, group: Value, column: Value) -> Value:
-        kind = mosaic.element_of(memref)
-        at = pointer_to(memref, group, self.width, column, mosaic.bytes_of(kind))
+    def load_bias(self, memref: Value, column: Value) -> Value:
+        kind, width = mosaic.element_of(memref), self.sizes.width
+        # The last block may reach past the last column.
+        column = arith.minui(column, mosaic.i32(width - 1))
+        at = pointer_to(memref, self.group, width, column, mosaic.bytes_of(kind))
         bias = llvm.load(kind, at)
         return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
 
 
-class _Operand:
+# Words of each of a thread's two columns, and the scale of each.
+_Columns = tuple[list[list[Value]], list[Value]]
+
+
+class _Matrices:
     """A thread's numbers of one array of matrices, and its sums of products with them."""
 
-    def __init__(
-        self,
-        job: _Job,
-        values: Value,
-        scales: Value,
-        group: Value,
-        column: Value,
-        split: Value,
-        lane: Value,
-    ) -> None:
-        # `column` is the first of the warp's 16; the thread has `down` and `down` + 8 of these.
-        self.job, self.split = job, split
-        down, self.across = mosaic.divided(lane, _QUAD)
+    def __init__(self, thread: _Thread, values: Value, scales: Value) -> None:
+        self.thread, sizes, split = thread, thread.sizes, thread.split
+        last = mosaic.i32(sizes.width - _COLUMNS)
+        column = arith.minui(thread.column_of(thread.strip), last)
         # All groups' columns are numbered one after the other.
-        of_group = mosaic.mul(group, job.width)
-        thread_column = mosaic.add(of_group, mosaic.add(column, down))
+        of_group = mosaic.mul(thread.group, sizes.width)
+        thread_column = mosaic.add(of_group, mosaic.add(column, thread.down))
         # The bytes of a chunk, and of a column.
-        self.chunk_bytes = _CHUNK // job.format.numbers_per_value
-        self.column_bytes = job.depth * self.chunk_bytes // _CHUNK
+        self.chunk_bytes = _CHUNK // sizes.format.numbers_per_value
+        self.column_bytes = sizes.depth * self.chunk_bytes // _CHUNK
         begin = mosaic.add(
-            mosaic.mul(split, self.chunk_bytes), mosaic.mul(self.across, VECTOR_BYTES)
+            mosaic.mul(split, self.chunk_bytes), mosaic.mul(thread.across, VECTOR_BYTES)
         )
         self.values = _address(values, thread_column, self.column_bytes, begin, size=1)
-        if job.is_float8:
+        if sizes.is_float8:
             block = arith.divui(mosaic.add(of_group, column), mosaic.i32(_CHUNK))
-            self.scales = _address(scales, block, job.chunks, split, size=4)
+            self.scales = _address(scales, block, sizes.chunks, split, size=4)
         else:
             # The scales of a column: up to four for each chunk, one for each thread of a quad.
-            self.column_scales = job.depth // job.format.block[1]
-            begin = mosaic.add(mosaic.mul(split, _QUAD), self.across)
+            self.column_scales = sizes.depth // sizes.format.block[1]
+            begin = mosaic.add(mosaic.mul(split, _QUAD), thread.across)
             self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
         # For each row, the thread's sums of both of its columns.
-        self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(job.num_rows)]
+        self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(sizes.num_rows)]
+        self.loaded: list[_Columns] = []  # of each step
 
-    def load(self, step: int) -> tuple[list[list[Value]], list[Value]]:
+    def load(self, step: int) -> None:
         """Starts to load a step's words of the thread's two columns, and scales, in MXFP4 codes."""
-        job, inside = self.job, self.job.inside(step, self.split, self.across)
-        chunk = step * job.splits
+        sizes, inside = self.thread.sizes, self.thread.inside(step)
+        chunk = step * sizes.splits
         columns = []
         for i in range(2):
             words = []
@@ -519,23 +514,22 @@ class _Operand:
             if inside is not None:
                 words = [arith.select(inside, word, mosaic.i32(0)) for word in words]
             columns.append(words)
-        if job.is_float8:
+        if sizes.is_float8:
             scale = _load("ld.global.nc.f32", 1, "f", self.scales, 4 * chunk, inside)
-            return columns, [scale, scale]
+            self.loaded.append((columns, [scale, scale]))
+            return
         starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
         scales = [_load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts]
         if inside is not None:
             # Where not inside, both are the first column's. A NaN of it must not reach the second.
             scales = [arith.select(inside, scale, mosaic.i32(_CODE_OF_ONE)) for scale in scales]
-        return columns, scales
+        self.loaded.append((columns, scales))
 
-    def decode(
-        self, loaded: tuple[list[list[Value]], list[Value]]
-    ) -> tuple[list[list[Value]], list[Value]]:
-        """Converts the result of `load` to words of float16 pairs, and scales to float32."""
+    def decode(self, step: int) -> _Columns:
+        """Converts what `load` loaded to words of float16 pairs, and scales to float32."""
         # In MXFP4, the numbers of each word get another order: 0, 2, 4, 6, 1, 3, 5, 7.
-        columns, scales = loaded
-        if not self.job.is_float8:
+        columns, scales = self.loaded[step]
+        if not self.thread.sizes.is_float8:
             columns = [[part for w in words for part in _float8_of_float4(w)] for words in columns]
             bits = (bits_of_e8m0(scale, fraction_bits=23) for scale in scales)
             scales = [arith.bitcast(mosaic.float_type(), each) for each in bits]
@@ -545,7 +539,7 @@ class _Operand:
 
     def multiply(
         self,
-        decoded: tuple[list[list[Value]], list[Value]],
+        decoded: _Columns,
         row_words: Sequence[Value],
         scales_of_rows: Sequence[Value],
         first: int,
@@ -558,7 +552,7 @@ class _Operand:
             four = [left[i], right[i], left[i + 1], right[i + 1]]
             sums = tensor_cores.add_warp_product(four, row_words[i : i + 2], sums, jnp.float16)
         for row, of_row in enumerate(scales_of_rows):
-            if not self.job.is_float8:
+            if not self.thread.sizes.is_float8:
                 of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
             for i in range(2):
                 scaled = arith.mulf(sums[2 * i + row], of_row)
@@ -588,18 +582,10 @@ def _float8_of_float4(word: Value) -> list[Value]:
 
 def _float16_of_float8(word: Value) -> list[Value]:
     """Converts the four float8_e4m3fn numbers in a word to float16, two in a word."""
+    parts = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; "
+    converted = [f"cvt.rn.f16x2.{PTX_TYPE}x2 $0, {half}; }}" for half in ("low", "high")]
     word_type = mosaic.integer_type(32)
-    halves = ("low", "high")
-    return [
-        llvm.inline_asm(
-            word_type,
-            [word],
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $1; "
-            f"cvt.rn.f16x2.{PTX_TYPE}x2 $0, {half}; }}",
-            "=r,r",
-        )
-        for half in halves
-    ]
+    return [llvm.inline_asm(word_type, [word], parts + text, "=r,r") for text in converted]
 
 
 def _float16_pair(low: Value, high: Value) -> Value:
@@ -642,8 +628,3 @@ def _load(
         has_side_effects=True,
     )
     return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found
-
-
-def _rounded(number: Value) -> Value:
-    narrow = arith.truncf(mosaic.element_type(jnp.bfloat16), number)
-    return arith.extf(mosaic.float_type(), narrow)

@@ -122,7 +122,7 @@ def top_k(
 
 
 # A column or a group of columns: the key of its number, and the complement of its index. A pair of
-# zeros stands for no column.
+# zeros stands for one that is chosen already.
 _Pair = tuple[Value, Value]
 
 
@@ -257,8 +257,7 @@ class _TopK:
     def softmax(self, lanes: _Lanes, values: Sequence[Value], other: Value) -> list[Value]:
         """Returns the softmax of a row's logits `values`, and then the probability of `other`."""
         # `other` is, in each lane, the logit of any column of the row.
-        # `pairs` replaces the keys of columns past the last by zeros.
-        keys = [key for key, _ in lanes.pairs([_key(value) for value in values])]
+        keys = lanes.within_row([_key(value) for value in values])
         while len(keys) > 1:
             first, second, *rest = keys
             keys = [*rest, _larger(first, second)]
@@ -380,17 +379,12 @@ class _Lanes:
         return [llvm.load(i32, mosaic.element_pointer(base, place, i32)) for place in places]
 
     def pairs(self, keys: Sequence[Value]) -> list[_Pair]:
-        """Returns the pairs of this lane's columns, by their keys; zeros past the last column."""
+        """Returns the pairs of this lane's columns, by their keys; key 0 past the last column."""
+        # Columns past the last have the lowest key and the highest indices, so none is chosen.
         first = mosaic.mul(self.lane, self.width)
-        columns = []
-        for i, key in enumerate(keys):
-            column = mosaic.add(first, i)
-            pair = key, _complement(column)
-            if self.columns % WARP:
-                is_column, none = mosaic.below(column, self.columns), mosaic.i32(0)
-                pair = _selected(is_column, pair, (none, none))
-            columns.append(pair)
-        return columns
+        columns = [mosaic.add(first, i) for i in range(self.width)]
+        keys = self.within_row(keys)
+        return [(key, _complement(column)) for key, column in zip(keys, columns, strict=True)]
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
         """Returns the words of this lane's columns, with zeros past the last column."""
@@ -406,15 +400,13 @@ class _Lanes:
     def gather(self, ref: Value, row: Value, column: Value) -> Value:
         """Loads ref[row, column]; each lane has a column of its own. `ref` is [T, E]."""
         place = mosaic.add(mosaic.mul(row, self.columns), column)
-        i32 = mosaic.integer_type(32)
-        return mosaic.element_at(ref, place, i32)
+        return mosaic.element_at(ref, place, mosaic.integer_type(32))
 
     def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
         """Stores `word` of lane i to ref[row, i], for each lane i < k; `ref` is [T, k]."""
         with mosaic.when(mosaic.below(self.lane, k)):
             place = mosaic.add(mosaic.mul(row, k), self.lane)
-            i32 = mosaic.integer_type(32)
-            llvm.store(word, mosaic.pointer_at(ref, place, i32))
+            llvm.store(word, mosaic.pointer_at(ref, place, mosaic.integer_type(32)))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
         """Stores the words of the columns that this lane holds to row `row` of ref [T, E]."""

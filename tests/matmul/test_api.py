@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.float8 import SUM_ERROR
-from support.kernels import KERNELS_RUN, needs_kernels
+from support.kernels import KERNELS_RUN, lowered, needs_kernels
 from support.matmuls import (
     AVAILABLE,
     GROUP_SIZES,
@@ -22,7 +22,6 @@ from support.matmuls import (
     available_implementations,
     expected,
     gradient_shapes,
-    lower_for_cuda,
     operands,
 )
 from support.selection import quick
@@ -130,7 +129,7 @@ def loss(lhs, rhs, sizes, implementation=None):
 def test_lowers_for_cuda(shape):
     dtype = jnp.float16 if shape[0] % 16 else jnp.bfloat16
     gradients = jax.grad(functools.partial(loss, implementation="pallas"), (0, 1))
-    text = lower_for_cuda(gradients, *gradient_shapes(*shape, dtype))
+    text = lowered(jax.jit(gradients), *gradient_shapes(*shape, dtype))
     assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
     assert "ragged_dot" not in text
 
@@ -275,7 +274,7 @@ def test_numbers_quantized_by_numpy():
 )
 def test_what_kernels_multiply(of_rows, of_matrices, dtypes):
     multiply = functools.partial(grouped_matmul, implementation="pallas")
-    text = lower_for_cuda(multiply, *quantized_operands(of_rows, of_matrices))
+    text = lowered(jax.jit(multiply), *quantized_operands(of_rows, of_matrices))
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "x384x" in line]
     assert calls, "the product"
     (operands,) = re.findall(r": \((.*?)\) ->", calls[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import float8 as float8_operands
 from support.float8 import swiglu
-from support.kernels import needs_kernels
+from support.kernels import lowered, needs_kernels
 from support.matmuls import (
     AVAILABLE,
     GROUP_SIZES,
@@ -20,7 +20,6 @@ from support.matmuls import (
     assert_close,
     expected,
     gradient_shapes,
-    lower_for_cuda,
     operands,
 )
 from support.selection import quick
@@ -219,4 +218,4 @@ def test_a_sum_of_products_is_one_kernel_for_cuda():
 
     shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
     # There is one kernel for the sum, and one that divides the groups' rows into tiles.
-    assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 2
+    assert lowered(jax.jit(sum_of_two), *shapes).count("@mosaic_gpu") == 2

@@ -123,24 +123,15 @@ def test_losses_over_ranks_equal_those_of_all_tokens(shape, check_vma):
         ) + 0.1 * losses.router_z_loss(logits, axis_name=axis_name)
 
     axes = ("expert", "data")[: len(shape)]
-    sharded = jax.shard_map(
-        functools.partial(both, axis_name=axes),
-        mesh=mesh(shape, axes),
-        in_specs=P(axes),
-        out_specs=P(),
-        check_vma=check_vma,
+    on_ranks = functools.partial(
+        jax.shard_map, mesh=mesh(shape, axes), in_specs=P(axes), check_vma=check_vma
     )
+    of_all = functools.partial(both, axis_name=axes)
+    sharded, inside = on_ranks(of_all, out_specs=P()), on_ranks(jax.grad(of_all), out_specs=P(axes))
     value, grad = jax.jit(jax.value_and_grad(sharded))(logits)
     want_value, want_grad = jax.jit(jax.value_and_grad(both))(logits)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     np.testing.assert_allclose(grad, want_grad, atol=1e-7)
-    inside = jax.shard_map(
-        jax.grad(functools.partial(both, axis_name=axes)),
-        mesh=mesh(shape, axes),
-        in_specs=P(axes),
-        out_specs=P(axes),
-        check_vma=check_vma,
-    )
     # Under check_vma=False the gradients are those of the sum of all ranks' losses.
     num_losses = 1 if check_vma else np.prod(shape)
     np.testing.assert_allclose(jax.jit(inside)(logits) / num_losses, want_grad, atol=1e-7)

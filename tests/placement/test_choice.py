@@ -6,22 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from support.contract import per_rank
 from support.loads import random_loads
-from support.meshes import expert_mesh
 
 from jax_ep.placement import Placement, balance, choose_slots
 
 
 def slots_on_ranks(topk_idx, placed, num_ranks):
     """Returns the slots that each of the N ranks chooses for its experts topk_idx [N, T, K]."""
-    run = jax.shard_map(
-        lambda idx: choose_slots(idx[0], *jax.tree.leaves(placed), axis_name="expert")[None],
-        mesh=expert_mesh(num_ranks),
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-    )
-    return np.asarray(jax.jit(run)(topk_idx))
+
+    def on_rank(idx):
+        return choose_slots(idx, *jax.tree.leaves(placed), axis_name="expert")
+
+    return np.asarray(jax.jit(per_rank(on_rank, num_ranks))(topk_idx))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.kernels import needs_kernels, program_for_cuda
+from support.kernels import lowered, needs_kernels, on_ranks, program_for_cuda
 from support.meshes import cuda_mesh, mesh
 
 import jax_ep
@@ -87,11 +88,7 @@ def reduced(algorithm: str | None) -> Callable[..., jax.Array]:
 def trace(function: Callable[..., Any], platform: str) -> Any:
     """Traces a function of x [8, 128] and topk_idx [8, 2] on two ranks of the platform."""
     small = cuda_mesh((2,), ("expert",)) if platform == "cuda" else mesh((2,), ("expert",))
-    mapped = jax.shard_map(
-        function, mesh=small, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
-    )
-    shapes = S((8, 128), jnp.bfloat16), S((8, 2), jnp.int32)
-    return jax.jit(mapped).trace(*shapes)
+    return on_ranks(function, small).trace(S((8, 128), jnp.bfloat16), S((8, 2), jnp.int32))
 
 
 def lower(function: Callable[..., Any], platform: str) -> str:
@@ -182,13 +179,10 @@ def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_multimem_takes_arrays_that_jaxs_tiles_do_not_divide(dtype):
-    reduced = jax.shard_map(
-        lambda x: jax_ep.all_reduce(x, "expert", algorithm="multimem"),
-        mesh=cuda_mesh((2,), ("expert",)), in_specs=P(), out_specs=P(), check_vma=False,
-    )  # fmt: skip
+    on_two = functools.partial(jax_ep.all_reduce, axis_name="expert", algorithm="multimem")
+    program = on_ranks(on_two, cuda_mesh((2,), ("expert",)), in_specs=P(), out_specs=P())
     for thousands in (5, 18, 35):
-        traced = jax.jit(reduced).trace(S((thousands, 1000), dtype))
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in lowered(program, S((thousands, 1000), dtype))
 
 
 @needs_kernels

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.domain_processes import Store, gpus_of_process
 from support.fake_cuda import FakeCuda, open_descriptors
-from support.kernels import needs_kernels, program_for_cuda
+from support.kernels import lowered, needs_kernels, on_ranks, program_for_cuda
 from support.meshes import cuda_mesh, expert_mesh
 from support.selection import quick
 
@@ -38,20 +38,9 @@ BY_LL = [
 MIB = 2**20
 
 
-def lower(function: Any, shape: tuple[int, ...], dtype: Any, num_ranks: int = 2) -> str:
-    return traced(function, shape, dtype, num_ranks).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def traced(function: Any, shape: tuple[int, ...], dtype: Any, num_ranks: int = 2) -> Any:
-    mesh = cuda_mesh((num_ranks,), (AXIS,))
-    return mapped(function, mesh).trace(jax.ShapeDtypeStruct(shape, dtype))
-
-
-def mapped(function: Any, mesh: Any) -> Any:
-    spec = P(AXIS)
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
+def lower(function: Any, size: int, dtype: Any, num_ranks: int) -> str:
+    program = on_ranks(function, cuda_mesh((num_ranks,), (AXIS,)))
+    return lowered(program, jax.ShapeDtypeStruct((size,), dtype))
 
 
 def collective(op: str, algorithm: str | None) -> Any:
@@ -75,11 +64,9 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, num_ranks):
     assert no_room_reason(op, algorithm, (per_rank,), dtype, num_ranks, num_ranks) is None
     reason = no_room_reason(op, algorithm, (per_rank + step,), dtype, num_ranks, num_ranks)
     assert f"x, ({per_rank + step},)" in reason and "too large for the buffers" in reason
-    assert "@mosaic_gpu" in lower(
-        collective(op, algorithm), (num_ranks * per_rank,), dtype, num_ranks
-    )
+    assert "@mosaic_gpu" in lower(collective(op, algorithm), num_ranks * per_rank, dtype, num_ranks)
     with pytest.raises(ValueError, match=f'{op}: algorithm="{algorithm}".*too large for the'):
-        lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
+        lower(collective(op, algorithm), num_ranks * (per_rank + step), dtype, num_ranks)
 
 
 @needs_kernels
@@ -88,11 +75,11 @@ def test_a_program_to_export_holds_no_addresses(monkeypatch):
     mesh, x = cuda_mesh((2,), (AXIS,)), jax.ShapeDtypeStruct((8, 512), jnp.float32)
     message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, so it cannot'
     with pytest.raises(ValueError, match=message):
-        export.export(mapped(collective(op, algorithm), mesh), platforms=["cuda"])(x)
+        export.export(on_ranks(collective(op, algorithm), mesh), platforms=["cuda"])(x)
     taken_for_gpus(monkeypatch)
     monkeypatch.setattr(symmetric_memory, "domain", lambda: domain_of(2))
     monkeypatch.setattr(collectives_table, "lookup", fastest(algorithm))
-    exported = export.export(mapped(collective(op, None), mesh), platforms=["cuda"])(x)
+    exported = export.export(on_ranks(collective(op, None), mesh), platforms=["cuda"])(x)
     assert "mosaic_gpu" not in exported.mlir_module()
 
 

@@ -94,31 +94,22 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     # On an abstract mesh, the program is only lowered.
     if isinstance(mesh, AbstractMesh):
-        devices = tuple(range(mesh.size))
-        return Channels(axes, devices, TileMemory(memory_map.BASE, mesh.size), **options)
-    domain = symmetric_memory.domain()
-    assert not isinstance(domain, str), domain
-    devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
-    return Channels(axes, devices, TileMemory(domain.base, domain.num_gpus), **options)
+        devices, memory = tuple(range(mesh.size)), TileMemory(memory_map.BASE, mesh.size)
+    else:
+        domain = symmetric_memory.domain()
+        assert not isinstance(domain, str), domain
+        devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
+        memory = TileMemory(domain.base, domain.num_gpus)
+    return Channels(axes, devices, memory, mesh_index(), **options)
 
 
 def call(name: str, connection: Any, *arrays: Any, **options: Any) -> Any:
     """Calls a kernel of `KERNELS`, or "all_reduce_rms_norm", over a fabric or over channels."""
-    is_norm = name == "all_reduce_rms_norm"
-    if not isinstance(connection, Channels):
-        kernel = getattr(all_reduce_rms_norm if is_norm else with_signals, name)
-        return kernel(*arrays, fabric=connection, **options)
-    index = places(len(arrays[0])) if connection.stacked else mesh_index()
-    if is_norm:
-        kernel = all_reduce_rms_norm.low_latency_all_reduce_rms_norm
-    else:
-        kernel = getattr(low_latency, name)
-    return kernel(index, *arrays, channels=connection, **options)
-
-
-def places(count: int) -> jax.Array:
-    """Returns the place in the mesh of each of `count` simulated ranks."""
-    return jnp.arange(count, dtype=jnp.int32)[:, None]
+    if name == "all_reduce_rms_norm":
+        return all_reduce_rms_norm.all_reduce_rms_norm(*arrays, fabric=connection, **options)
+    if isinstance(connection, Channels):
+        return getattr(low_latency, name)(*arrays, channels=connection, **options)
+    return getattr(with_signals, name)(*arrays, fabric=connection, **options)
 
 
 def operand(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:

@@ -487,7 +487,7 @@ def _on_tiles(
             emulator.shared = [Memory(shared, is_shared=True)] if num_shared else []
             numbers = (np.full((1, 1), n, np.uint32) for n in (block, column, first, count))
             with _emulated(emulator), np.errstate(all="ignore"):
-                emit([*ins, *outs, *emulator.shared], *numbers)
+                emit([*ins, *outs, *emulator.shared], quantized_tiles.Tile(*numbers))
     return [
         memory.bytes.view(out.dtype).reshape(out.shape)
         for memory, out in zip(outs, (*into, *out_type), strict=True)

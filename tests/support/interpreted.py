@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import compiler, elementwise, mosaic
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
-from pallas_kernels.formats import E8M0, FLOAT8_ROWS, bitcast
+from pallas_kernels.formats import E8M0, FLOAT8_ROWS, MXFP4, bitcast
 from pallas_kernels.matmul import (
     decoder,
     float8,
@@ -34,7 +34,6 @@ from pallas_kernels.matmul import (
     weight_only,
 )
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
-from pallas_kernels.mxfp4 import MXFP4
 from support.one_thread import replaced
 
 
@@ -54,7 +53,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
         elementwise.Elementwise: dict(__call__=lambda self, *arrays: self.function(*arrays)),
         row_tiles: dict(
             row_tiles=row_tiles_by_xla,
-            _call_once=row_tiles._call,
+            _call=row_tiles._call.__wrapped__,
             _rows_and_tiles_before=_rows_and_tiles_before,
         ),
         register_tiles: dict(
@@ -81,7 +80,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
         warp_products: dict(
             add_products=_add_products, ROW_TRANSFORMS=swizzled(jnp.dtype(jnp.bfloat16))
         ),
-        weight_only._Job: dict(run=_run_weight_only),
+        weight_only: dict(_compute_block=_compute_weight_only_block),
     }
     with replaced(replacements):
         yield
@@ -303,41 +302,41 @@ def _add_products(
     return totals
 
 
-def _run_weight_only(job: Any, refs: Any, group: Any, block: Any, first: Any) -> None:
+def _compute_weight_only_block(sizes: Any, refs: Any, group: Any, block: Any, first: Any) -> None:
     *refs, _rows, _scales, _sums = refs
-    count = job.parts * job.rounds
+    count = sizes.strips * sizes.rounds
 
     def compute(i: jax.Array, _: None) -> None:
         begin = (block * count + i) * 16
 
-        @pl.when(begin < job.width)
+        @pl.when(begin < sizes.width)
         def _() -> None:
-            _weight_only_columns(job, refs, group, first, begin)
+            _weight_only_columns(sizes, refs, group, first, begin)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _() -> None:
         lax.fori_loop(0, count, compute, None)
 
 
-def _weight_only_columns(job: Any, refs: Any, group: Any, first: Any, begin: Any) -> None:
+def _weight_only_columns(sizes: Any, refs: Any, group: Any, first: Any, begin: Any) -> None:
     """Computes 16 columns of the output, from column `begin` on."""
     rows_ref, *others, out = refs
     columns = pl.ds(begin, 16)
-    rows = rows_ref[pl.ds(0 if job.shared_rows else first, job.num_rows)]
-    biases = iter(others[2 * job.num_matrices :])
+    rows = rows_ref[pl.ds(0 if sizes.shared_rows else first, sizes.num_rows)]
+    biases = iter(others[2 * sizes.num_matrices :])
     numbers = []
-    for i in range(job.num_matrices):
+    for i in range(sizes.num_matrices):
         values, scales = others[2 * i][group, columns], others[2 * i + 1]
-        if job.is_float8:
+        if sizes.is_float8:
             of_columns = jnp.repeat(scales[group, lax.div(begin, 128)], 128)
             decoded = values.astype(jnp.float32) * of_columns
         else:
             of_columns = bitcast(scales[group, columns], E8M0)
-            decoded = job.format.decode((values, of_columns), jnp.float32)
+            decoded = sizes.format.decode((values, of_columns), jnp.float32)
         total = jnp.dot(rows.astype(jnp.float32), decoded.T)
         total = lax.reduce_precision(total, 8, 7)
-        if job.has_bias[i]:
+        if sizes.has_bias[i]:
             total += next(biases)[group, columns].astype(jnp.float32)
         numbers.append(total)
-    result = numbers[0] if job.gating is None else job.gating(*numbers)
-    out[pl.ds(first, job.num_rows), columns] = result.astype(jnp.bfloat16)
+    result = numbers[0] if sizes.gating is None else sizes.gating(*numbers)
+    out[pl.ds(first, sizes.num_rows), columns] = result.astype(jnp.bfloat16)

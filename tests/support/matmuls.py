@@ -111,10 +111,6 @@ def swiglu_of_groups(products, sizes, biases=None):
     return swiglu(*map(jnp.asarray, wide)).astype(jnp.bfloat16)
 
 
-def lower_for_cuda(function, *shapes):
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def gradient_shapes(num_rows, hidden, mlp, groups, dtype):
     return (
         jax.ShapeDtypeStruct((num_rows, hidden), dtype),

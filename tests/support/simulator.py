@@ -191,9 +191,6 @@ class SimulatedChannels(ll.Channels):
     def mine(self, ref: Any) -> Any:
         return ref.at[jax.lax.axis_index("rank")]
 
-    def mesh_index(self, ref: Any) -> jax.Array:
-        return super().mesh_index(self.mine(ref))
-
     def barrier(self) -> None:
         _on_host(_barrier)
 
@@ -217,13 +214,12 @@ class SimulatedTileMemory(TileMemory):
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         _on_host(_send, gpu, buffer, tile, memory=self)
 
-    def receive(
-        self, gpu, buffers, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
-    ) -> list[jax.Array]:
+    def receive(self, endpoint, buffers, shape, dtype, *, exact, wanted=None) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(buffers)
         wanted = [jnp.int32(w) for w in wanted or (1,) * len(buffers)]
-        operands = gpu, rank, *buffers, *peers, *wanted
-        return _on_host(_receive, *operands, memory=self, what=what, returns=tiles)
+        peers = endpoint.peers * (len(buffers) // len(endpoint.peers))
+        operands = endpoint.here, endpoint.rank, *buffers, *peers, *wanted
+        return _on_host(_receive, *operands, memory=self, what=endpoint.what, returns=tiles)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
@@ -245,7 +241,8 @@ def simulated_channels(
     gpus = tuple(gpus)
     memory = SimulatedTileMemory(0, max(gpus) + 1, contents or TileContents())
     options = InterpretGPUParams(detect_races=detect_races)
-    return kind(tuple(axes), gpus, memory, interpret=options)
+    mesh_index = np.arange(len(gpus), dtype=np.int32)[:, None]
+    return kind(tuple(axes), gpus, memory, mesh_index, interpret=options)
 
 
 def interpret(function: Callable[[], Any]) -> Any:

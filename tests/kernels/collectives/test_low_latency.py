@@ -24,7 +24,6 @@ from support.collectives import (
     in_rank_order,
     one_axis,
     operand,
-    places,
 )
 from support.kernels import lowered, needs_kernels, on_ranks, pass_for_gpus
 from support.meshes import cuda_mesh
@@ -109,7 +108,7 @@ def test_what_needs_more_than_there_is_is_refused(name, size, plan):
     channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
     x = jnp.zeros(KERNELS[name][0](2, size)[1:], jnp.float32)
     with pytest.raises(AssertionError, match=f"{name}_ll', TilePlan"):
-        getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
+        getattr(ll, name)(x, channels=channels, plan=plan)
 
 
 # ----------------------------------------------- the protocol in the simulator, with ranks delayed
@@ -158,7 +157,7 @@ def several_calls(
         part = tiles.load(first.mine(x_ref).at[where])
         for i in range(calls):
             channels = several[i % len(several)]
-            endpoint = kind(channels, channels.mesh_index(index_ref), worker, "a test")
+            endpoint = kind(channels, channels.mine(index_ref)[0], worker, "a test")
             part = sum_and_go_on(endpoint, part)
         tiles.store(first.mine(out_ref).at[where], part)
 
@@ -172,7 +171,7 @@ def several_calls(
             out_type=[jax.ShapeDtypeStruct(x.shape[1:], x.dtype)],
             scratch_types={},
         )
-        return kernel(places(len(x)), jnp.asarray(x))[0]
+        return kernel(first.mesh_index, jnp.asarray(x))[0]
 
     return simulate(run)
 
