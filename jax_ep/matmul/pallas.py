@@ -240,6 +240,8 @@ def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     # Larger tiles read less memory, but there must be enough of them to occupy all
     # multiprocessors.
     is_quantized = mxfp4_depth is not None
@@ -259,13 +261,16 @@ def product_tiles(
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
-    return _fitting(heights, block_n, num_cols, most_band=16, mxfp4_depth=mxfp4_depth)
+    band_columns = band(num_cols, block_n, most=16)
+    return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
@@ -284,14 +289,16 @@ def gated_tiles(
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
         # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
         heights, block_n = _BESIDE_LOADER, 64
-    options = dict(num_matrices=2, mxfp4_depth=mxfp4_depth)
-    return _fitting(heights, block_n, num_cols, most_band=8, **options)
+    band_columns = band(num_cols, block_n, most=8)
+    return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     # `table` has a row for each chosen group, and one more.
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
@@ -299,16 +306,10 @@ def chosen_tiles(
     is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
     is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
     block_n = 64 if num_matrices > 1 and is_narrow else 128
-    options = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
-    return _fitting((groups.height,), block_n, num_cols, most_band=8, **options)
-
-
-def _fitting(
-    heights: tuple[int, ...], block_n: int, num_cols: int, most_band: int, **options: Any
-) -> Tiles:
-    from pallas_kernels.matmul.grouped_matmul import Tiles
-
-    return Tiles.fitting(heights, block_n, band(num_cols, block_n, most_band), **options)
+    heights, band_columns = (groups.height,), band(num_cols, block_n, most=8)
+    return Tiles.fitting(
+        heights, block_n, band_columns, num_matrices=num_matrices, mxfp4_depth=mxfp4_depth
+    )
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
