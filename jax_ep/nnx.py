@@ -329,7 +329,7 @@ def _without_repeats(
 
 
 def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
-    """Warns if a rule shards "exp" over `axes`, but the mesh lacks the expert axis."""
+    """Warns if a rule shards "exp" over `axes` of a mesh that lacks the expert axis."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '

@@ -153,7 +153,11 @@ class Loop:
         return (time.perf_counter() - start) / self.iterations * 1e6
 
     def device_time(self, repeats: int, spaced: bool = True) -> DeviceTime:
-        """Measures one call of `step`; calls that take milliseconds need not be `spaced`."""
+        """Measures one call of `step` in `repeats` runs of the loop.
+
+        Calls that take milliseconds need not be `spaced`: beside them the loop's own kernels are
+        nothing.
+        """
         device = self._traced_time(repeats, spaced)
         if not spaced:
             return device

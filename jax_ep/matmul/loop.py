@@ -46,7 +46,7 @@ def product_in_loops(
         return lax.fori_loop(0, tiles[group], one_tile, out)
 
     zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
-    zeros, ends, _ = match_varying((zeros, ends, lhs))  # a loop needs equal vma
+    zeros, *_ = match_varying((zeros, group_sizes, lhs))  # a loop needs equal vma
     return lax.fori_loop(0, rhs.shape[0], one_group, zeros)
 
 
@@ -68,7 +68,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
 
     zeros = jnp.zeros((group_sizes.shape[0], lhs.shape[1], grad.shape[1]), lhs.dtype)
-    zeros, ends, _ = match_varying((zeros, ends, lhs))  # a loop needs equal vma
+    zeros, *_ = match_varying((zeros, group_sizes, lhs))  # a loop needs equal vma
     return lax.fori_loop(0, group_sizes.shape[0], one_group, zeros)
 
 

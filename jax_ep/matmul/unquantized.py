@@ -82,7 +82,8 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradient of the groups' matrices from each cotangent of `product` in `grads`.
 
-    "pallas" computes them in one kernel, and adds in place to sums of the dtype of `lhs`.
+    They are added to `sums`, if given. "pallas" computes them in one kernel, and adds in place to
+    sums of the dtype of `lhs`.
     """
     return _DRHS(lhs, grads, sums, group_sizes, implementation=implementation)
 

@@ -124,7 +124,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
     dtype = config.dtype
     if dtype is None:
         for name, array in (("x", x), ("wi_0", params.wi_0)):
-            hint = "; set dtype, and for float8 rows on the wire wire_dtype"
+            hint = "; set dtype, and wire_dtype for float8 rows on the wire"
             check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
         # The caller may have set "strict" promotion, under which `result_type` may raise.
         with jax.numpy_dtype_promotion("standard"):

@@ -157,7 +157,11 @@ def _memory_unavailable_reason(
 
 
 class Target(Protocol):
-    """A program, or a list of devices, that is to run kernels; the methods say whether it can."""
+    """A program, or a list of devices, that is to run kernels; the methods say whether it can.
+
+    With `ranks_per_host`, kernels run among so many consecutive ranks, one host; None: among all.
+    The answer is then the same on all hosts.
+    """
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
@@ -201,7 +205,6 @@ class Lowered:
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        # `ranks_per_host` is as in `fabric.of_axis`; the answer is then the same on all hosts.
         program = self.program
         if "cuda" not in program.platforms:
             return "it needs NVIDIA GPUs, and this program is compiled for another platform"

@@ -82,6 +82,7 @@ def _instruction(name: str, operands: int) -> Callable[..., Value]:
     """Returns a function that emits the PTX instruction `name` on `operands` float32 numbers."""
     text = ", ".join([f"${i}" for i in range(operands + 1)])
 
+    # An equation's parameters are passed, too.
     def emit(*values: Value, **_: Any) -> Value:
         return _ptx(f"{name} {text};", *values)
 
