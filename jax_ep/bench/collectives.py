@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ep.bench import runner
-from jax_ep.bench.machine import devices_in_words
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import AXIS, Loop, expert_mesh
 from jax_ep.collectives import api as collectives
@@ -236,7 +235,7 @@ def write_table(path: str, rows: Sequence[Row], devices: Sequence[jax.Device]) -
         if sizes:
             merged.setdefault(capability, {}).setdefault(op, {})[str(ranks)] = {
                 "choices": collectives_table.choices(sizes, [times[size] for size in sizes]),
-                "machine": devices_in_words(devices[:ranks]),
+                "machine": runner.devices_in_words(devices[:ranks]),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                 "jax": jax.__version__,
                 "clock": clock,

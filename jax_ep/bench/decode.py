@@ -12,15 +12,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jax_ep import formats
+from jax_ep.bench import layer as layer_bench
 from jax_ep.bench import runner
-from jax_ep.bench.layer import (
-    SHAPES,
-    TOLERANCE,
-    Shape,
-    chosen_shapes,
-    random_params,
-    sizes_in_words,
-)
+from jax_ep.bench.layer import SHAPES, TOLERANCE, Shape
 from jax_ep.bench.operations import random_rows, rank_seeds
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import AXIS, Loop, expert_mesh, on_ranks
@@ -33,15 +27,12 @@ from jax_ep.moe.params import MoEParams
 
 
 class Format(NamedTuple):
-    """A number format of experts: bytes of a weight with its scales, tolerance of `agree`.
-
-    The matrices are stored in `stored`; None: bfloat16.
-    """
+    """A number format of experts: bytes of a weight with its scales, tolerance of `agree`."""
 
     matmul_dtype: Any
     bytes_per_number: float
     tolerance: float
-    stored: formats.Format | None = None
+    stored: formats.Format | None = None  # of the layer's matrices; None: bfloat16
 
 
 FORMATS = {
@@ -92,7 +83,7 @@ class DecodeBench(runner.Bench):
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
         args, on_cpus = self.args, devices[0].platform == "cpu"
-        self.shapes = chosen_shapes(args, ranks)
+        self.shapes = layer_bench.chosen_shapes(args, ranks)
         self.measure_bandwidths(devices[:1])
         batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
         return [
@@ -138,7 +129,11 @@ class DecodeBench(runner.Bench):
     def compiled(self, row: Row, loop: Loop) -> Row:
         """Returns the bytes that the rank with the most chosen experts must read, and the floor."""
         shape = self.shapes[row["shape"]]
-        hits = experts_hit(loop.state, loop.mesh, self.config(row), row["batch"])
+        config, mesh = self.config(row), loop.mesh
+        count = on_ranks(lambda state: step_of_layers(state, config, row["batch"])[1], mesh)
+        # [layers, E], of all ranks' tokens: equal on all ranks.
+        counts = np.asarray(count(loop.state))[0]
+        hits = (counts.reshape(len(counts), mesh.size, -1) > 0).sum(axis=2)  # [layers, N]
         matrix = shape.hidden * shape.mlp_dim
         # An expert has three matrices: wi_0, wi_1 and wo.
         read = hits.max(axis=1).sum() * 3 * matrix * FORMATS[row["format"]].bytes_per_number
@@ -163,7 +158,7 @@ class DecodeBench(runner.Bench):
         return {"tokens_per_s": row["batch"] / row["wall"]["median_us"] * 1e6}
 
     def header(self) -> list[str]:
-        return sizes_in_words(self.shapes)
+        return layer_bench.sizes_in_words(self.shapes)
 
     def group(self, row: Row) -> tuple[str, str]:
         return "{shape}, {layers} layers, {ranks} ranks".format(**row), f"batch {row['batch']}"
@@ -178,7 +173,7 @@ def make_stack(
     """Makes the random parameters of `layers` MoE layers, with a leading axis of ranks."""
 
     def layer(own: jax.Array, gate: jax.Array) -> tuple[MoEParams, QuantizedExperts | None]:
-        params = random_params(shape, mesh.size, own, gate)
+        params = layer_bench.random_params(shape, mesh.size, own, gate)
         if stored is not None:
             quantized_matrices: dict[str, Any] = {
                 name: formats.quantize(getattr(params, name), stored)
@@ -215,13 +210,3 @@ def step_of_layers(
         x = x + out
         counts.append(metrics.expert_counts)
     return x, jnp.stack(counts)
-
-
-def experts_hit(
-    state: tuple[Stack, jax.Array], mesh: Mesh, config: MoEConfig, batch: int
-) -> np.ndarray:
-    """Counts the experts of each layer and rank that the batch chose: [layers, N]."""
-    count = on_ranks(lambda state: step_of_layers(state, config, batch)[1], mesh)
-    # The counts are of all ranks' tokens, and equal on all ranks.
-    counts = np.asarray(count(state))[0]
-    return (counts.reshape(len(counts), mesh.size, -1) > 0).sum(axis=2)

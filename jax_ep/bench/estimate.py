@@ -23,12 +23,8 @@ def add_flags(flags: Flags) -> None:
     flags.add("nvlink_gb_per_s", "450", "Bandwidth of a rank's NVLink, one way, in GB/s.", number)
     flags.add("tokens", "4096", "T, the number of tokens per rank.", integer)
     flags.add("hidden", "7168", "H, the width of a token.", integer)
-    flags.add(
-        "num_experts",
-        None,
-        "E, the number of experts. Default: 256, or the next multiple of the ranks.",
-        integer,
-    )
+    experts = "E, the number of experts. Default: 256, or the next multiple of the ranks."
+    flags.add("num_experts", None, experts, integer)
     flags.add("top_k", "8", "K, the number of distinct experts that a token chooses.", integer)
     flags.add("wire_dtype", "none", "The dtype of sent rows; none: bfloat16.", choice(WIRE_DTYPES))
     flags.json()

@@ -9,24 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.bench import report, runner
-from jax_ep.bench.machine import Bandwidths
-from jax_ep.bench.operations import (
-    BASELINES,
-    DIRECTIONS,
-    OPERATIONS,
-    Work,
-    local_bytes,
-    make_operation,
-    rank_seeds,
-    rows_needed,
-    sent_bytes,
-    tolerance,
-    uniform_routing,
-    without_handles,
-)
+from jax_ep.bench import operations, report, runner
+from jax_ep.bench.operations import BASELINES, OPERATIONS, Work, make_operation, without_handles
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import Loop, compiled, expert_mesh, on_ranks
+from jax_ep.bench.timing import Bandwidths, Loop, compiled, expert_mesh, on_ranks
 from jax_ep.exchange import interface
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.primitives import IMPLEMENTATIONS, Problem
@@ -41,9 +27,8 @@ _FROM_FLAGS = ("hidden", "num_experts", "top_k", "capacity_factor", "output")
 
 def add_flags(flags: Flags) -> None:
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
-    flags.add(
-        "tokens", None, "T, tokens per rank. Default: 128,4096; on CPUs 32,128.", some(integer)
-    )
+    tokens = "T, tokens per rank. Default: 128,4096; on CPUs 32,128."
+    flags.add("tokens", None, tokens, some(integer))
     flags.add("hidden", None, "H, the width of a token. Default: 7168; on CPUs 256.", integer)
     flags.add("num_experts", "256", "E, the number of experts of all ranks together.", integer)
     flags.add("top_k", "8", "K, the number of distinct experts that a token chooses.", integer)
@@ -93,7 +78,7 @@ class ExchangeBench(runner.Bench):
     def build(self, row: Row, shared: None) -> Loop:
         work, mesh = make_work(row), expert_mesh(row["ranks"])
         prepare, step = make_operation(row["op"], work, row["implementation"])
-        arrays = rank_seeds(mesh.size), work.topk_idx
+        arrays = operations.rank_seeds(mesh.size), work.topk_idx
         state = compiled(on_ranks(prepare, mesh), *arrays)(*arrays)
         return Loop(step, state, mesh, row["iterations"], unroll=row["unroll"])
 
@@ -103,16 +88,16 @@ class ExchangeBench(runner.Bench):
         by_xla = row | {"implementation": "xla", "iterations": 1, "unroll": 1}
         other = self.build(by_xla, shared=None)
         got, wanted = without_handles(loop.outputs()), without_handles(other.outputs())
-        runner.agree(got, wanted, tolerance(row["op"], make_work(row)))
+        runner.agree(got, wanted, operations.tolerance(row["op"], make_work(row)))
         return True
 
     def results(self, row: Row) -> Row:
         work, found = make_work(row), dict[str, Any]()
-        if (sent := sent_bytes(row["op"], work, row["implementation"])) is not None:
+        if (sent := operations.sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
         # Without the name of an implementation: what any must send.
-        must_cross = sent_bytes(row["op"], work) or 0.0
-        if least := floor(must_cross, local_bytes(row["op"], work), self.bandwidths):
+        must_cross = operations.sent_bytes(row["op"], work) or 0.0
+        if least := floor(must_cross, operations.local_bytes(row["op"], work), self.bandwidths):
             found |= {"floor_us": least[0], "floor_set_by": least[1]}
         return found
 
@@ -134,7 +119,7 @@ class ExchangeBench(runner.Bench):
             names = IMPLEMENTATIONS.available(_problem(num_ranks))
         ways = [(layout, wire, name) for layout in args.layouts for wire in args.wire_dtype
                 for name in names]  # fmt: skip
-        if op in DIRECTIONS:
+        if op in operations.DIRECTIONS:
             ways += [("expert", "none", name) for name in args.baselines]
         for layout, wire_dtype, name in ways:
             yield {
@@ -170,10 +155,12 @@ def check_wire_dtype(name: str, hidden: int) -> None:
 
 
 def make_work(row: Row) -> Work:
-    topk_idx = uniform_routing(row["ranks"], row["tokens"], row["num_experts"], row["top_k"])
+    topk_idx = operations.uniform_routing(
+        row["ranks"], row["tokens"], row["num_experts"], row["top_k"]
+    )
     capacity = None
     if row["capacity_factor"]:
-        needed = rows_needed(topk_idx, row["num_experts"])
+        needed = operations.rows_needed(topk_idx, row["num_experts"])
         capacity = max(needed, math.ceil(row["capacity_factor"] * row["tokens"] * row["top_k"]))
     quantized = row["wire_dtype"] != "none"
     return Work(
@@ -188,10 +175,7 @@ def make_work(row: Row) -> Work:
 
 
 def floor(remote: float, local: float, bandwidths: Bandwidths) -> tuple[float, str] | None:
-    """Returns the least microseconds to move bytes, and which bandwidth sets them.
-
-    If a bandwidth is None, its bytes are ignored. Returns None if no bytes are left.
-    """
+    """Returns the least microseconds to move bytes, and what sets them; None if all are unknown."""
     times = []
     if bandwidths.link is not None and remote:
         times.append((remote / bandwidths.link * 1e6, "link"))

@@ -269,12 +269,13 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh) -> Any:
     """Makes parameters, and tokens x and cotangents [T, H], with a leading axis of ranks."""
 
     def on_rank(own_seed, gate_seed):
-        # `random_params` draws the streams 1 to 3.
-        def rows(stream):
-            return random_rows(own_seed + 100 * stream, (num_tokens, shape.hidden), jnp.bfloat16)
-
-        params = random_params(shape, mesh.size, own_seed, gate_seed)
-        return params, rows(stream=4), rows(stream=5)
+        params, size = (
+            random_params(shape, mesh.size, own_seed, gate_seed),
+            (num_tokens, shape.hidden),
+        )
+        # `random_params` draws from seeds up to that plus 300.
+        x, g = (random_rows(own_seed + more, size, jnp.bfloat16) for more in (400, 500))
+        return params, x, g
 
     seeds = rank_seeds(mesh.size)
     return on_ranks(on_rank, mesh)(seeds, np.full_like(seeds, 999))

@@ -99,9 +99,6 @@ class Float8Operands(NamedTuple):
     group_sizes: Any
 
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in primitives.IMPLEMENTATIONS}
-
-
 def add_flags(flags: Flags) -> None:
     flags.add(
         "case",
@@ -112,7 +109,7 @@ def add_flags(flags: Flags) -> None:
     )
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
     names = "Default: pallas and tokamax, and in a few cases also the slow ones."
-    flags.add("implementations", None, names, some(choice(BACKENDS)))
+    flags.add("implementations", None, names, some(choice(primitives.IMPLEMENTATIONS.names)))
     dtypes = "The dtypes that are multiplied, each measured; none: bfloat16."
     flags.add("matmul_dtype", "none", dtypes, some(choice(MATMUL_DTYPES)))
     runner.add_flags(flags, "three groups of the results with float32", repeats=10)
@@ -182,7 +179,7 @@ class MatmulBench(runner.Bench):
         if name == "dense":
             function = dense_operation(op, dtype)
         elif dtype == "none":
-            function = operation(BACKENDS[name], op)
+            function = operation(primitives.IMPLEMENTATIONS[name], op)
         else:
             function = float8_operation(name, op)
         operands = shared[0] if dtype == "none" else shared[1]
@@ -192,7 +189,9 @@ class MatmulBench(runner.Bench):
         op, case = row["op"], self.sizes[row["case"]]
         if row["implementation"] == "dense":
             return False
-        limit = tolerance(op, row["matmul_dtype"])
+        # In float8 each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
+        of_float8 = 2 * 2**-4 if op == "gated" else 2**-4
+        limit = 1e-2 if row["matmul_dtype"] == "none" else of_float8
         out, last = loop.outputs(), case.num_groups - 1
         if isinstance(out, QuantizedArray):  # whose rows past the last group are undefined
             out = out.dequantize(jnp.float32)
@@ -248,7 +247,7 @@ def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
     dtype = jnp.dtype("bfloat16" if matmul_dtype == "none" else matmul_dtype)
     platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
-    return BACKENDS[name].unavailable_reason(problem)
+    return primitives.IMPLEMENTATIONS[name].unavailable_reason(problem)
 
 
 # ----------------------------------------------------------------- operands, programs and results
@@ -392,11 +391,3 @@ def group_in_float32(op: str, operands: Operands, group: int) -> tuple[jax.Array
     )
     with jax.default_matmul_precision("highest"):  # by default, GPUs multiply in TF32
         return jax.jit(operation(xla.BACKEND, op))(of_group)[None], rows
-
-
-def tolerance(op: str, matmul_dtype: str) -> float:
-    """Returns the largest relative error of a row of an operation's result; see `agree`."""
-    if matmul_dtype == "none":
-        return 1e-2
-    # Each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
-    return 2 * 2**-4 if op == "gated" else 2**-4

@@ -73,13 +73,10 @@ class Work:
         return by_token.sum(axis=1)
 
     def wire_rows(self, implementation: str = "") -> float | None:
-        """Counts the rows that a rank sends to other ranks, mean over ranks; None if unknown.
-
-        A token crosses once to each other rank with an expert of it, or by XLA's collectives to all
-        ranks.
-        """
+        """Counts the rows that a rank sends to other ranks, mean over ranks; None if unknown."""
         if implementation == "two_level":
             return None
+        # XLA's collectives send every token to all ranks.
         if implementation in ("xla", *BASELINES):
             return float((self.num_ranks - 1) * self.num_tokens)
         counts = self.counts(dedup=True)

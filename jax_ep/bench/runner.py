@@ -8,6 +8,7 @@ are compiled in parallel, then checked and timed one at a time.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.bench import report
-from jax_ep.bench.machine import devices_in_words, find_devices, measure_bandwidths
 from jax_ep.bench.report import Column, Row
-from jax_ep.bench.timing import Loop
+from jax_ep.bench.timing import Loop, measure_bandwidths
 from jax_ep.flags import Args, Error, Flags, at_least, choice, image, integer, some
 from jax_ep.formats import QuantizedArray
+from jax_ep.runtime import jax_compat
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
 
@@ -198,6 +199,21 @@ def run(bench: Bench) -> int:
     return 1 if any("error" in row for row in rows) else 0
 
 
+def find_devices(cpu_devices: int) -> list[jax.Device]:
+    """Returns all devices of JAX: on CPUs `cpu_devices`, unless JAX has started already."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+    try:
+        return jax_compat.devices()
+    except RuntimeError as error:
+        raise Error(f"JAX finds no device: {error}") from error
+
+
+def devices_in_words(devices: Sequence[jax.Device]) -> str:
+    return f"{len(devices)} x {devices[0].device_kind}"
+
+
 def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     """Adds the flags of all benchmarks: --check compares `check`, --iterations is >= `least`."""
     flags.add("ranks", None, "N, the numbers of ranks. Default: all devices.", some(integer))
@@ -209,9 +225,8 @@ def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     flags.switch("by_kernel", "Print each result's device time by kernel, below the table.")
     flags.switch("check", f"Before timing, compare {check}; a difference is an error.")
     flags.json()
-    flags.add(
-        "plot", None, "The file for a plot of the wall times; its ending is its format.", image
-    )
+    plot = "The file for a plot of the wall times; its ending is its format."
+    flags.add("plot", None, plot, image)
 
 
 def iterations(args: Args, num_tokens: int, on_cpus: int, many: int, few: int) -> int:

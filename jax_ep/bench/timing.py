@@ -13,14 +13,13 @@ loop's own kernels is subtracted.
 from __future__ import annotations
 
 import functools
-import glob
-import os
 import statistics
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +34,7 @@ from jax_ep.runtime import jax_compat
 Kernel = tuple[str, float]
 SPACER = "spacer"
 SPACER_MICROSECONDS = 250
+_COPY_BYTES = 2**30
 
 
 class DeviceTime(NamedTuple):
@@ -153,10 +153,7 @@ class Loop:
         return (time.perf_counter() - start) / self.iterations * 1e6
 
     def device_time(self, repeats: int, spaced: bool = True) -> DeviceTime:
-        """Measures the device time of one call of `step`.
-
-        Calls that take milliseconds need no spacer and no subtraction: they are not `spaced`.
-        """
+        """Measures one call of `step`; calls that take milliseconds need not be `spaced`."""
         device = self._traced_time(repeats, spaced)
         if not spaced:
             return device
@@ -216,10 +213,7 @@ def traced_launches(
     label: Callable[[Any], str] | None = None,
     gives_way: Callable[[str], bool] | None = None,
 ) -> list[list[Kernel]]:
-    """Calls `run` under JAX's profiler; returns `launches_by_device` of the profile.
-
-    Raises RuntimeError unless `num_devices` GPUs ran kernels.
-    """
+    """Profiles `run`; returns `launches_by_device`; RuntimeError unless all GPUs ran kernels."""
     options = jax.profiler.ProfileOptions()
     # Only the events of devices are read.
     options.host_tracer_level = 0
@@ -227,8 +221,8 @@ def traced_launches(
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             run()
-        (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
-        profile = jax.profiler.ProfileData.from_file(path)
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
     launches = launches_by_device(profile, label, gives_way)
     if len(launches) != num_devices:
         raise RuntimeError(f"the trace has kernels of {len(launches)} GPUs, not of {num_devices}")
@@ -318,3 +312,37 @@ def summarize(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
         slowest_us=max(statistics.median(totals) for totals in per_rank),
         by_kernel_us={name: us / len(per_rank) for name, us in longest_first},
     )
+
+
+class Bandwidths(NamedTuple):
+    """Bytes per second of plain copies between two GPUs, one way, and in one, read and written."""
+
+    link: float | None = None
+    memory: float | None = None
+
+
+def measure_bandwidths(devices: Sequence[jax.Device]) -> Bandwidths:
+    """Measures copies between the first two GPUs, and in the first one's memory."""
+    if devices[0].platform != "gpu":
+        return Bandwidths()
+    source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
+    copy = jax.jit(jnp.copy)
+    memory = 2 * _COPY_BYTES * _copies_per_second(lambda: copy(source))
+    if len(devices) == 1:
+        return Bandwidths(memory=memory)
+    link = _COPY_BYTES * _copies_per_second(lambda: jax.device_put(source, devices[1]))
+    return Bandwidths(link=link, memory=memory)
+
+
+def _copies_per_second(copy: Callable[[], jax.Array]) -> float:
+    """Returns the highest rate of 8 measurements: other work on the machine only lowers it."""
+    at_once = 8
+    jax.block_until_ready(copy())
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        copies = [copy() for _ in range(at_once)]
+        jax.block_until_ready(copies)
+        best = min(best, time.perf_counter() - start)
+        del copies
+    return at_once / best

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jax_ep.bench import runner, timing
 from jax_ep.bench.layer import BASELINES, MATMUL, MATMUL_DTYPES
-from jax_ep.bench.machine import peak_flops
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import DeviceTime
 from jax_ep.flags import Args, Error, Flags, check_experts, choice, integer, number, some
@@ -31,6 +30,19 @@ CUTS: dict[str, dict[str, int]] = {
 }
 # The sizes that replace those of every model on CPUs.
 _SMALL = {size: getattr(MODELS["tiny"], size) for size in SIZES} | {"num_layers": 1}
+# Peak dense bfloat16 FLOP/s by the beginning of a device's `device_kind`. NVIDIA's data sheets list
+# figures with sparsity, which are twice as large.
+PEAK_BFLOAT16 = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+}
 LEARNING_RATE = 1e-6
 # By how much, relatively, the loss and the gradient's norm of the first step may differ between two
 # programs. Rounding to bfloat16, or to float8 in experts, causes the differences.
@@ -63,9 +75,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("matmul_dtype", ",".join(MATMUL_DTYPES), dtypes, some(choice(MATMUL_DTYPES)))
     others = some(choice(BASELINES), none=True)
     flags.add("baselines", "xla", "XLA's exchange, or empty.", others)
-    factor = (
-        "Rows of a receive buffer, as a multiple of the mean; more are dropped. 0: any routing."
-    )
+    factor = "Rows of a receive buffer over the mean; more are dropped. 0: any routing."
     flags.add("capacity_factor", "1.5", factor, number)
     flags.add("fsdp", "1", "Ranks over which every matrix is also split.", integer)
     flags.add("remat", "none", "What layers keep for the backward pass.", some(choice(REMAT)))
@@ -272,6 +282,11 @@ class TrainBench(runner.Bench):
     def compare(self, rows: list[Row]) -> None:
         keys = "shape", "ranks", "remat"
         runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    fitting = [name for name in PEAK_BFLOAT16 if device_kind.startswith(name)]
+    return PEAK_BFLOAT16[max(fitting, key=len)] if fitting else None
 
 
 def labels(hlo: str) -> Callable[[Any], str]:

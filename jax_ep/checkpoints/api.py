@@ -69,13 +69,11 @@ def load_moe_params(
             bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
             Quantized parameters dequantize to it. Give float32 to train them: bfloat16 parameters
             lose updates below 1/512 of a value.
-        quantized: None: all parameters are plain arrays, dequantized if necessary. "keep": the
-            matrices of routed and shared experts that the files hold as float8 or MXFP4 become
-            `jax_ep.QuantizedArray` objects with the same bytes. "float8"
-            (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4" (`jax_ep.formats.MXFP4`) or another
-            `jax_ep.Format`: the routed experts' matrices are quantized to this format, with values
-            and scales stored as [out, in] (`jax_ep.formats.Transposed`); matrices that the files
-            hold in it keep their bytes. Quantized parameters have no gradient.
+        quantized: the matrices that become `jax_ep.QuantizedArray` objects, which have no gradient.
+            None: none. "keep": those of routed and shared experts that the files hold as float8 or
+            MXFP4, with the same bytes. "float8" (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4"
+            (`jax_ep.formats.MXFP4`) or another `jax_ep.Format`: the routed experts', in this format
+            stored as [out, in] (`jax_ep.formats.Transposed`); bytes that the files hold so stay.
         partial: whether the block may have tensors that the layer does not hold, and that
             `load_others` returns.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
@@ -121,7 +119,7 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
 class PlannedArray:
     """How an array is to be loaded, shard by shard."""
 
-    read: Callable[..., Any]  # (slice, dtype, counter, format) -> the slice of the array
+    read: Callable[..., Any]  # (slice, its `struct`, counter) -> the slice of the array
     shape: tuple[int, ...]
     sharding: Sharding
     dtype: np.dtype  # of the array; with a format, the one that it dequantizes to
@@ -153,10 +151,11 @@ class PlannedArray:
     def load(self, counter: Counter) -> Any:
         """Reads this process's shards onto their devices, and makes the array of them."""
         shape, sharding, format = self.shape, self.sharding, self.format
+        like = self.struct(sharding.shard_shape(shape))
         shards: list[Any] = []
         # A shard that several devices of this process hold is read once.
         for index, devices in self._shards().items():
-            part = self.read(tuple(slice(*b) for b in index), self.dtype, counter, format)
+            part = self.read(tuple(slice(*b) for b in index), like, counter)
             shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
             # Frees the shard's host memory before the next one is read, unless a CPU uses it.
             del part
@@ -320,17 +319,12 @@ def save_moe(
     """Writes one layer's MoE block into a directory, in the published format.
 
     If the directory has the layer's block, its tensors keep their names, shapes, dtypes and
-    encodings. Numbers that have not changed keep their bytes, so loading and saving again changes
-    no byte of a file. Changed numbers are rounded to the stored dtype; in float8 and MXFP4 tensors,
-    blocks with changed numbers get new scales. A `QuantizedArray` in the stored format is written
-    with its own values and scales. Each file of the block is copied, changed and then replaced.
-    Only one save at a time may write to a directory. A save that was killed leaves a folder
-    .rewriting-*, which may be removed.
+    encodings, and numbers that have not changed keep their bytes. If the directory has config.json
+    but not the block, the block is written to a new file and added to the index. The page
+    "Published models" says which names and encodings it gets, and how changed numbers are rounded.
 
-    If the directory has config.json but not the block, the block is written to a new file and added
-    to the index. It takes the tensor names and the encodings (float8 or MXFP4) of the nearest
-    other block in the directory; without one, the published names, and the encoding that
-    `quantization_config` states. Tensors that are not encoded have the dtypes of the parameters.
+    Each file is copied, changed and then replaced. Only one save at a time may write to a
+    directory. A save that was killed leaves a folder .rewriting-*, which may be removed.
 
     Args:
         layer_or_params: the layer, or its parameters. A layer's low-rank adapters are merged into

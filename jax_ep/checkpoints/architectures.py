@@ -801,43 +801,37 @@ TABLE = (
 )
 
 
-# Maps a model's `model_type` to what precedes "layers." in its published tensor names: of a decoder
+# Lists values of `model_type` by what precedes "layers." in published tensor names: of a decoder
 # alone, and of a decoder that is a part of a multimodal model.
 _ROOTS = {
-    "qwen3_5_moe_text": ("model.language_model.", "model.language_model."),
-    "qwen4_exp_text": ("model.language_model.", "model.language_model."),
-    "glm5_next_text": ("model.language_model.", "model.language_model."),
-    "glm5_next": ("model.language_model.", "model.language_model."),
-    "qwen3_vl_moe_text": ("model.language_model.", "model.language_model."),
-    "glm4v_moe_text": ("model.language_model.", "model.language_model."),
-    "llama4_text": ("language_model.model.", "language_model.model."),
-    "nemotron_h": ("backbone.", "language_model.backbone."),
-    "deepseek_v4": ("", "language_model."),
-    "dbrx": ("transformer.", "language_model.transformer."),
-    "gemma4_text": ("model.", "model.language_model."),
-    "qwen3_omni_moe_text": ("model.", "thinker.model."),
-    "qwen3_omni_moe_talker_text": ("model.", "talker.model."),
-    "mistral_large4_text": ("model.", ""),
-    "dots3_note_text": ("model.", "model."),
-    "deepseek_ocr2_text": ("model.", "model."),
-    "unlimited_ocr_text": ("model.", "model."),
-    "hy_v4_vl_text": ("model.", "model."),
-    "inkling_text": ("model.", "model.llm."),
-    "diffusion_gemma_text": ("model.", "model.decoder."),
-    "step3p5": ("model.", "model."),
+    ("model.", "model."): "dots3_note_text deepseek_ocr2_text unlimited_ocr_text hy_v4_vl_text "
+    "step3p5",
+    ("model.language_model.", "model.language_model."): "qwen3_5_moe_text qwen4_exp_text "
+    "glm5_next_text glm5_next qwen3_vl_moe_text glm4v_moe_text",
+    ("model.", "model.language_model."): "gemma4_text",
+    ("model.", "model.llm."): "inkling_text",
+    ("model.", "model.decoder."): "diffusion_gemma_text",
+    ("model.", "thinker.model."): "qwen3_omni_moe_text",
+    ("model.", "talker.model."): "qwen3_omni_moe_talker_text",
+    ("model.", ""): "mistral_large4_text",
+    ("", "language_model."): "deepseek_v4",
+    ("language_model.model.", "language_model.model."): "llama4_text",
+    ("backbone.", "language_model.backbone."): "nemotron_h",
+    ("transformer.", "language_model.transformer."): "dbrx",
 }
 _OTHER_ROOTS = ("model.", "language_model.model.")
 
 
 def root_parts() -> tuple[str, ...]:
     """Returns the words that may precede "layers." or "blocks." in published tensor names."""
-    roots = [root for pair in (_OTHER_ROOTS, *_ROOTS.values()) for root in pair]
+    roots = [root for pair in (_OTHER_ROOTS, *_ROOTS) for root in pair]
     return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
 
 
 def published_root(model_type: str, is_part: bool) -> str:
     """Returns the beginning of tensor names, "model.layers." or the like; see `_ROOTS`."""
-    root = _ROOTS.get(model_type, _OTHER_ROOTS)[is_part]
+    pairs = (pair for pair, models in _ROOTS.items() if model_type in models.split())
+    root = next(pairs, _OTHER_ROOTS)[is_part]
     return root + ("blocks." if model_type == "dbrx" else "layers.")
 
 

@@ -16,30 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.checkpoints.architectures import (
-    PARAMETER_AXES,
-    TABLE,
-    Architecture,
-    OneOf,
-    Tensor,
-    Tensors,
-    root_parts,
-)
+from jax_ep.checkpoints import architectures, encodings
+from jax_ep.checkpoints.architectures import PARAMETER_AXES, Architecture, OneOf, Tensor, Tensors
 from jax_ep.checkpoints.config import CONFIG, WRITTEN, Keys, look_up, quantization_of
-from jax_ep.checkpoints.encodings import (
-    BLOCKS,
-    Encoding,
-    Float8,
-    Plain,
-    Quantization,
-    Scaled,
-    float8_tensors,
-    is_stored,
-    mxfp4_tensors,
-    open_tensor,
-)
+from jax_ep.checkpoints.encodings import BLOCKS, Blockwise, Encoding, Plain, Scaled, open_tensor
 from jax_ep.checkpoints.safetensors import Directory, Index, TensorTypes
-from jax_ep.formats import Format, QuantizedArray, Transposed
+from jax_ep.formats import Float8, Format, QuantizedArray, Transposed
 from jax_ep.moe.params import MATRICES
 
 # A parameter or a slice of one: an np.ndarray, or a QuantizedArray of NumPy arrays.
@@ -56,7 +38,7 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
 )
 # All words that may precede "layers." in the name of a decoder's tensor.
-_ROOTS = (*root_parts(), *_WRAPPERS)
+_ROOTS = (*architectures.root_parts(), *_WRAPPERS)
 
 # The roots of several decoders with experts in one directory: Qwen3-Omni's.
 _DECODERS = {"thinker", "talker"}
@@ -88,7 +70,7 @@ class Block:
     sizes: dict[str, int]  # by the letters of `jax_ep.checkpoints.architectures`
     prefix: str  # of the names of the block's tensors, such as "model.layers.3."
     tensors: Tensors
-    quantization: Quantization  # that config.json states
+    quantization: encodings.Quantization  # that config.json states
     # P, if parameters are read as slots of which s holds the stored expert s % E
     num_slots: int | None = None
     # The prefix of another block, whose names and encodings a block to be added takes; None if
@@ -168,7 +150,7 @@ class Block:
         for tensor in self.tensors:
             wanted = self.stored_shape(tensor)
             for name, expert in zip(self.names_of(tensor), self._experts_of(tensor), strict=True):
-                if not is_stored(directory, name):
+                if not encodings.is_stored(directory, name):
                     raise OtherModelError(
                         f"{directory.path} must hold {name} of shape {wanted}, as {models} do, but "
                         "does not."
@@ -212,7 +194,7 @@ class Block:
                 "without an MoE block."
             )
         # A router's name of another architecture, or another hidden size, shows another model.
-        routers = {_gate(row) for row in TABLE} - {_gate(self.architecture)}
+        routers = {_gate(row) for row in architectures.TABLE} - {_gate(self.architecture)}
         for name in directory.files:
             layer = _LAYER.match(name)
             if layer and name[layer.end() :] in routers:
@@ -238,19 +220,12 @@ class Block:
         """Returns the experts with a stored tensor of their own; only 0 if one has all of them."""
         return range(self.sizes["E"] if "{e}" in tensor.name else 1)
 
-    def read(
-        self,
-        param: str,
-        index: Index,
-        dtype: np.dtype,
-        done: Callable[[int], None],
-        format: Format | None = None,
-    ) -> Parameter:
-        """Reads a slice of a parameter, and no bytes that the slice does not need.
+    def read(self, param: str, index: Index, like: Any, done: Callable[[int], None]) -> Parameter:
+        """Reads a slice of a parameter in the form of `like`, and no bytes that it does not need.
 
-        `done` is called with numbers of bytes that have been read. With a quantized `format`, the
-        slice has whole blocks, and the result is a `QuantizedArray`; numbers that are stored in
-        this format are not quantized again.
+        `like` is a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them: then the slice has whole
+        blocks, and numbers that are stored in its format are not quantized again. `done` is called
+        with numbers of bytes that have been read.
         """
         tensor, axes = self._tensor(param), self.axes(param)
         shape = self.shape(param)
@@ -258,8 +233,7 @@ class Block:
             letter: slice(*part.indices(size)[:2])
             for letter, part, size in zip(axes, index, shape, strict=True)
         }
-        sizes = tuple(part.stop - part.start for part in taken.values())
-        out = _empty(sizes, dtype) if format is None else _empty_quantized(sizes, format, dtype)
+        out = jax.tree.map(lambda part: _empty(part.shape, part.dtype), like)
 
         def read_part(slot: int | None) -> None:
             # Fills the part of a slot in `out`; None: all of `out`, which has no slots.
@@ -276,7 +250,7 @@ class Block:
                 _copy(encoding, where, into)
             else:
                 if self._format(encoding, tensor, param) == into.format:
-                    assert not isinstance(encoding, Plain | Scaled)
+                    assert isinstance(encoding, Blockwise)
                     parts = encoding.read_parts(where)
                 else:
                     numbers = encoding.read(where).astype(np.float32)
@@ -355,7 +329,7 @@ class Block:
                 where, _ = _place(tensor, param, taken, self.sizes)
                 # An expert's array lacks the tensor's axis E.
                 lead = (None,) * (len(where) - array.ndim)
-                assert not isinstance(encoding, Plain | Scaled)
+                assert isinstance(encoding, Blockwise)
                 encoding.write_parts(where, array.values[lead], array.scales[lead])
             return
         # Others become `values`, the numbers of the region in the tensor's axis order.
@@ -389,9 +363,11 @@ class Block:
             for name in self.names_of(tensor):
                 scale_dtype = self._new_float8_scales(tensor, name.removeprefix(self.prefix))
                 if name.endswith(BLOCKS):
-                    stored |= mxfp4_tensors(name, shape)
+                    stored |= encodings.mxfp4_tensors(name, shape)
                 elif scale_dtype is not None:
-                    stored |= float8_tensors(name, shape, self.quantization.block, scale_dtype)
+                    stored |= encodings.float8_tensors(
+                        name, shape, self.quantization.block, scale_dtype
+                    )
                 else:
                     stored[name] = dtypes[tensor.params[0]], shape
         return stored
@@ -400,7 +376,7 @@ class Block:
         """Returns the dtype of the scales of a new tensor; None if it will not be float8."""
         # The stored tensor of this name in the block `self.like`, whose encoding is taken.
         counterpart = None
-        if self.like is not None and is_stored(self.directory, self.like + name):
+        if self.like is not None and encodings.is_stored(self.directory, self.like + name):
             counterpart = open_tensor(self.directory, self.like + name, self.quantization)
         # Encodings that are read, but not written.
         if isinstance(counterpart, Scaled) or (
@@ -412,7 +388,8 @@ class Block:
                 f"quant_method {self.quantization.method!r} and another quantization."
             )
         if counterpart is not None:
-            return counterpart.format.scale_dtype if isinstance(counterpart, Float8) else None
+            format = counterpart.format
+            return format.scale_dtype if isinstance(format, Float8) else None
         if tensor.params[0] in MATRICES and self.quantization.is_float8(self.prefix + name):
             return np.dtype(np.float32)
         return None
@@ -585,13 +562,13 @@ def _stored(
     prefix: str,
     sizes: Mapping[str, int],
     keys: Keys,
-    quantization: Quantization,
+    quantization: encodings.Quantization,
 ) -> Tensors:
     """Returns the tensors that an MoE block must have, one set of each `OneOf`."""
     method = quantization.method
 
     def is_there(tensors: Tensors) -> bool:
-        return is_stored(directory, prefix + tensors[0].name.format(e=0))
+        return encodings.is_stored(directory, prefix + tensors[0].name.format(e=0))
 
     def has_shapes(tensors: Tensors) -> bool:
         # A partial download may lack the file; a missing tensor raises KeyError.
@@ -701,12 +678,6 @@ def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
         return
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(function, items))
-
-
-def _empty_quantized(shape: tuple[int, ...], format: Format, dtype: np.dtype) -> QuantizedArray:
-    values: Any = _empty(format.values_shape(shape), format.dtype)
-    scales: Any = _empty(format.scales_shape(shape), format.scale_dtype)
-    return QuantizedArray(values, scales, format, dtype)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -84,19 +84,43 @@ def _check_scales(
 
 
 @dataclasses.dataclass(frozen=True)
-class _InBlocks:
-    """A quantized tensor, which consists of blocks of numbers that share a scale."""
+class Blockwise:
+    """A quantized tensor of blocks of numbers that share a scale: a matrix in float8, or MXFP4.
+
+    Float8 (DeepSeek-V3): the tensor has float8_e4m3fn values, and `<name>_scale_inv` the scales,
+    [.., ceil(rows / block rows), ceil(columns / block columns)]. MXFP4 (GPT-OSS): the last axis is
+    divided into G blocks of 32 numbers. `<...>_blocks` [.., G, 16] uint8 has the values, in the
+    form of `jax_ep.formats.MXFP4`, and `<...>_scales` [.., G] uint8 the exponents of the scales.
+    """
 
     directory: Directory
     name: str
+    scales: str  # the name of the scales
+    format: formats.Format
 
     @property
-    def format(self) -> formats.Format:
-        raise NotImplementedError
+    def stored(self) -> tuple[str, ...]:
+        return self.name, self.scales
+
+    @property
+    def _is_mxfp4(self) -> bool:
+        return self.format is formats.MXFP4
 
     @property
     def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The shape of the tensor in numbers; ValueError unless each block has a scale."""
+        shape, scales = (self.directory.entry(name).shape for name in self.stored)
+        fits_block = True
+        if self._is_mxfp4:
+            *lead, blocks, size = shape
+            shape, fits_block = (*lead, blocks * self._block[0]), (size,) == self._values_block
+        expected = self.format.scales_shape(shape)
+        if scales != expected or not fits_block:
+            raise ValueError(
+                f"{self.scales} must have shape {expected}, a scale for each block of "
+                f"{self._block} numbers of {self.name} {shape}, but has shape {scales}."
+            )
+        return shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,7 +129,7 @@ class _InBlocks:
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice of the tensor as float32; ValueError for scales of damaged files."""
         blocks, within = self._blocks(index)
-        return self.format.decode(self._load_to_read(blocks), np.float32)[(..., *within)]
+        return self.format.decode(self._load_checked(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Encodes `values` and writes them to a slice of whole blocks; see the module."""
@@ -114,7 +138,8 @@ class _InBlocks:
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
         if not changed.any():
             return
-        new = self._encode(self._padded(values))
+        options = {"divide": True} if isinstance(self.format, formats.Float8) else {}
+        new = self.format.encode(self._padded(values), **options)
         changed_scales = self._any_of_block(self._padded(changed))
         # Repeats the flag of a block for each of its values.
         changed_values = changed_scales
@@ -129,7 +154,7 @@ class _InBlocks:
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads a slice of whole blocks; returns (values, scales), which `format.decode` takes."""
-        return self._load_to_read(self._whole_blocks(index))
+        return self._load_checked(self._whole_blocks(index))
 
     def write_parts(self, index: Index, values: np.ndarray, scales: np.ndarray) -> None:
         """Writes values and scales, as `read_parts` returns them, to a slice of whole blocks."""
@@ -185,129 +210,44 @@ class _InBlocks:
             flags = np.logical_or.reduceat(flags, starts, axis=axis)
         return flags
 
-    def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.format.encode(values)
-
-    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        # `Float8` also checks the scales, which a write replaces.
-        return self._load(blocks)
-
-    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the stored (values, scales) of a slice of blocks, as `_blocks` returns it."""
-        raise NotImplementedError
-
-    def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        """Writes values and scales, as `format.encode` returns them, to a slice of blocks."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Float8(_InBlocks):
-    """A tensor of float8_e4m3fn values, with a scale for each block of a matrix (DeepSeek-V3).
-
-    The scales are in the tensor `<name>_scale_inv`, [.., ceil(rows / block rows), ceil(columns /
-    block columns)].
-    """
-
-    block: tuple[int, int]  # rows and columns
-    power_of_two: bool = False  # whether new scales are powers of two
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        return self.name, self.name + SCALE_SUFFIX
-
-    @property
-    def format(self) -> formats.Float8:
-        scale_dtype = self.directory.entry(self.name + SCALE_SUFFIX).dtype
-        if not jnp.issubdtype(scale_dtype, jnp.floating):
-            raise ValueError(
-                f"{self.name}{SCALE_SUFFIX} must hold scales of a floating dtype, but has dtype "
-                f"{scale_dtype}."
-            )
-        return formats.Float8.of(_FLOAT8, self.block, scale_dtype, self.power_of_two)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor; ValueError unless there is one scale for each block."""
-        shape = self.directory.entry(self.name).shape
-        scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
-        blocks = self.format.scales_shape(shape)
-        if scales != blocks:
-            raise ValueError(
-                f"{self.name}{SCALE_SUFFIX} must have shape {blocks}, a scale for each block of "
-                f"{self.block} of {shape}, but has shape {scales}."
-            )
-        return shape
-
-    def _encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.format.encode(values, divide=True)
-
-    def _load_to_read(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+    def _load_checked(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        """Reads as `_load`; ValueError for scales of float8 that no block can have."""
         values, scales = self._load(blocks)
-        is_zero = scales.astype(np.float32) == 0
-        used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
-        _check_scales(self.directory, self.name + SCALE_SUFFIX, scales, used)
+        if not self._is_mxfp4:
+            is_zero = scales.astype(np.float32) == 0
+            used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
+            _check_scales(self.directory, self.scales, scales, used)
         return values, scales
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
+        """Reads (values, scales) of a slice of blocks, in the form of `format.encode`."""
         values = self.directory.read(self.name, self._of_values(blocks))
-        return self._padded(values), self.directory.read(self.name + SCALE_SUFFIX, blocks)
+        scales = self.directory.read(self.scales, blocks).view(self.format.scale_dtype)
+        if self._is_mxfp4:
+            return values.reshape(*values.shape[:-2], -1), scales
+        return self._padded(values), scales
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
+        """Writes values and scales, as `_load` returns them, to a slice of blocks."""
         index = self._of_values(blocks)
-        # Leaves out the padding of blocks that reach past the end of the tensor.
-        kept: list[Any] = [slice(each.stop - each.start) for each in index[-len(self._block) :]]
-        self.directory.write(self.name, index, values[(..., *kept)])
-        self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
+        if self._is_mxfp4:
+            values = values.reshape(*scales.shape, -1)
+        else:
+            # Leaves out the padding of blocks that reach past the end of the tensor.
+            kept: list[Any] = [slice(each.stop - each.start) for each in index[-len(self._block) :]]
+            values = values[(..., *kept)]
+        self.directory.write(self.name, index, values)
+        stored_dtype = self.directory.entry(self.scales).dtype
+        self.directory.write(self.scales, blocks, scales.view(stored_dtype))
 
     def _of_values(self, blocks: Index) -> Index:
         """Converts a slice in blocks to one in values, which stops at the end of the tensor."""
+        if self._is_mxfp4:  # whose values have an axis of blocks
+            return blocks
         block = self._block
         last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
         ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
         return *blocks[: -len(block)], *ends
-
-
-@dataclasses.dataclass(frozen=True)
-class MXFP4(_InBlocks):
-    """A tensor of float4_e2m1 numbers, two in a byte, with a scale for 32 numbers (GPT-OSS).
-
-    The last axis of the tensor is divided into G blocks. The stored tensor `<...>_blocks` [.., G,
-    16] uint8 holds the values, in the form of `jax_ep.formats.MXFP4`, and `<...>_scales` [.., G]
-    uint8 the scales, which are exponents of two.
-    """
-
-    format = formats.MXFP4
-
-    @property
-    def _scales(self) -> str:
-        return self.name.removesuffix(BLOCKS) + SCALES
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        return self.name, self._scales
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in numbers; ValueError unless each block has a scale."""
-        *shape, blocks, size = self.directory.entry(self.name).shape
-        scales = self.directory.entry(self._scales).shape
-        if scales != (*shape, blocks) or (size,) != self._values_block:
-            raise ValueError(
-                f"{self._scales} must have shape {(*shape, blocks)}, a scale for each block of "
-                f"{self._values_block[0]} bytes of {self.name} {(*shape, blocks, size)}, but has "
-                f"shape {scales}."
-            )
-        return *shape, blocks * self._block[0]
-
-    def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
-        values = self.directory.read(self.name, blocks)
-        scales = self.directory.read(self._scales, blocks)
-        return values.reshape(*values.shape[:-2], -1), scales.view(self.format.scale_dtype)
-
-    def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
-        self.directory.write(self.name, blocks, values.reshape(*scales.shape, -1))
-        self.directory.write(self._scales, blocks, scales.view(np.uint8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,7 +379,7 @@ class Scaled:
             )
 
 
-Encoding = Plain | Float8 | MXFP4 | Scaled
+Encoding = Plain | Blockwise | Scaled
 
 
 def _numbers_per_value(values: np.dtype, scales: np.dtype) -> int:
@@ -490,8 +430,9 @@ def belongs_to_quantized(directory: Directory, name: str) -> bool:
 
 def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:
     """Opens a stored tensor: finds its encoding from its name, its dtype and its scales."""
-    if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
-        return MXFP4(directory, name)
+    mxfp4_scales = name.removesuffix(BLOCKS) + SCALES
+    if name.endswith(BLOCKS) and mxfp4_scales in directory.files:
+        return Blockwise(directory, name, mxfp4_scales, formats.MXFP4)
     values = name if name in directory.files else name + PACKED
     dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
@@ -500,9 +441,16 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     if scales := next((scale for scale in names if scale in directory.files), None):
         scale_dtype = directory.entry(scales).dtype
         if _numbers_per_value(dtype, scale_dtype):
-            # `Float8` can also write, but takes only scales "_scale_inv" that are not exponents.
+            # `Blockwise` can also write, but takes only scales "_scale_inv" that are not exponents.
             if dtype == _FLOAT8 and scales == name + SCALE_SUFFIX and scale_dtype != np.uint8:
-                return Float8(directory, name, quantization.block, quantization.power_of_two)
+                if not jnp.issubdtype(scale_dtype, jnp.floating):
+                    raise ValueError(
+                        f"{scales} must hold scales of a floating dtype, but has dtype "
+                        f"{scale_dtype}."
+                    )
+                block, power_of_two = quantization.block, quantization.power_of_two
+                format = formats.Float8.of(_FLOAT8, block, scale_dtype, power_of_two)
+                return Blockwise(directory, name, scales, format)
             return Scaled(directory, name, scales)
         beside = f" with {scales} of {scale_dtype}"
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
@@ -526,14 +474,10 @@ def float8_tensors(
 
 def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
-    format, block = formats.MXFP4, formats.MXFP4.row_block
-    if shape[-1] % block:
-        raise ValueError(
-            f"{name} must have rows of a multiple of {block} numbers to be stored as MXFP4, as "
-            f"quantization_config says, but has shape {shape}."
-        )
-    scales, byte = format.scales_shape(shape), np.dtype(np.uint8)
+    format = formats.MXFP4
+    format.check_shape(name, shape)
+    scales = format.scales_shape(shape)
     return {
-        name: (format.dtype, (*scales, block // format.numbers_per_value)),
-        name.removesuffix(BLOCKS) + SCALES: (byte, scales),
+        name: (format.dtype, (*scales, format.row_block // format.numbers_per_value)),
+        name.removesuffix(BLOCKS) + SCALES: (np.dtype(np.uint8), scales),
     }

@@ -21,19 +21,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_ep import checks
-from jax_ep.checkpoints import safetensors
-from jax_ep.checkpoints.api import (
-    Counter,
-    PathLike,
-    PlannedArray,
-    Progress,
-    Quantized,
-    ambient_mesh,
-    arrays_by_name,
-    check_arguments,
-    plan_load,
-    print_progress,
-)
+from jax_ep.checkpoints import api, safetensors
+from jax_ep.checkpoints.api import Counter, PathLike, PlannedArray, Progress, Quantized
 from jax_ep.checkpoints.architectures import Tensor
 from jax_ep.checkpoints.block import Block, for_each, layer_of, moe_layers, new_block
 from jax_ep.checkpoints.config import CONFIG, quantization_of, read_config
@@ -84,9 +73,6 @@ def load_model(
     Several threads read at a time. A process reads only the shards of its own devices, and holds at
     most four shards besides the results.
 
-    To train the model, give `param_dtype=jnp.float32`: in bfloat16, in which most published models
-    are stored, updates smaller than 1/512 of a value are lost.
-
     Args:
         directory, mesh, quantized, progress, fields: as in `jax_ep.checkpoints.load_moe_params`,
             for all MoE blocks.
@@ -103,12 +89,12 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.
     """
-    check_arguments(mesh, param_dtype, quantized)
+    api.check_arguments(mesh, param_dtype, quantized)
     files = Directory(directory)
     wanted = None if layers is None else set(layers)
     numbers = [n for n in moe_layers(files) if wanted is None or n in wanted]
     blocks = {
-        n: plan_load(files, n, mesh, param_dtype, quantized, fields, partial) for n in numbers
+        n: api.plan_load(files, n, mesh, param_dtype, quantized, fields, partial) for n in numbers
     }
     # Equal blocks need one check.
     shapes = {n: tuple(array.shape for array in b.arrays.values()) for n, b in blocks.items()}
@@ -116,7 +102,7 @@ def load_model(
         block.check_call()
     config = read_config(files.path)
     quantization = quantization_of(config, files.path)
-    of_mesh = ambient_mesh() if mesh is None else mesh
+    of_mesh = api.ambient_mesh() if mesh is None else mesh
     everywhere: Sharding = SingleDeviceSharding(jax.devices()[0])
     if of_mesh is not None:
         everywhere = NamedSharding(of_mesh, PartitionSpec())
@@ -147,7 +133,7 @@ def load_model(
         others[base] = PlannedArray(read, stored.shape, split, dtype)
     arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
     total = sum(array.num_bytes() for array in arrays)
-    counter = Counter(total, progress or print_progress)
+    counter = Counter(total, progress or api.print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
         # Yields what is loaded in the order of `arrays`: the weights, then block after block. Each
         # `zip` ends with its first argument, and leaves the rest of `loaded` to the next one.
@@ -160,10 +146,10 @@ def load_model(
 
 
 def _read(
-    stored: Encoding, index: Index, dtype: np.dtype, counter: Counter, _format: None
+    stored: Encoding, index: Index, like: jax.ShapeDtypeStruct, counter: Counter
 ) -> np.ndarray:
     """Is the `PlannedArray.read` of a weight that is in no MoE block."""
-    values = stored.read(index).astype(dtype, copy=False)
+    values = stored.read(index).astype(like.dtype, copy=False)
     counter(values.nbytes)
     return values
 
@@ -234,26 +220,27 @@ def save_model(
     scratch = path / f".writing-{jax.process_index()}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    _together("jax_ep.save_model: begins")
+    # Each of these calls waits for all processes to reach it.
+    multihost_utils.sync_global_devices("jax_ep.save_model: begins")
     for file, tensors in own_files.items():
         safetensors.create(scratch / file, tensors)
     index = {name: file for file, tensors in own_files.items() for name in tensors}
     safetensors.write_index(scratch, {"weight_map": index})
     into = Directory(scratch, writable=True)
     total = sum(e.num_bytes for e in entries if e.writer == jax.process_index())
-    counter = Counter(total, progress or print_progress)
+    counter = Counter(total, progress or api.print_progress)
     for array in arrays:
         array.write(into, counter)
     # Unmaps the files before they are moved.
     del into
-    _together("jax_ep.save_model: has written")
+    multihost_utils.sync_global_devices("jax_ep.save_model: has written")
     for file in own_files:
         os.replace(scratch / file, path / file)
     shutil.rmtree(scratch)
-    _together("jax_ep.save_model: has moved")
+    multihost_utils.sync_global_devices("jax_ep.save_model: has moved")
     if jax.process_index() == 0:
         _publish(path, config, files)
-    _together("jax_ep.save_model: ends")
+    multihost_utils.sync_global_devices("jax_ep.save_model: ends")
 
 
 class _Entry(NamedTuple):
@@ -290,7 +277,10 @@ class _Stored:
         arrays = jax.tree.map(_gather, self.arrays, shardings)
 
         def write_part(expert: int | None) -> None:
-            parts = {name: self._as_numbers(_on_host(a, expert)) for name, a in arrays.items()}
+            parts = {
+                name: _on_host(array, expert).astype(self.dtype, copy=False)
+                for name, array in arrays.items()
+            }
             if self.of_block is None:
                 into.write(self.names[0], (), parts[self.names[0]])
             else:
@@ -303,11 +293,6 @@ class _Stored:
         writers = writers if len(writers) == len(parts) else writers * len(parts)
         pairs = zip(parts, writers, strict=True)
         for_each(write_part, [part for part, writer in pairs if writer == jax.process_index()])
-
-    def _as_numbers(self, part: Any) -> np.ndarray:
-        if isinstance(part, QuantizedArray):
-            part = np.asarray(part.dequantize(np.float32))
-        return part.astype(self.dtype, copy=False)
 
     def _writers(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the process that writes each tensor, and the shardings to gather arrays to."""
@@ -342,7 +327,7 @@ def _stored_arrays(
         yield _Stored({name: weight}, dtype_of(weight), [name], weight.shape)
     for layer, params in moe.items():
         block = new_block(config, layer, path, weights)
-        given = arrays_by_name(params, f"moe[{layer}]")
+        given = api.arrays_by_name(params, f"moe[{layer}]")
         block.check_shapes(given, f"moe[{layer}]")
         if missing := set(block.others().values()) - set(weights):
             raise ValueError(
@@ -434,10 +419,11 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     return writers
 
 
-def _on_host(array: Any, row: int | None) -> Any:
+def _on_host(array: Any, row: int | None) -> np.ndarray:
     """Copies a row of an array that this process holds to the host; None: the whole array."""
     if isinstance(array, QuantizedArray):
-        return jax.tree.map(lambda part: _on_host(part, row), array)
+        array = jax.tree.map(lambda part: _on_host(part, row), array)
+        return np.asarray(array.dequantize(np.float32))
     out = np.empty(array.shape if row is None else array.shape[1:], array.dtype)
     # Takes one of the shards that are copies of each other.
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
@@ -453,9 +439,3 @@ def _on_host(array: Any, row: int | None) -> Any:
             into = into[1:]
         out[into] = np.asarray(data)
     return out
-
-
-def _together(step: str) -> None:
-    """Waits for all processes to reach this step, whose name is `step`."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(step)

@@ -43,9 +43,13 @@ _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
 # `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
+# Without `setmaxnreg`, the heights leave room for a loader.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
 _LOW = (8, 16, 24, 32)
-_HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
+_LOW_GATED = _LOW if REGISTERS_MOVE else _LOW[:-1]
+_HIGH: tuple[int, ...] = (64, 128, 176)
+if REGISTERS_MOVE:
+    _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
 # The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
 # which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
 _MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
@@ -236,6 +240,8 @@ def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     # Larger tiles read less memory, but there must be enough of them to occupy all
     # multiprocessors.
     is_quantized = mxfp4_depth is not None
@@ -255,20 +261,26 @@ def product_tiles(
             heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
     elif not is_large:
         heights = (64, 128)
-    return _fitting(heights, block_n, num_cols, most_band=16, mxfp4_depth=mxfp4_depth)
+    band_columns = band(num_cols, block_n, most=16)
+    return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
 
 
 def gated_tiles(
     num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
-        heights = _LOW
+        heights = _LOW_GATED
+    elif is_quantized and not REGISTERS_MOVE:
+        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (32, 64)
+        block_n = 64
     elif few_rows or few_tiles:
         heights = (32, 64)
     elif is_quantized:
@@ -277,28 +289,27 @@ def gated_tiles(
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
         # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
         heights, block_n = _BESIDE_LOADER, 64
-    options = dict(num_matrices=2, mxfp4_depth=mxfp4_depth)
-    return _fitting(heights, block_n, num_cols, most_band=8, **options)
+    band_columns = band(num_cols, block_n, most=8)
+    return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
     groups: ChosenGroups, num_cols: int, *, num_matrices: int = 1, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles for chosen groups, each of which has one row tile of `groups.height` rows."""
-    # `table` has a row for each chosen group, and one more.
-    num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
-    # Tiles of 128 columns would leave half of the multiprocessors without a tile.
-    block_n = 64 if num_matrices > 1 and num_tiles <= HOPPER_CORES // 2 else 128
-    options = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
-    return _fitting((groups.height,), block_n, num_cols, most_band=8, **options)
-
-
-def _fitting(
-    heights: tuple[int, ...], block_n: int, num_cols: int, most_band: int, **options: Any
-) -> Tiles:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    return Tiles.fitting(heights, block_n, band(num_cols, block_n, most_band), **options)
+    # `table` has a row for each chosen group, and one more.
+    num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
+    # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
+    # loader.
+    is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
+    is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
+    block_n = 64 if num_matrices > 1 and is_narrow else 128
+    heights, band_columns = (groups.height,), band(num_cols, block_n, most=8)
+    return Tiles.fitting(
+        heights, block_n, band_columns, num_matrices=num_matrices, mxfp4_depth=mxfp4_depth
+    )
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_ep.checkpoints.block import new_block
+from jax_ep.checkpoints.config import Keys, look_up
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams, ParameterOptions
 
@@ -93,52 +94,46 @@ class DecoderConfig:
         that is not supported.
         """
         model_type = published.get("model_type")
-        # Maps a key to its value and the supported values.
-        supported: dict[str, Any] = {
-            "model_type": (model_type, ("qwen3_moe", "gpt_oss")),
-            "mlp_only_layers": (published.get("mlp_only_layers") or [], ([],)),
-            "decoder_sparse_step": (published.get("decoder_sparse_step", 1), (1,)),
-            "use_sliding_window": (bool(published.get("use_sliding_window")), (False,)),
-        }
-        for name, (value, allowed) in supported.items():
+        for name, value, allowed in (
+            ("model_type", model_type, ("qwen3_moe", "gpt_oss")),
+            ("mlp_only_layers", published.get("mlp_only_layers") or [], ([],)),
+            ("decoder_sparse_step", published.get("decoder_sparse_step", 1), (1,)),
+            ("use_sliding_window", bool(published.get("use_sliding_window")), (False,)),
+        ):
             if value not in allowed:
                 raise ValueError(
                     f"{name} of {path / 'config.json'} must be {' or '.join(map(repr, allowed))}, "
                     f"but is {value!r}."
                 )
         is_gpt_oss = model_type == "gpt_oss"
-        block = new_block(published, layer=0, path=path)
+        block, keys = new_block(published, 0, path), look_up(path, 0, published)
         # `ParameterOptions` depend on which parameters there are, and not on their dtypes.
         shapes: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(block.shape(name), np.float32) for name in block.params()
         }
-
-        def needed(key: str) -> Any:
-            return _value(published, key, path)
-
-        layers = needed("num_hidden_layers")
+        layers = keys.value("num_hidden_layers")
         windows = [NO_WINDOW]
         if is_gpt_oss:
             kinds = published.get("layer_types") or ["sliding_attention", "full_attention"]
             slides = (kind == "sliding_attention" for kind in kinds[:layers])
-            windows = [needed("sliding_window") if each else NO_WINDOW for each in slides]
+            windows = [keys.value("sliding_window") if each else NO_WINDOW for each in slides]
         rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
-        heads, hidden = needed("num_attention_heads"), needed("hidden_size")
+        heads, hidden = keys.value("num_attention_heads"), keys.value("hidden_size")
         # A token id, a list of them, or None.
         stop = published.get("eos_token_id")
         return cls(
-            vocab=needed("vocab_size"),
+            vocab=keys.value("vocab_size"),
             hidden=hidden,
             num_layers=layers,
             num_heads=heads,
-            num_key_value_heads=needed("num_key_value_heads"),
+            num_key_value_heads=keys.value("num_key_value_heads"),
             head_dim=published.get("head_dim") or hidden // heads,
             mlp_dim=block.sizes["F"],
             moe=MoEConfig(**dict(block.fields)),
             parameters=ParameterOptions.of_params(MoEParams.of(**shapes)),
-            epsilon=needed("rms_norm_eps"),
-            rotary_base=rope.get("rope_theta") or needed("rope_theta"),
-            yarn=_yarn(rope, published, path),
+            epsilon=keys.value("rms_norm_eps"),
+            rotary_base=rope.get("rope_theta") or keys.value("rope_theta"),
+            yarn=_yarn(rope, keys),
             windows=tuple(windows),
             qk_norm=not is_gpt_oss,
             attention_bias=published.get("attention_bias", is_gpt_oss),
@@ -192,25 +187,17 @@ class DecoderConfig:
         return 6.0 * (self.active_params() + attention)
 
 
-def _value(options: Mapping[str, Any], key: str, path: Path) -> Any:
-    if options.get(key) is None:
-        raise ValueError(f"{path / 'config.json'} must have {key}, but does not.")
-    return options[key]
-
-
-def _yarn(rope: Mapping[str, Any], published: Mapping[str, Any], path: Path) -> Yarn | None:
+def _yarn(rope: Mapping[str, Any], keys: Keys) -> Yarn | None:
     """Reads YaRN from `rope`, the rotary embedding's options in config.json; None without it."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(
-            f"rope_type of {path / 'config.json'} must be 'default' or 'yarn', but is {kind!r}."
-        )
+        raise ValueError(f"rope_type of {keys.file} must be 'default' or 'yarn', but is {kind!r}.")
     context = rope.get("original_max_position_embeddings")
     return Yarn(
-        factor=_value(rope, "factor", path),
-        context=context or _value(published, "max_position_embeddings", path),
+        factor=keys.value("rope_parameters.factor|rope_scaling.factor"),
+        context=context or keys.value("max_position_embeddings"),
         fast=rope.get("beta_fast") or 32,
         slow=rope.get("beta_slow") or 1,
         truncate=rope.get("truncate", True),

@@ -179,18 +179,14 @@ def decoder_layer(
     with jax.named_scope("input_layernorm"):
         y = rms_norm(x, weights["input_layernorm.weight"], epsilon)
     with jax.named_scope("self_attn"):
+        in_heads = (*x.shape[:-1], -1, config.head_dim)
         if f"{QKV}.weight" in weights:
             # The heads of queries, then of keys, then of values.
-            joined = _linear(y, weights, QKV).reshape(*x.shape[:-1], -1, config.head_dim)
             ends = [config.num_heads, config.num_heads + kv_heads]
-            q, k, v = jnp.split(joined, ends, axis=-2)
+            q, k, v = jnp.split(_linear(y, weights, QKV).reshape(in_heads), ends, axis=-2)
         else:
-            q, k, v = (
-                _linear(y, weights, f"self_attn.{n}_proj").reshape(
-                    *x.shape[:-1], -1, config.head_dim
-                )
-                for n in "qkv"
-            )
+            names = (f"self_attn.{letter}_proj" for letter in "qkv")
+            q, k, v = (_linear(y, weights, name).reshape(in_heads) for name in names)
         if config.qk_norm:
             q = rms_norm(q, weights["self_attn.q_norm.weight"], epsilon)
             k = rms_norm(k, weights["self_attn.k_norm.weight"], epsilon)
@@ -301,14 +297,12 @@ class Decoder:
         quantized_experts: Sequence[QuantizedExperts] | None = None,
         documents: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Computes the mean loss of tokens [B, S] with targets [B, S], in nats per token.
+        """Computes the mean loss of token ids [B, S], in nats per token, [] float32.
 
-        Returns the loss, [] float32, and the metrics of the MoE blocks, with an axis of layers
-        first.
+        Also returns the metrics of the MoE blocks, with an axis of layers first.
 
         Args:
-            params: the parameters.
-            tokens: [B, S] int32, token ids.
+            params, tokens: the parameters, and [B, S] int32.
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
             biases: the result of `init_biases`, updated by the steps since.
             quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.

@@ -13,19 +13,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ep.models import decoder
 from jax_ep.models.config import DecoderConfig
-from jax_ep.models.decoder import (
-    EMBED,
-    HEAD,
-    NORM,
-    QKV,
-    Params,
-    Weights,
-    cos_and_sin,
-    decoder_layer,
-    masked_attention,
-    rms_norm,
-)
+from jax_ep.models.decoder import EMBED, QKV, Params, Weights
 from jax_ep.moe.params import MoEParams
 from jax_ep.placement.table import Placement
 
@@ -117,7 +107,7 @@ def hidden_states(
     # [B, S, M]: whether a slot has a token that is not later than the column's.
     past = (in_slots[:, None] >= 0) & (in_slots[:, None] <= positions[..., None])
     x = model.shared[EMBED][tokens]
-    angles = cos_and_sin(config, positions, x.dtype)
+    angles = decoder.cos_and_sin(config, positions, x.dtype)
     keys, values, counts = [], [], []
     for i, (weights, moe) in enumerate(zip(model.layers, model.moe, strict=True)):
         seen = past & (in_slots[:, None] > positions[..., None] - config.window(i))
@@ -128,9 +118,9 @@ def hidden_states(
             values = lax.dynamic_update_slice_in_dim(cache.values[i], v, cache.filled, 1)
             # JAX's attention has no sinks, and with cuDNN takes only masks of even lengths: a step
             # has one token. Without cuDNN it computes what `masked_attention` does.
-            return masked_attention(q, keys, values, seen, sinks), (keys, values)
+            return decoder.masked_attention(q, keys, values, seen, sinks), (keys, values)
 
-        x, metrics, kept = decoder_layer(
+        x, metrics, kept = decoder.decoder_layer(
             config, weights, moe, x, angles, attend, mask=mask, placement=model.placement
         )
         keys.append(kept[0])
@@ -143,8 +133,8 @@ def hidden_states(
 
 def logits_of(config: DecoderConfig, model: Model, x: jax.Array) -> jax.Array:
     """Returns next-token logits [B, V] float32 from the last layer's output x [B, H]."""
-    head = model.shared[EMBED if config.tied else HEAD]
-    x = rms_norm(x, model.shared[NORM], config.epsilon)
+    head = model.shared[EMBED if config.tied else decoder.HEAD]
+    x = decoder.rms_norm(x, model.shared[decoder.NORM], config.epsilon)
     return jnp.matmul(x, head.T, preferred_element_type=jnp.float32)
 
 

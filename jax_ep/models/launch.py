@@ -85,7 +85,10 @@ def run(
     is_set = jax.config.values["jax_num_cpu_devices"] >= 0  # by default -1
     if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // (num_processes or 1)))
-    if not missing or _is_started_by_cluster():
+    size_variable = (
+        "SLURM_NTASKS" if "SLURM_STEP_NODELIST" in os.environ else "OMPI_COMM_WORLD_SIZE"
+    )
+    if not missing or int(os.environ.get(size_variable, 1)) > 1:
         # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
@@ -112,12 +115,6 @@ def run(
         )
         # Skips the exit handlers, which wait for the other processes.
         os._exit(1)
-
-
-def _is_started_by_cluster() -> bool:
-    if "SLURM_STEP_NODELIST" in os.environ:
-        return int(os.environ.get("SLURM_NTASKS", 1)) > 1
-    return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
 
 
 def print_once(text: str) -> None:

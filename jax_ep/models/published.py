@@ -164,10 +164,7 @@ def random_decoder(
                 arrays[name] = quantize(w, Transposed.of(format))
             # Only the axis of experts is split, as in `load_decoder`.
             split = NamedSharding(mesh, PartitionSpec(*spec_of_moe(name, config, mesh)[:1]))
-            # A `QuantizedArray` has several arrays, which are split alike.
-            arrays[name] = jax.lax.with_sharding_constraint(
-                arrays[name], jax.tree.map(lambda _, split=split: split, arrays[name])
-            )
+            arrays[name] = jax.lax.with_sharding_constraint(arrays[name], split)
         return params._replace(**arrays)
 
     layer = draw(lambda key: init_weights(key, layer_shapes(config), param_dtype))

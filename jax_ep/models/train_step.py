@@ -1,7 +1,5 @@
 """Defines the training step of `jax_ep.models.decoder.Decoder`, and the shardings of its state.
 
-In a step, parameters have the shardings of `jax_ep.models.decoder.specs`.
-
 Between steps, parameters and the optimizer's state are also split over the axes that replicate
 them (ZeRO; Rajbhandari et al., 2020): each device updates a part of the parameters with its part of
 the gradients. The parts are all-gathered at the start of the next step, not right after the update,
@@ -200,7 +198,8 @@ def make_train_step(
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+            grad_norm = jnp.sqrt(sum(squares))
         biases = state.biases
         if biases is not None:
             biases = update_expert_bias(biases, counts["expert_counts"], objective.bias_rate)

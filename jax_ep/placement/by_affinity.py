@@ -49,9 +49,8 @@ def place_by_affinity(
     if max_imbalance < 1:
         raise ValueError(f"max_imbalance must be at least 1, but is {max_imbalance}.")
     largest = int(trace.max())
-    if num_experts is None:
-        num_experts = largest + 1
-    num_experts = checks.check_integer("num_experts", num_experts)
+    num_experts = largest + 1 if num_experts is None else num_experts
+    checks.check_integer("num_experts", num_experts)
     if largest >= num_experts:
         raise ValueError(
             f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."

@@ -94,8 +94,7 @@ class Placement:
         """Makes the placement of a new layer, with expert s % E in slot s, for all layers."""
         num_slots = checks.check_integer("num_slots", num_slots)
         slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
-        layers = checks.check_integer("layers", layers)
-        tiled = np.tile(slots, (layers, 1))
+        tiled = np.tile(slots, (checks.check_integer("layers", layers), 1))
         return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
 
     def __getitem__(self, layer: int) -> Placement:

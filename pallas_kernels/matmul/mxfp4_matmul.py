@@ -26,8 +26,6 @@ from pallas_kernels.matmul.operand_ring import Feed, Steps
 
 # Decoding tiles of more rows leaves no registers for a finished tile's results.
 _MOST_HELD = 128
-# With so many sums of one product or two in a thread, which also decodes, 168 registers are enough.
-_MOST_ACCUMULATORS = {1: 64, 2: 16}
 
 
 class Mxfp4Matrices(Matrices):
@@ -45,7 +43,7 @@ class Mxfp4Matrices(Matrices):
 
     @classmethod
     def fit_beside_loader(cls, kernel: Product) -> bool:
-        return kernel.accumulators <= _MOST_ACCUMULATORS[kernel.num_matrices]
+        return True  # in the tiles that `jax_ep.matmul` chooses
 
     @classmethod
     def types(cls, kernel: Product) -> dict[str, Any]:
@@ -123,7 +121,7 @@ class Mxfp4Matrices(Matrices):
 
         if _by_warps(tiles):
             zero_totals = zeros(shape, jnp.float32)
-            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps)
+            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps), steps.feed
         # When `multiply` returns, the matmuls of its last two parts may still run.
         matmuls = min(len(parts), 2)
         return self.ring.accumulate(steps, matmuls, shape, multiply)

@@ -60,7 +60,8 @@ class Loader(Protocol):
         """Reads what threads, not copies, load of a tile; `step` may be past the last."""
         return ()
 
-    # `ahead` is the result of `read_ahead` for this step, read two steps before.
+    # `ahead` is the result of `read_ahead` for this step, read two steps before by a loader
+    # warpgroup. Kernels without one read nothing ahead.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         """Fills a stage by step `step` of a tile, the block's step number `number`."""
 
@@ -72,8 +73,6 @@ class Feed(NamedTuple):
     step: jax.Array
     # The result of `Loader.find`.
     tile: Any
-    # The results of `Loader.read_ahead` for this step and the one after it.
-    ahead: tuple[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Feeder:
         """Fills all stages but one, still without a wait; returns the feed, None with a loader."""
         if self.has_loader:
             return None
-        feed = self._first_step_from(jnp.int32(0))
+        feed = self._first_step_of(jnp.int32(0))
         return lax.fori_loop(0, self.num_stages - 1, self._load, feed)
 
     def follow(self, number: jax.Array, feed: Feed | None) -> Feed | None:
@@ -143,24 +142,19 @@ class Feeder:
         """Loads the feed's step in computer 0, if any step is left; returns the feed after it."""
 
         def load(feed: Feed) -> Feed:
-            (now, following), tile, step = feed.ahead, feed.tile, feed.step + 1
-            self.load_released(tile, feed.step, number, now)
+            self.load_released(feed.tile, feed.step, number, ahead=())
+            step = feed.step + 1
             return lax.cond(
-                step < self.loader.steps_of(tile),
-                lambda: Feed(
-                    feed.turn, step, tile, (following, self.loader.read_ahead(tile, step + 1))
-                ),
-                lambda: self._first_step_from(feed.turn + 1),
+                step < self.loader.steps_of(feed.tile),
+                lambda: feed._replace(step=step),
+                lambda: self._first_step_of(feed.turn + 1),
             )
 
         is_to_load = (lax.axis_index("warpgroup") == 0) & (feed.turn < self.tiles.count)
         return lax.cond(is_to_load, load, lambda feed: feed, feed)
 
-    def _first_step_from(self, turn: jax.Array) -> Feed:
-        """Returns the first step of tile number `turn`."""
-        tile = self.loader.find(self.tiles.index(turn))
-        zero, read_ahead = jnp.int32(0), self.loader.read_ahead
-        return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
+    def _first_step_of(self, turn: jax.Array) -> Feed:
+        return Feed(turn, jnp.int32(0), self.loader.find(self.tiles.index(turn)))
 
 
 class Steps(NamedTuple):
@@ -287,19 +281,15 @@ class OperandRing:
 
     def accumulate_complete(
         self, steps: Steps, totals: jax.Array, add: Callable[[jax.Array, jax.Array], jax.Array]
-    ) -> tuple[jax.Array, Feed | None]:
+    ) -> jax.Array:
         """Sums products like `accumulate`, by matmuls that are complete when they return.
 
         `add(totals, stage)` returns `totals`, in registers, plus the products of a stage's
-        operands. `meanwhile` runs after it.
+        operands. `meanwhile` runs after it. A loader must fill the ring.
         """
-        used, count, feeder, first_feed, meanwhile, least = steps
+        used, count, _, _, meanwhile, least = steps
 
-        def take_step(
-            step: jax.Array, state: tuple[jax.Array, Feed | None]
-        ) -> tuple[jax.Array, Feed | None]:
-            totals, feed = state
-
+        def take_step(step: jax.Array, totals: jax.Array) -> jax.Array:
             def add_stage() -> jax.Array:
                 stage = self.stage_of(used + step)
                 plgpu.barrier_wait(self.full.at[stage])
@@ -310,15 +300,14 @@ class OperandRing:
                 return new_totals
 
             if least:
-                totals = lax.cond(step < count, add_stage, lambda: totals)
+                new_totals = lax.cond(step < count, add_stage, lambda: totals)
             else:
-                totals = add_stage()
-            feed = feeder.follow(used + step, feed)
+                new_totals = add_stage()
             if meanwhile is not None:
                 meanwhile(step)
-            return totals, feed
+            return new_totals
 
-        return lax.fori_loop(0, jnp.maximum(count, least), take_step, (totals, first_feed))
+        return lax.fori_loop(0, jnp.maximum(count, least), take_step, totals)
 
     def _free(self, number: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])

@@ -12,8 +12,8 @@ from support import meshes
 import jax_ep.cli
 from jax_ep.bench import exchange as bench
 from jax_ep.bench import operations, timing
-from jax_ep.bench.machine import Bandwidths
 from jax_ep.bench.operations import Work
+from jax_ep.bench.timing import Bandwidths
 
 ARGS = ("--tokens=4", "--num_experts=8", "--top_k=2", "--hidden=128", "--repeats=1")
 

@@ -48,3 +48,12 @@ def test_the_slowest_rank_is_the_one_with_the_largest_median():
     assert time.slowest_us == 11.0
     assert time.median_us == pytest.approx((3.0 + 11.0) / 2)
     assert time.by_kernel_us == {"put": (2.0 + 11.0) / 2}
+
+
+def test_what_this_machine_can_measure():
+    found = timing.measure_bandwidths(jax.devices())
+    if jax.default_backend() != "gpu":
+        assert found == (None, None)
+    else:
+        assert found.memory > 1e11
+        assert (found.link is None) == (len(jax.devices()) == 1)

@@ -121,3 +121,15 @@ def test_a_collective_counts_while_nothing_else_runs():
     is_collective = bench.is_collective
     assert is_collective("gradient sums: ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...)")
     assert not is_collective("exchange: ep_dispatch_mosaic_gpu_kernel")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    {
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA GeForce RTX 4090": None,
+    }.items(),
+)
+def test_a_peak_is_known_by_how_the_name_begins(kind, tflops):
+    assert bench.peak_flops(kind) == (tflops and tflops * 1e12)

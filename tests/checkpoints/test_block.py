@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,7 +57,9 @@ def open_layout(folder, name, root="model."):
 
 
 def read(block, param, *index, dtype=np.float32):
-    return block.read(param, index, np.dtype(dtype), lambda num_bytes: None)
+    whole = jax.ShapeDtypeStruct(block.shape(param), np.dtype(dtype))
+    like = jax.eval_shape(lambda array: array[index], whole)
+    return block.read(param, index, like, lambda num_bytes: None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -298,5 +301,7 @@ def test_a_new_block_is_quantized_where_config_json_says_so(tmp_path):
     assert stored["mlp.shared_expert_gate.weight"] == "bfloat16"
 
     mxfp4 = {"hidden_size": 16, "quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ValueError, match="gate_up_proj_blocks must have rows of a multiple of 32"):
+    with pytest.raises(
+        ValueError, match="gate_up_proj_blocks must have whole blocks of rows of 32"
+    ):
         new_tensors(tmp_path, config_of("gpt_oss") | mxfp4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.published import publish
 
-from jax_ep.checkpoints.encodings import MXFP4, Float8, Plain, Quantization, open_tensor
+from jax_ep.checkpoints.encodings import Blockwise, Plain, Quantization, open_tensor
 from jax_ep.checkpoints.safetensors import Directory
 
 WHOLE = slice(None)
@@ -41,7 +41,7 @@ def float8_tensors():
 
 def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
     w = tensor(tmp_path, "w.weight", float8_tensors())
-    assert isinstance(w, Float8) and w.dtype == jnp.bfloat16 and w.shape == (3, 4)
+    assert isinstance(w, Blockwise) and w.dtype == jnp.bfloat16 and w.shape == (3, 4)
     for index in [(WHOLE, WHOLE), (slice(1, 3), slice(1, 4)), (slice(0, 3, 2), slice(3, 4))]:
         np.testing.assert_array_equal(w.read(index), (NUMBERS * SCALE_OF_EACH)[index])
     two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
@@ -162,7 +162,7 @@ def mxfp4_tensors():
 def test_mxfp4_is_a_float4_times_its_blocks_power_of_two(tmp_path):
     tensors, want = mxfp4_tensors()
     w = tensor(tmp_path, "w_blocks", tensors)
-    assert isinstance(w, MXFP4) and w.dtype == jnp.bfloat16 and w.shape == (2, 64)
+    assert isinstance(w, Blockwise) and w.dtype == jnp.bfloat16 and w.shape == (2, 64)
     np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), want)
     for index in [(slice(1, 2), slice(5, 40)), (WHOLE, slice(33, 64, 2)), (WHOLE, slice(2, 3))]:
         np.testing.assert_array_equal(w.read(index), want[index])
