@@ -20,6 +20,7 @@ from jax_ep.runtime import availability
 from pallas_kernels.fabric.hardware import REGISTERS_MOVE
 from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
+from pallas_kernels.matmul.row_blocks import BLOCK
 
 if TYPE_CHECKING:
     from pallas_kernels.formats import Scaled
@@ -211,7 +212,6 @@ def gate_gradient(
 ) -> tuple[jax.Array, ...] | None:
     """Returns None if no kernel supports the dtypes, the width or `gating`."""
     from pallas_kernels.matmul import gate_gradient as kernels
-    from pallas_kernels.matmul.row_blocks import BLOCK
 
     gate, up = products
     num_rows, width = dhidden.shape

@@ -99,10 +99,8 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
 
 
 def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[Value], Value]:
-    """Quantizes a thread's float32 numbers; returns float8 values, 4 to an int32, and their scale.
-
-    `threads` neighbouring threads hold the 128 numbers that share the scale.
-    """
+    """Quantizes a thread's float32 numbers; returns float8 values, 4 to a word, and their scale."""
+    # `threads` neighbouring threads hold the 128 numbers that share the scale.
     assert isinstance(wire, Float8)
     finite, sizes = zip(*map(float8.magnitude, values), strict=True)
     largest = functools.reduce(arith.maxui, sizes, mosaic.i32(0))

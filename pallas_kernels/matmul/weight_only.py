@@ -170,11 +170,9 @@ def weight_only_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a `weight_only_matmul`, and how warps and thread blocks divide it.
+    """The sizes of a `weight_only_matmul`, and how warps and thread blocks divide it."""
 
-    A *strip* is 16 adjacent columns of the output, which `splits` warps of a block compute.
-    """
-
+    # A *strip* is 16 adjacent columns of the output, which `splits` warps of a block compute.
     num_rows: int  # T
     depth: int  # K
     width: int  # N
