@@ -102,6 +102,8 @@ def image(path: str) -> str:
 
 def check_experts(args: Args, num_experts: int, num_ranks: int, top_k: int) -> None:
     """Raises `Error`, about a flag that the command has, unless these sizes fit each other."""
+    # Commands that take sizes from a named model have no --top_k, and --num_experts, if they have
+    # it, replaces the model's number.
     if num_experts % num_ranks:
         if getattr(args, "num_experts", None) is None:
             raise Error(f"--ranks: {num_ranks} ranks cannot share {num_experts} experts equally")

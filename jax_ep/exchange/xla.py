@@ -122,7 +122,10 @@ def sum_of_choices(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] to the ranks that own an expert of the token: [N, T, H], zeros for others."""
+    """Sends x [T, H] to the ranks that own an expert of the token: [N, T, H], zeros for others.
+
+    The weights, if given, arrive as [N, T, K], 0 for experts of other ranks.
+    """
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = config.num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts

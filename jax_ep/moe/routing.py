@@ -53,14 +53,10 @@ register_for_export(Routing)
 def router_logits(
     x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns the router's logits x @ gate + bias, [T, E] float32.
+    """Returns the router's logits x @ gate + bias, [T, E] float32, of x [T, H] and gate [H, E].
 
-    For a bfloat16 x [T, H] of more than 16 tokens, the float32 gate [H, E] is split into three
-    bfloat16 parts, which add up to it exactly, and the three products are summed in float32. (One
-    float32 product would copy x, and on a GPU round the gate to TF32's 11 bits.) The backward pass
-    splits its float32 operands into only two parts, which keep 16 bits (Henry, Tang and Heinecke,
-    arXiv:1904.06376). If `dtype` is narrower than float32, operands are cast to it, and logits
-    rounded.
+    They have float32's accuracy also for a bfloat16 x. If `dtype` is narrower than float32,
+    operands are cast to it, and logits rounded.
     """
     if jnp.dtype(dtype).itemsize < 4:
         logits = _dot(x.astype(dtype), gate.astype(dtype), a_axis=1, b_axis=0, dtype=jnp.float32)
@@ -77,6 +73,9 @@ def router_logits(
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     """Returns x @ gate, [T, E] float32, of a bfloat16 x and a float32 or bfloat16 gate."""
+    # Three bfloat16 parts add up to the gate exactly. One float32 product would copy x, and on a
+    # GPU round the gate to TF32's 11 bits. The backward pass splits its operands into only two
+    # parts, which keep 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376).
     if not checks.is_symbolic(x.shape[0]) and 0 < x.shape[0] <= few_logits.MOST_TOKENS:
         return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins

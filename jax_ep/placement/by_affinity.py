@@ -186,10 +186,10 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Swaps pairs of experts between parts until no part's load exceeds `limit`; updates `part`."""
+    """Swaps experts until no part's load exceeds `limit`, or no swap helps; updates `part`."""
     parts = gain.shape[1]
     # The loop ends, because a swap never leads back to earlier loads: it makes the parts' loads,
-    # sorted from the largest down, lexicographically smaller.
+    # sorted from the largest down, lexicographically smaller. The limit only bounds its time.
     for _ in range(100 * len(load)):
         totals = np.bincount(part, load, parts)
         heaviest = np.argmax(totals)

@@ -140,7 +140,8 @@ def _pack(load: Array, num_packs: int) -> Array:
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
     """Swaps items between packs as long as the heaviest pack gets lighter; updates `pack`."""
     totals = np.bincount(pack, load, num_packs)
-    # The loop ends, because a swap makes the packs' loads, sorted, lexicographically smaller.
+    # The loop ends, because a swap makes the packs' loads, sorted, lexicographically smaller. The
+    # limit only bounds its time.
     for _ in range(100 * len(load)):
         heaviest = np.argmax(totals)
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)

@@ -270,8 +270,8 @@ class _Kernel:
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     num_places = num_places + kept.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    # If the token has one row here, `count` stays, and the next token overwrites
-                    # the entry.
+                    # If the token has at most one row here, `count` stays, and the next token
+                    # overwrites the entry.
                     scratch.step_copies[count, choice] = place
                 count = count + (num_places > 1).astype(jnp.int32)
             return count

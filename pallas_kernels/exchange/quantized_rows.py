@@ -118,7 +118,7 @@ def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[
         float8.or_nan(arith.mulf(value, inverse), is_finite)
         for value, is_finite in zip(values, finite, strict=True)
     ]
-    fours = (scaled[i : i + _VALUES] for i in range(0, len(scaled), _VALUES))
+    fours = (scaled[i : i + WORD_BYTES] for i in range(0, len(scaled), WORD_BYTES))
     return [float8.packed(_PTX_TYPES[wire], four) for four in fours], scale
 
 

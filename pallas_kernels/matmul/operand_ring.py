@@ -161,7 +161,7 @@ class Steps(NamedTuple):
     """The ring's next steps, over which a compute warpgroup sums products."""
 
     used: jax.Array  # the number of steps that this block has multiplied before
-    count: Any
+    count: Any  # 0, or at least `least`
     # Load a later step in each step; see `Feeder.follow`.
     feeder: Feeder
     feed: Feed | None
