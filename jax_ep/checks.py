@@ -20,7 +20,9 @@ AxisName = str | tuple[str, ...]
 # The largest allowed number of rows, experts or tokens. All of them are counted in int32.
 MAX_INT32 = 2**31 - 1
 
+MASK = jnp.bool_, jnp.integer  # the kinds of dtypes of a mask
 _KINDS = {
+    MASK: "a bool or integer array",
     jnp.floating: "a floating array",
     jnp.integer: "an integer array",
     jnp.bool_: "a bool array",
@@ -86,7 +88,8 @@ def check_array(
         raise TypeError(f"{wanted}, but is a QuantizedArray; pass its .dequantize().")
     if ndim is not None and len(array.shape) != ndim:
         raise ValueError(f"{wanted}, but has shape {array.shape}.")
-    if not jnp.issubdtype(array.dtype, kind):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not any(jnp.issubdtype(array.dtype, each) for each in kinds):
         raise TypeError(f"{wanted}, but has dtype {array.dtype}.")
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{name} must hold real numbers, but has dtype {array.dtype}.")
@@ -96,21 +99,24 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
-def check_not_sharded(name: str, array: Any, *axes: int) -> None:
-    """Raises ValueError if Explicit mesh axes split an array, or one of `axes` (< 0) if given."""
+def check_shape(name: str, array: Any, shape: tuple[Any, ...], wanted: str) -> None:
+    """Raises ValueError unless `array` has `shape`, which the message says as `wanted`."""
+    if array.shape != shape:
+        raise ValueError(f"{name} must have {wanted}, but has shape {array.shape}.")
+
+
+def check_not_sharded(name: str, array: Any, *, only_last: bool = False) -> None:
+    """Raises ValueError if Explicit mesh axes split an array, or with `only_last` its last axis."""
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
-    checked = [spec[axis] for axis in axes] if axes and spec else spec
+    checked = spec[-1:] if only_last else spec
     if any(checked):
         # The spec that the error suggests: without mesh axes for the checked dimensions.
-        whole = tuple(
-            None if not axes or i - len(spec) in axes else mesh_axes
-            for i, mesh_axes in enumerate(spec)
-        )
+        whole = spec[: len(spec) - len(checked)] + (None,) * len(checked)
+        along = "along its last axis " if only_last else ""
         raise ValueError(
-            f"{name} must not be sharded {f'along axis {axes[0]} ' if axes else ''}over Explicit "
-            f"axes of the mesh here, but is {jax.typeof(array)}. Call this inside a jax.shard_map "
-            "over them, where each rank has its own part, or gather it first: "
-            f"jax.sharding.reshard({name}, jax.P{whole})."
+            f"{name} must not be sharded {along}over Explicit axes of the mesh here, but is "
+            f"{jax.typeof(array)}. Call this inside a jax.shard_map over them, where each rank has "
+            f"its own part, or gather it first: jax.sharding.reshard({name}, jax.P{whole})."
         )
 
 

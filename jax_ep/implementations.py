@@ -59,20 +59,16 @@ class Implementations(Generic[_Kind]):
             )
         if reason := self[name].unavailable_reason(problem):
             raise ValueError(
-                f'{prefix}{argument}="{name}" cannot run here: {reason}. {argument}=None picks one '
-                "that can."
+                f'{prefix}{argument}="{name}" cannot run here: {reason}. None picks one that can.'
             )
 
     def select(self, name: str | None, problem: Any) -> _Kind:
         """Returns the implementation called `name`, or for None the first default that can run."""
         if name is not None:
-            try:
-                self.check(name, problem)
-            except ValueError as error:
-                if not self.layer_argument:
-                    raise
-                message = f'{error} Of a layer it is {self.layer_argument}="{name}".'
-                raise ValueError(message) from None
+            argument = self.argument
+            if self.layer_argument:
+                argument = f'{self.layer_argument}="{name}" of a layer, or {argument}'
+            self.check(name, problem, argument)
             return self[name]
         return next(
             each

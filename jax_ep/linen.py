@@ -227,7 +227,7 @@ class MoE(nn.Module):
         return quantize_by_rules(MoEParams.of(**weights), MoEConfig.of(self), axis_rules=rules)
 
     def _weight(
-        self, name: str, shape: tuple[int, ...], init: Initializer
+        self, name: str, shape: tuple[int, ...], init: moe_params.WeightInitializer
     ) -> jax.Array | QuantizedArray:
         """Returns parameter `name` of `shape`, which Linen's `init` makes by the initializer."""
         logical_axes = moe_params.PARAMETERS[name].logical_axes
@@ -265,11 +265,11 @@ class MoE(nn.Module):
         self.gate.put_variable(ROUTER_STATE, "bias", bias)
 
 
-def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
+def _partitioned(init: moe_params.WeightInitializer, name: str) -> Any:
     """Returns an initializer that boxes the result of `init` with the logical axes of `name`."""
 
-    def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
-        return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])
+    def boxed(*args: Any) -> LogicallyPartitioned:
+        return LogicallyPartitioned(init(*args), moe_params.LOGICAL_AXES[name])
 
     return boxed
 

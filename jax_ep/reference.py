@@ -374,11 +374,11 @@ def rank_combine(
       N arrays [T, H] of y's dtype, accumulated in float32 in rank order.
     """
     outputs = []
-    for owner in range(len(y_per_rank)):  # the rank whose tokens these are
+    for source in range(len(y_per_rank)):  # the rank that sent the tokens
         out = np.zeros(y_per_rank[0].shape[1:], np.float32)
         for y, local in zip(y_per_rank, local_topk_idx_per_rank, strict=True):
-            sent = (local[owner] >= 0).any(axis=-1)
-            out[sent] += y[owner][sent].astype(np.float32)
+            sent = (local[source] >= 0).any(axis=-1)
+            out[sent] += y[source][sent].astype(np.float32)
         outputs.append(out.astype(y_per_rank[0].dtype))
     return outputs
 

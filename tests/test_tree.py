@@ -34,7 +34,7 @@ SHARED_TESTS = (
     ("jax_ep/matmul", "gating", "unquantized"),
     ("jax_ep/models", "published", "tests/checkpoints/test_transformers.py"),
     ("jax_ep/models", "launch", "tests/test_examples.py"),
-    ("jax_ep/moe", "held_experts", "expert_matmuls"),
+    ("jax_ep/moe", "held_experts", "slots"),
     ("jax_ep/moe", "call_checks rank", "layer"),
     ("jax_ep/runtime", "fabric", "tests/exchange/test_pallas.py"),
     ("pallas_kernels/collectives", "all_reduce_rms_norm tiles with_signals", "collectives"),

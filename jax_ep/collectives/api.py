@@ -176,8 +176,9 @@ def all_reduce_rms_norm(
             f"{x.shape}, residual {residual.shape} and scale {scale.shape}."
         )
     checks.check_number("eps", eps, may_be_zero=True)
-    operands = (x, residual, scale)
-    if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
+    operands = x, residual, scale
+    problem = Problem("all_reduce_rms_norm", operands, num_ranks, axes, availability.TRACED)
+    if _runs_on_xla(problem, algorithm):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
     # Under check_vma, the results vary over each mesh axis over which residual or scale varies, and
@@ -239,7 +240,8 @@ def _linear(
             f"{op}: the first axis of x must be a multiple of the {num_ranks} ranks along {axes}, "
             f"but x has shape {x.shape}; pad it."
         )
-    runs_on_xla = _runs_on_xla(op, algorithm, (x,), num_ranks, axes)
+    problem = Problem(op, (x,), num_ranks, axes, availability.TRACED)
+    runs_on_xla = _runs_on_xla(problem, algorithm)
     x = match_varying(x, axes)
     if 0 in x.shape and op in ("all_gather", "reduce_scatter"):
         # `jax.lax` refuses an empty axis, for which the result only has another shape.
@@ -257,20 +259,13 @@ def _linear(
     return out
 
 
-def _runs_on_xla(
-    op: str,
-    algorithm: Algorithm,
-    operands: tuple[jax.Array, ...],
-    num_ranks: int,
-    axes: tuple[str, ...],
-) -> bool:
+def _runs_on_xla(problem: Problem, algorithm: Algorithm) -> bool:
     """Returns whether tracing shows that XLA runs the call; raises if `algorithm` cannot run."""
-    problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
-    ALGORITHMS[op].check(algorithm, problem)
+    ALGORITHMS[problem.op].check(algorithm, problem)
     if algorithm is None:
         # This call raises, on CPUs too, if the file JAX_EP_COLLECTIVES_TABLE is not a valid table.
         table.current()
-    if num_ranks == 1 or 0 in operands[0].shape:
+    if problem.num_ranks == 1 or 0 in problem.operands[0].shape:
         return True
     if algorithm is None:
         return availability.tracing_unavailable_reason() is not None

@@ -68,9 +68,9 @@ def unavailable_reason(
             return reason
         # Without GPUs here, the program is lowered for another machine, whose GPUs are assumed to
         # have multicast memory.
-        return (
-            availability.multicast_unavailable_reason() if jax.default_backend() == "gpu" else None
-        )
+        if jax.default_backend() != "gpu":
+            return None
+        return availability.multicast_unavailable_reason(jax.devices())
     if not _is_low_latency(algorithm):
         return None
     # The mesh's GPUs count unless this host's are known: `domain` is None if the program is lowered

@@ -18,10 +18,10 @@ from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives
 from jax_ep.runtime import availability, jax_compat
-from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
+from jax_ep.runtime.jax_compat import Program, result_type, to_varying, varying_axes
 
 
-def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Primitive:
+def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Any:
     """Defines the primitive of `op`, which `method` looks up in an `XlaCollectives` or the like."""
 
     def compute(
@@ -70,7 +70,7 @@ def _linear(
     method: Callable[[Any], Callable[..., Any]],
     result: Callable[[Any, int, tuple[str, ...]], Any],
     transposed: str,
-) -> Primitive:
+) -> Any:
     """Defines the primitive of linear `op`; `transposed` names the collective of its transpose."""
     # `result` maps x's type, the number of ranks N and the mesh axes to the result's type.
 

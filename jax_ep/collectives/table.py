@@ -52,9 +52,9 @@ def _read(path: str) -> dict[str, Any]:
         _check(table)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         # The text cannot be decoded, is not JSON, or fails in `_check`.
-        problem = f"holds no table of collectives: {error}"
+        problem = f"holds no table of collectives: {error!r}"
     else:
         return table
     raise ValueError(
@@ -64,49 +64,20 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    for capability, operations in _items(table, "the file"):
-        for op, by_ranks in _items(operations, capability):
-            _require(op in ALGORITHMS, f"{capability}: {op!r} is not one of {tuple(ALGORITHMS)}")
-            for ranks, entry in _items(by_ranks, f"{capability}: {op}"):
-                where = f"{capability}: {op}: {ranks}"
-                is_number = ranks.isdecimal() and int(ranks) > 0
-                _require(is_number, f"{where!r} must end in a number of ranks")
-                _check_entry(dict(_items(entry, where)), op, where)
-
-
-def _check_entry(entry: dict[str, Any], op: str, where: str) -> None:
-    def check_algorithm(name: Any) -> None:
-        names = ALGORITHMS[op].names
-        known = ", ".join(names)
-        _require(name in names, f"{where}: unknown algorithm {name!r}; {op} has {known}")
-
-    choices, form = entry.get("choices"), "[bytes or null, algorithm]"
-    is_list = isinstance(choices, list) and len(choices) > 0
-    _require(is_list, f"{where}: choices must be a list of {form}, but is {reprlib.repr(choices)}")
-    for choice in entry["choices"]:
-        match choice:
-            case [None | int(), name]:
-                check_algorithm(name)
-            case _:
-                text = reprlib.repr(choice)
-                raise ValueError(f"{where}: a choice must be {form}, but is {text}")
-    for size, times in _items(entry.get("us", {}), f"{where}: us"):
-        _require(size.isdecimal(), f"{where}: us: {size!r} must be a number of bytes")
-        for name, us in _items(times, f"{where}: us: {size}"):
-            check_algorithm(name)
-            is_time = isinstance(us, (int, float)) and us > 0
-            _require(is_time, f"{where}: us: {size}: {name} must be a positive time, but is {us!r}")
-
-
-def _items(value: Any, where: str) -> list[tuple[str, Any]]:
-    is_object = isinstance(value, dict)
-    _require(is_object, f"{where} must be a JSON object, but is {reprlib.repr(value)}")
-    return list(value.items())
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    """Raises an exception unless `table` has the form that the module describes."""
+    for operations in table.values():
+        for op, by_ranks in operations.items():
+            known = set(ALGORITHMS[op].names)
+            for ranks, entry in by_ranks.items():
+                limits, names = zip(*entry["choices"], strict=True)
+                times = {int(size): dict(at_size) for size, at_size in entry.get("us", {}).items()}
+                used = set(names).union(*times.values())
+                are_limits = all(limit is None or isinstance(limit, int) for limit in limits)
+                if int(ranks) < 1 or not are_limits or not used <= known:
+                    raise ValueError(
+                        f"{op} on {ranks} ranks has {reprlib.repr(entry)}, but should have choices "
+                        f"[bytes or null, algorithm] and times of the algorithms {sorted(known)}"
+                    )
 
 
 def select(algorithm: Algorithm, problem: Problem) -> str:

@@ -140,10 +140,18 @@ def dispatch(
     num_experts = _check_num_experts(num_experts, axis_name)
     interface.check_output(output, interface.wire_format(wire_dtype))
     if layout == "rank":
-        _check_options_of_rank_major(capacity, expert_alignment, overflow, host_capacity)
-        checks.check_bool("zero_unused", zero_unused)
-        if not zero_unused:
-            raise ValueError(f'zero_unused must be True for layout="rank", but is {zero_unused!r}.')
+        for name, value, default in (
+            ("capacity", capacity, None),
+            ("expert_alignment", expert_alignment, 1),
+            ("overflow", overflow, "tail"),
+            ("host_capacity", host_capacity, None),
+            ("zero_unused", zero_unused, True),
+        ):
+            if value != default:
+                raise ValueError(
+                    f'{name} must be {default!r} for layout="rank", which has a row for each '
+                    f"(source rank, token), but is {value!r}. See group_by_expert."
+                )
         if topk_weights is not None:
             check_weights(topk_weights, topk_idx.shape)
         layout_options: dict[str, Any] = dict(layout="rank")
@@ -155,14 +163,16 @@ def dispatch(
             "the weights to combine."
         )
     else:
-        expert_alignment = checks.check_integer(
-            "expert_alignment", expert_alignment, most=checks.MAX_INT32
-        )
+        most = checks.MAX_INT32
+        expert_alignment = checks.check_integer("expert_alignment", expert_alignment, most=most)
+        if host_capacity is not None:
+            host_capacity = checks.check_integer("host_capacity", host_capacity, most=most)
+            interface.check_is_between_hosts("host_capacity", host_capacity, implementation)
         checks.check_name("overflow", overflow, get_args(Overflow))
         checks.check_bool("zero_unused", zero_unused)
         num_ranks = checks.num_ranks(axis_name)
         layout_options = dict(
-            host_capacity=_checked_host_capacity(host_capacity, implementation),
+            host_capacity=host_capacity,
             capacity=_checked_capacity(
                 capacity,
                 expert_alignment,
@@ -244,11 +254,8 @@ def combine(
         _check_partial_sums(y, handle, topk_weights)
     else:
         checks.check_array("y", y, 2, jnp.floating, "[R, H]")
-        if y.shape[0] != handle.capacity:
-            raise ValueError(
-                "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
-                f"{handle.capacity}, but y has shape {y.shape}."
-            )
+        rows = f"one row for each row of Dispatched.tokens, {handle.capacity} rows"
+        checks.check_shape("y", y, (handle.capacity, y.shape[1]), rows)
     if y.shape[-1] == 0:
         raise ValueError(
             f"y must be [R, H] or [N, T, H] with at least one column, but has shape {y.shape}."
@@ -293,21 +300,25 @@ def dispatch_like(
       ValueError, TypeError: an argument does not fit; the message names it.
     """
     interface.check_output(output, interface.wire_format(wire_dtype))
-    config, x = _config_like(
+    _check_handle(handle)
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    num_tokens = handle.shape[1]
+    if x.shape[0] != num_tokens or x.shape[1] == 0:
+        raise ValueError(
+            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
+            f"at least one column, but has shape {x.shape}."
+        )
+    config = _configure(
+        "x",
         x,
-        handle,
+        **_options_of(handle),
         wire_dtype=wire_dtype,
         grad_wire_dtype=grad_wire_dtype,
         quantized=output == "quantized",
         implementation=implementation,
     )
+    (x,) = gradients.match((x,), handle.axis_name)
     return gradients.dispatch_like_with_vjp(config, x, handle.routes)
-
-
-def stand_in_rows(x: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    options = dict(wire_dtype=None, grad_wire_dtype=None, implementation=implementation)
-    config, x = _config_like(x, handle, **options)
-    return gradients.stand_in_rows(config, x, handle.routes)
 
 
 def _configure(
@@ -317,7 +328,6 @@ def _configure(
     list_words: int,
     wire_dtype: jax.typing.DTypeLike | None,
     grad_wire_dtype: jax.typing.DTypeLike | None,
-    implementation: Implementation,
     **arguments: Any,
 ) -> Config:
     """Makes and checks the `Config` that moves `rows`; `arguments` are its other fields."""
@@ -326,28 +336,10 @@ def _configure(
     config = Config(
         wire=interface.checked_wire(name, rows, wire_dtype),
         grad_wire=interface.checked_wire(name, rows, grad_wire_dtype, "grad_wire_dtype"),
-        implementation=implementation,
         **arguments,
     )
     check_implementation(config, rows, list_words)
     return config
-
-
-def _config_like(
-    x: jax.Array, handle: Handle | RankHandle, **options: Any
-) -> tuple[Config, jax.Array]:
-    """Returns the checked `Config` of a `dispatch_like`, and x cast for the VJP."""
-    _check_handle(handle)
-    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
-    num_tokens = handle.shape[1]
-    if x.shape[0] != num_tokens or x.shape[1] == 0:
-        raise ValueError(
-            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
-            f"at least one column, but has shape {x.shape}."
-        )
-    config = _configure("x", x, **_options_of(handle), **options)
-    (x,) = gradients.match((x,), handle.axis_name)
-    return config, x
 
 
 def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
@@ -359,11 +351,8 @@ def _options_of(handle: Handle | RankHandle) -> dict[str, Any]:
 def _check_choices(x: Any, topk_idx: Any) -> None:
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
-    if topk_idx.shape[0] != x.shape[0]:
-        raise ValueError(
-            "topk_idx must have one row for each row of x, but topk_idx has shape "
-            f"{topk_idx.shape} and x has shape {x.shape}."
-        )
+    shape = x.shape[0], topk_idx.shape[1]
+    checks.check_shape("topk_idx", topk_idx, shape, f"one row for each row of x {x.shape}")
     if x.shape[1] == 0 or topk_idx.shape[1] == 0:
         raise ValueError(
             "x and topk_idx must have at least one column, but have shapes "
@@ -404,11 +393,8 @@ def _check_handle(handle: Any) -> None:
 
 def _check_partial_sums(y: Any, handle: RankHandle, topk_weights: Any) -> None:
     checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
-    if y.shape[:2] != handle.shape[:2]:
-        raise ValueError(
-            f"y must have one row for each (source rank, token), {handle.shape[:2]}, but has shape "
-            f"{y.shape}."
-        )
+    rows = f"one row for each (source rank, token), {handle.shape[:2]}"
+    checks.check_shape("y", y, (*handle.shape[:2], y.shape[2]), rows)
     if topk_weights is not None:
         raise ValueError(
             "topk_weights must be None in the rank-major layout, where y is already summed over a "
@@ -418,38 +404,7 @@ def _check_partial_sums(y: Any, handle: RankHandle, topk_weights: Any) -> None:
 
 def check_weights(topk_weights: jax.Array, shape: tuple[int, ...]) -> None:
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
-    if topk_weights.shape != shape:
-        raise ValueError(
-            f"topk_weights must have topk_idx's shape {shape}, but has shape {topk_weights.shape}."
-        )
-
-
-def _check_options_of_rank_major(
-    capacity: Any, expert_alignment: Any, overflow: Any, host_capacity: Any
-) -> None:
-    if host_capacity is not None:
-        raise ValueError(
-            f'layout="rank" takes no host_capacity, but it is {host_capacity}; a host gets the '
-            "rows of all tokens."
-        )
-    if capacity is not None or expert_alignment != 1 or overflow != "tail":
-        raise ValueError(
-            'layout="rank" has a row for each (source rank, token) and takes no capacity, '
-            f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
-            f"{overflow!r}; give them to group_by_expert."
-        )
-
-
-def _checked_host_capacity(host_capacity: int | None, implementation: Implementation) -> int | None:
-    if host_capacity is None:
-        return None
-    host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
-    if implementation in ("pallas", "xla"):
-        raise ValueError(
-            'host_capacity needs implementation="two_level" or None, since only the exchange '
-            f"between hosts has it, but is {host_capacity} with implementation={implementation!r}."
-        )
-    return host_capacity
+    checks.check_shape("topk_weights", topk_weights, shape, f"topk_idx's shape {shape}")
 
 
 def _checked_capacity(

@@ -85,31 +85,12 @@ def _received(
 def _dispatch_like_bwd(config, routes, g):
     if config.quantized:
         raise TypeError(_no_gradient(config.wire))
-    return _stand_in_bwd(config, routes, g)
-
-
-def _stand_in_bwd(config, routes, g):
-    return combine_with_vjp(config.of_cotangents, g, None, routes), None  # type: ignore
+    return combine_with_vjp(config.of_cotangents, g, None, routes), None
 
 
 dispatch_like_with_vjp.defvjp(
     lambda config, x, routes: (dispatch_like_with_vjp(config, x, routes), routes),
     _dispatch_like_bwd,
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
-    """Returns zeros [R, H], whose gradient reaches x [T, H] as if they were its dispatched rows."""
-    # Quantized rows have no gradient, so a float8 matmul gives the rows' cotangent to the zeros.
-    zeros = jnp.zeros((config.capacity, x.shape[1]), x.dtype)
-    # Next to x, the zeros are cast to vary over the same mesh axes as x.
-    zeros, _ = match_varying((zeros, x))
-    return zeros
-
-
-stand_in_rows.defvjp(
-    lambda config, x, routes: (stand_in_rows(config, x, routes), routes), _stand_in_bwd
 )
 
 

@@ -35,6 +35,15 @@ def algorithm_next_to(implementation: Implementation) -> str | None:
     return None if implementation in (None, "pallas") else "xla"
 
 
+def check_is_between_hosts(name: str, value: Any, implementation: Implementation) -> None:
+    """Raises ValueError if `implementation` has no option `name`, which the caller has set."""
+    if implementation in ("pallas", "xla"):
+        raise ValueError(
+            f'{name} needs implementation="two_level" or None, since only the exchange between '
+            f"hosts has it, but is {value} with implementation={implementation!r}."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The options of one exchange; the static parameter of its primitives."""

@@ -28,11 +28,7 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-_OPTIONAL_SIZES = ("capacity", "host_capacity")
-_SIZES = (
-    *("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts"),
-    *("expert_alignment", *_OPTIONAL_SIZES),
-)
+_SIZES = ("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts")
 # The operation of the exchange that computes another one; it computes those of LOCAL on one rank.
 _COMPUTED_BY = {
     "group_by_expert": "dispatch",
@@ -92,14 +88,7 @@ def workspace_bytes(
     """
     sizes = _checked(types.SimpleNamespace(**locals()))  # the local variables are the arguments
     computed_by = _COMPUTED_BY.get(operation, operation)
-    kernels = implementation == "pallas"
-    if num_hosts > 1 and operation not in LOCAL:
-        # The rank-major layout has no host_capacity.
-        most = num_tokens if host_capacity is None or layout == "rank" else host_capacity
-        rows_to_host = min(num_tokens, most)
-        held = workspace.of_two_levels(computed_by, kernels, sizes, num_hosts, rows_to_host)
-    else:
-        held = workspace.of_one_level(computed_by, kernels, sizes)
+    held = workspace.of_call(computed_by, implementation == "pallas", sizes)
     if operation == "combine_grad" and not sizes.by_rank:
         held |= workspace.gradients_of_rows(sizes)
     return {name: size for name, size in held.items() if size}
@@ -138,8 +127,10 @@ def _checked(given: Any) -> CallSizes:
     checks.check_name("operation", operation, OPERATIONS)
     checks.check_name("implementation", given.implementation, IMPLEMENTATIONS)
     checks.check_name("layout", layout, LAYOUTS)
-    for name in _SIZES:
-        if (size := getattr(given, name)) is not None or name not in _OPTIONAL_SIZES:
+    for name in (*_SIZES, "expert_alignment"):
+        checks.check_integer(name, getattr(given, name))
+    for name in ("capacity", "host_capacity"):
+        if (size := getattr(given, name)) is not None:
             checks.check_integer(name, size)
     if num_experts % num_ranks:
         raise ValueError(
@@ -160,15 +151,17 @@ def _checked(given: Any) -> CallSizes:
         )
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
-    num_local = num_experts // num_ranks
+    num_local, num_hosts = num_experts // num_ranks, given.num_hosts
     if operation in LOCAL:
         # A local operation runs as the exchange of a single rank with N * T tokens.
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
-        layout = "expert"
+        num_hosts, layout = 1, "expert"
     capacity = num_ranks * num_tokens if layout == "rank" else given.capacity
     if capacity is None:
         choices = num_ranks * num_tokens * given.top_k
         capacity = routes.dropless_capacity(choices, num_local, given.expert_alignment)
+    # The rank-major layout has no host_capacity.
+    host_capacity = None if layout == "rank" else given.host_capacity
     return CallSizes(
         num_tokens=num_tokens,
         hidden=given.hidden,
@@ -180,4 +173,6 @@ def _checked(given: Any) -> CallSizes:
         by_rank=layout == "rank",
         wire=wire,
         quantized=output == "quantized",
+        num_hosts=num_hosts,
+        rows_to_host=num_tokens if host_capacity is None else min(num_tokens, host_capacity),
     )

@@ -15,7 +15,11 @@ from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, counts_here
 from jax_ep.runtime import environment
 from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
+from pallas_kernels.exchange import combine as combine_kernel
+from pallas_kernels.exchange import dispatch as dispatch_kernels
+from pallas_kernels.exchange import low_latency_combine, low_latency_dispatch
 from pallas_kernels.exchange import plan as plans
+from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -27,15 +31,11 @@ def dispatch_by_choices(
     sizes = (fabric.num_ranks, *topk_idx.shape)  # (N, T, K)
     options: dict[str, Any] = dict(fabric=fabric, buffer=_receive_buffer(config))
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
-        from pallas_kernels.exchange import low_latency_dispatch
-
         received, rows, counts, *sizes_of_groups = low_latency_dispatch.low_latency_dispatch(
             padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
-        from pallas_kernels.exchange.dispatch import expert_dispatch
-
-        received, rows, counts, *sizes_of_groups = expert_dispatch(
+        received, rows, counts, *sizes_of_groups = dispatch_kernels.expert_dispatch(
             padded,
             topk_idx,
             num_experts=config.num_experts,
@@ -65,8 +65,6 @@ def dispatch_like(
     sizes = routes.rows.shape  # (N, T, K)
     # The low-latency kernels only write a whole receive buffer, and take no `into`.
     if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
-        from pallas_kernels.exchange import low_latency_dispatch
-
         received = low_latency_dispatch.dispatch_like(
             padded,
             routes.topk_idx,
@@ -77,9 +75,7 @@ def dispatch_like(
             **options,
         )
     else:
-        from pallas_kernels.exchange import dispatch
-
-        received = dispatch.dispatch_like(
+        received = dispatch_kernels.dispatch_like(
             padded,
             routes.rows,
             routes.counts,
@@ -113,14 +109,10 @@ def _combine(
     operands = padded, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)
     if low_latency := _low_latency_plan(fabric, padded, rows.shape, config):
-        from pallas_kernels.exchange import low_latency_combine
-
         out = low_latency_combine.combine(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
-        from pallas_kernels.exchange import combine as combine_kernel
-
         out = combine_kernel.combine(
             *operands,
             plan=_plan(plans.for_combine, padded, rows.shape, config),
@@ -134,8 +126,6 @@ def _combine(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
-
     num_tokens = x.shape[0]
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
@@ -168,11 +158,7 @@ def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
     """Returns the low-latency kernels' plan for padded rows x and sizes (N, T, K), if they fit."""
-
-    def make(row: plans.Row, sizes: plans.Sizes, num_blocks: int | None) -> Any:
-        return plans.for_low_latency(row, sizes, num_gpus(fabric), num_blocks)
-
-    return _plan(make, x, sizes, config)
+    return _plan(plans.for_low_latency, x, sizes, config, num_gpus=num_gpus(fabric))
 
 
 def _plan(
@@ -185,7 +171,7 @@ def _plan(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts
     )
     # The environment may limit the number of thread blocks.
-    return make(row, of_call, environment.num_blocks(), **options)
+    return make(row, of_call, num_blocks=environment.num_blocks(), **options)
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:

@@ -62,14 +62,14 @@ class Rail:
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
         num_tokens = topk_idx.shape[0]
-        if not self.drops(num_tokens):
+        if (capacity := self.limit(num_tokens)) is None:
             return rail
         chosen, position = self._positions(topk_idx)
         # A token that chose no expert of a host gets the position T there. `sent_tokens` has only
         # host_capacity positions, fewer than T, so the scatter drops this token.
         position = jnp.where(chosen, position, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
-        sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, self._capacity))
+        sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, capacity))
         sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), position].set(tokens, mode="drop")
         received_tokens = xla_exchange.stack_ranks(self._exchange(sent_tokens), self.inside)
         return dataclasses.replace(rail, sent_tokens=sent_tokens, received_tokens=received_tokens)
@@ -88,22 +88,19 @@ class Rail:
             wire=PLAIN,
         )
 
-    @property
-    def _capacity(self) -> int:
-        assert self.config.host_capacity is not None
-        return self.config.host_capacity
-
-    def drops(self, num_tokens: int) -> bool:
-        return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
+    def limit(self, num_tokens: int) -> int | None:
+        """Returns the host_capacity, or None if it drops none of a rank's `num_tokens`."""
+        capacity = self.config.host_capacity
+        return capacity if capacity is not None and capacity < num_tokens else None
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
         """Returns topk_idx [T, K] with -1 in place of each choice that the host_capacity drops."""
-        if not self.drops(topk_idx.shape[0]):
+        if (capacity := self.limit(topk_idx.shape[0])) is None:
             return topk_idx
         _, position = self._positions(topk_idx)
         host = self._host_of(topk_idx)
         of_choice = jnp.take_along_axis(position, jnp.clip(host, 0, self.num_hosts - 1), axis=1)
-        is_dropped = (host >= 0) & (host != self.host) & (of_choice >= self._capacity)
+        is_dropped = (host >= 0) & (host != self.host) & (of_choice >= capacity)
         return jnp.where(is_dropped, -1, topk_idx)
 
     def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,8 @@ from jax import lax
 
 from jax_ep.runtime.jax_compat import register_for_export, smaller
 
-_CHUNK = 128
+# Choices are counted in chunks of this number.
+CHUNK = 128
 
 # Selects the rows to drop where a receive buffer is too small; see `jax_ep.dispatch`.
 Overflow = Literal["tail", "fair"]
@@ -68,12 +69,12 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
         return count_experts(topk_idx, num_experts), topk_idx
     flat = topk_idx.reshape(-1)
     # With chunks, the cost grows with T·K·(E + 128) and not with (T·K)².
-    num_chunks = -(-flat.size // _CHUNK)
-    padding = num_chunks * _CHUNK - flat.size
-    chunks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_chunks, _CHUNK)
+    num_chunks = -(-flat.size // CHUNK)
+    padding = num_chunks * CHUNK - flat.size
+    chunks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_chunks, CHUNK)
     # A position is the number of earlier choices of the same expert, in this chunk and before it.
     same = chunks[:, :, None] == chunks[:, None, :]
-    earlier = jnp.tril(jnp.ones((1, _CHUNK, _CHUNK), bool), k=-1)
+    earlier = jnp.tril(jnp.ones((1, CHUNK, CHUNK), bool), k=-1)
     within_chunk = jnp.sum(same & earlier, axis=2, dtype=jnp.int32)
     experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
     histogram = jnp.sum(chunks[:, :, None] == experts, axis=1, dtype=jnp.int32)

@@ -52,7 +52,7 @@ class TwoLevel:
         kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
-        if rail.drops(topk_idx.shape[0]):
+        if rail.limit(topk_idx.shape[0]) is not None:
             # How many choices of each expert the host_capacity drops, [E], ends the message.
             chosen = count_experts(topk_idx, config.num_experts)
             message = jnp.concatenate([message, chosen - count_experts(kept, config.num_experts)])
@@ -61,7 +61,7 @@ class TwoLevel:
         of_rails = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), inside)
         messages = of_rails.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, groups = xla_exchange.read_messages(messages[:, :num_words], kept, config)
-        if rail.drops(topk_idx.shape[0]):
+        if rail.limit(topk_idx.shape[0]) is not None:
             dropped = counts_here(messages[:, num_words:], config.rank())
             dropped_counts = groups.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
             groups = groups._replace(

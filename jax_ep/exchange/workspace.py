@@ -7,9 +7,10 @@ import dataclasses
 import jax.numpy as jnp
 
 from jax_ep.exchange.interface import Rows
+from jax_ep.exchange.routes import CHUNK
 from jax_ep.runtime import environment
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric.hardware import WARPGROUP, WORD_BYTES, align_up
+from pallas_kernels.fabric.hardware import WORD_BYTES, align_up
 from pallas_kernels.formats import PLAIN, RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -29,6 +30,8 @@ class CallSizes:
     by_rank: bool  # whether the layout is rank-major
     wire: RowFormat  # the format in which rows or sums are sent
     quantized: bool  # whether a dispatch returns float8 rows and scales
+    num_hosts: int  # M
+    rows_to_host: int  # the rows that a rank sends to each other host: T, or the host_capacity
 
     @property
     def pairs(self) -> int:
@@ -80,13 +83,15 @@ class CallSizes:
         return 0 if padded == self.hidden else count * padded * self.dtype.itemsize
 
 
-def of_one_level(operation: str, kernels: bool, sizes: CallSizes) -> dict[str, int]:
+def of_call(operation: str, kernels: bool, sizes: CallSizes) -> dict[str, int]:
     """`operation` is "dispatch", "dispatch_like", "dispatch_grad" or "combine"."""
+    if sizes.num_hosts > 1:
+        return _of_two_levels(operation, kernels, sizes)
     return _of_kernels(operation, sizes) if kernels else _of_xla(operation, sizes)
 
 
 def _of_kernels(operation: str, sizes: CallSizes) -> dict[str, int]:
-    """Computes `of_one_level` for "pallas"; raises ValueError if the kernels cannot run."""
+    """Computes `of_call` for "pallas"; raises ValueError if the kernels cannot run."""
     rows = Rows(
         hidden=sizes.hidden,
         dtype=sizes.dtype,
@@ -120,7 +125,7 @@ def _of_kernels(operation: str, sizes: CallSizes) -> dict[str, int]:
 
 
 def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
-    """Computes `of_one_level` for "xla"."""
+    """Computes `of_call` for "xla"."""
     if operation in ("combine", "dispatch_grad"):
         return _sums_of_xla(sizes, weighted=operation == "combine")
     choices = sizes.num_tokens * sizes.top_k
@@ -140,8 +145,8 @@ def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
         return tokens
     return {
         "gathered choices": WORD_BYTES * sizes.num_ranks * (2 * choices + sizes.num_experts),
-        # `routes.count_choices` pads the choices to chunks of 128.
-        "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
+        # `routes.count_choices` pads the choices to whole chunks.
+        "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
         "routes": sizes.routes(),
         **tokens,
     }
@@ -178,18 +183,10 @@ def gradients_of_rows(sizes: CallSizes) -> dict[str, int]:
     }
 
 
-def of_two_levels(
-    operation: str,
-    kernels: bool,
-    sizes: CallSizes,
-    num_hosts: int,
-    rows_to_host: int,
-) -> dict[str, int]:
-    """Returns the buffers of "two_level", including those inside a host: name -> bytes per rank.
-
-    `rows_to_host` are the rows that a rank sends to each other host: T, or the host_capacity.
-    """
-    num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
+def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str, int]:
+    """Computes `of_call` for "two_level", with the buffers inside a host."""
+    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
+    ranks_per_host = sizes.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
     # On hosts with one rank each, XLA computes the sums, as in `TwoLevel._of_call`.
     kernels = kernels and not (sums and ranks_per_host == 1)
@@ -205,6 +202,7 @@ def of_two_levels(
         capacity=ranks_per_host * tokens_of_call if sizes.by_rank else sizes.capacity,
         wire=PLAIN,
         quantized=False,
+        num_hosts=1,
     )
     # The rank-major kernels of a host take and return rows sorted by the source rank's number
     # within its host. XLA copies rows between this order and the order of all N source ranks.
@@ -215,15 +213,13 @@ def of_two_levels(
         "rows inside a host": reordered,
     }
     if sums:
-        held |= _sums_workspace(sizes, num_hosts, rows_to_host, at_once)
+        held |= _sums_workspace(sizes, at_once)
         if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
             of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
         if kernels and of_host.dtype != sizes.dtype:
             held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
-        return held | of_one_level(operation, kernels, of_host)
-    return held | _rows_workspace(
-        operation, kernels, sizes, of_host, num_hosts, rows_to_host, at_once=at_once
-    )
+        return held | of_call(operation, kernels, of_host)
+    return held | _rows_workspace(operation, kernels, sizes, of_host, at_once)
 
 
 def _rows_workspace(
@@ -231,13 +227,10 @@ def _rows_workspace(
     kernels: bool,
     sizes: CallSizes,
     of_host: CallSizes,  # of the exchange inside a host
-    num_hosts: int,
-    rows_to_host: int,
-    *,
     at_once: bool,  # whether one call inside the host has the tokens of all hosts
 ) -> dict[str, int]:
     """Returns the buffers, name -> bytes, in which rows cross to other hosts and are forwarded."""
-    num_tokens = sizes.num_tokens
+    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.
     # Without kernels, XLA may hold the rows of all remote hosts.
@@ -259,23 +252,22 @@ def _rows_workspace(
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
         of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
         held["received rows"] = sizes.quantized_rows(sizes.capacity)
-    parts = of_one_level("dispatch_like", kernels, of_host)
+    parts = of_call("dispatch_like", kernels, of_host)
     if "gathered tokens" in parts:
         # XLA gathers the tokens of one source host after the other. It holds at most those of this
         # host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
-        held |= _routing_workspace(sizes, num_hosts)
+        held |= _routing_workspace(sizes)
     if sizes.by_rank or operation == "dispatch":
         parts["routes"] = sizes.routes()
     return held | {name: size for name, size in parts.items() if size}
 
 
-def _sums_workspace(
-    sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
-) -> dict[str, int]:
-    """Returns the buffers of sums between hosts; `rows_to_host` is that of `of_two_levels`."""
-    num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
+def _sums_workspace(sizes: CallSizes, at_once: bool) -> dict[str, int]:
+    """Returns the buffers, name -> bytes, of the sums between hosts."""
+    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
+    sum_bytes = sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need their
     # own buffers.
     hosts_held = 2 * num_hosts if at_once else num_hosts
@@ -287,15 +279,15 @@ def _sums_workspace(
     }
 
 
-def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
+def _routing_workspace(sizes: CallSizes) -> dict[str, int]:
     """Returns the buffers in which a dispatch gathers and counts the choices of all hosts."""
     choices = sizes.num_tokens * sizes.top_k
     numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
     # The bytes of a number between hosts, as `two_level` narrows them.
     narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
     return {
-        "choices of the rail": narrow * num_hosts * numbers,
+        "choices of the rail": narrow * sizes.num_hosts * numbers,
         "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
-        # `routes.count_choices` pads the choices to chunks of 128.
-        "counting choices": WORD_BYTES * align_up(choices, WARPGROUP) * sizes.num_experts,
+        # `routes.count_choices` pads the choices to whole chunks.
+        "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
     }

@@ -79,7 +79,8 @@ def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
     """Sends x [T, H] to the rows of an earlier dispatch; returns the receive buffer [R, H]."""
-    all_bits = _gather_ranks(pack(x, config.wire), config)
+    all_bits = stack_ranks(pack(x, config.wire), config)
+    all_bits = all_bits.reshape(-1, all_bits.shape[2])  # [N·T, ...]
     choices = _choice_of_row(routes.rows, config.capacity)
     # An index of a choice, divided by K, is the index of its token among all ranks' N·T tokens. For
     # an empty row, the quotient is -1, too, and `take_rows` gives zeros.
@@ -164,18 +165,13 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     return functools.reduce(jnp.add, in_rank_order)
 
 
-def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [T, ...] of all ranks, concatenated in rank order: [N * T, ...]."""
-    if _is_alone(config):
-        return x
-    return lax.all_gather(
-        x, config.axis_name, axis=0, tiled=True, axis_index_groups=config.ranks_of_hosts
-    )
-
-
 def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Gathers x [...] of all ranks, stacked in rank order: [N, ...]."""
-    return _gather_ranks(x[None], config)
+    if _is_alone(config):
+        return x[None]
+    return lax.all_gather(
+        x[None], config.axis_name, axis=0, tiled=True, axis_index_groups=config.ranks_of_hosts
+    )
 
 
 def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:

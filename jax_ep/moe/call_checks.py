@@ -9,13 +9,12 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.moe import losses
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.expert_matmuls import QuantizedExperts, check_are_arrays, check_same_kind
-from jax_ep.moe.mesh import AxisRules, LayerMesh, check_mesh_of_experts
+from jax_ep.moe.mesh import AxisRules, LayerMesh, check_sharding_of_experts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS, MoEParams, check_params
 from jax_ep.placement.table import Placement
-from jax_ep.placement.weights import ROUTED_WEIGHTS
+from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS
 
 
 class Call(NamedTuple):
@@ -36,7 +35,13 @@ def check_call(params: MoEParams, call: Call, config: MoEConfig) -> None:
     check_params(params, config.num_choosable, config.constant_experts)
     _check_tokens(call.x, call.mask, params.wi_0.shape[1], config)
     _check_router(params, call, config)
-    _check_lora(params, config)
+    if config.matmul_dtype is not None and any(
+        getattr(params, name) is not None for name in ADAPTERS
+    ):
+        raise ValueError(
+            "matmul_dtype must be None where experts have adapters, such as wi_0_lora_a, but is "
+            f"{config.matmul_dtype!r}. The matrices may be stored quantized."
+        )
 
 
 def check_on_mesh(
@@ -51,7 +56,7 @@ def check_on_mesh(
     """Raises for what does not fit the mesh; `axis_rules` and `in_init` are as in `run_layer`."""
     check_placement(placement, config.num_experts, config.num_slots, where.num_ranks())
     check_same_kind(params, QuantizedExperts._fields)
-    check_mesh_of_experts(params.wi_0, config, where, axis_rules, in_init)
+    check_sharding_of_experts(params.wi_0, config, where, axis_rules, in_init)
     check_experts(params, config, where)
     _check_shared_experts(params, config, where)
     _check_quantized(quantized, params, config.matmul_dtype)
@@ -73,12 +78,8 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoE
             f"{x.shape}."
         )
     if mask is not None:
-        losses.check_mask(mask, "[...], x's without its last axis")
-        if mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"mask must have one value for each token of x {x.shape}, but has shape "
-                f"{mask.shape}."
-            )
+        checks.check_array("mask", mask, None, checks.MASK, "[...], x's without its last axis")
+        checks.check_shape("mask", mask, x.shape[:-1], f"one value per token of x {x.shape}")
 
 
 def _check_router(params: MoEParams, call: Call, config: MoEConfig) -> None:
@@ -140,27 +141,6 @@ def _check_without_gate(params: MoEParams, call: Call, config: MoEConfig) -> Non
         if getattr(params, name) is not None:
             raise ValueError(
                 f"{name} must be None where gate is None: it is added to the logits of a gate."
-            )
-
-
-def _check_lora(params: MoEParams, config: MoEConfig) -> None:
-    for name in ("wi_0", "wi_1", "wo"):
-        a, b = getattr(params, f"{name}_lora_a"), getattr(params, f"{name}_lora_b")
-        if a is None and b is None:
-            continue
-        if a is None or b is None:
-            raise ValueError(f"{name}_lora_a and {name}_lora_b must be given together, or be None.")
-        held, rows, columns = getattr(params, name).shape
-        if a.shape[:2] != (held, rows) or b.shape != (held, a.shape[2], columns):
-            raise ValueError(
-                f"{name}_lora_a and {name}_lora_b must be [{held}, {rows}, r] and "
-                f"[{held}, r, {columns}] for {name} {getattr(params, name).shape}, but have shapes "
-                f"{a.shape} and {b.shape}."
-            )
-        if config.matmul_dtype is not None:
-            raise ValueError(
-                f"matmul_dtype must be None where experts have adapters, such as {name}_lora_a, "
-                f"but is {config.matmul_dtype!r}. The matrices may be stored quantized."
             )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
-from jax_ep.exchange.interface import Implementation
+from jax_ep.exchange.interface import Implementation, check_is_between_hosts
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_matmuls import check_matmul_dtype
@@ -21,25 +22,19 @@ from jax_ep.moe.routing import RoutingOptions
 
 WeightsOn = Literal["output", "input"]
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
+_FUNCTIONS = ("router", "activation", "shared_activation")  # the fields that hold functions
 
 
 def check_compute_dtype(
-    dtype: Any, hint: str = "", *, name: str = "dtype", in_float32: str = ""
+    dtype: Any, hint: str = "", *, name: str = "dtype", may_be_wide: bool = True
 ) -> None:
-    """Raises TypeError unless `dtype` is floating, of 16 bits or more; `hint` ends the message.
-
-    If given, `in_float32` names what is computed in float32, and `dtype` must not be wider.
-    """
+    """Raises TypeError unless `dtype` is floating, of 16 bits or more; `hint` ends the message."""
     known = checks.floating(dtype)
-    if known is None or known.itemsize < 2:
+    if known is None or known.itemsize < 2 or (known.itemsize > 4 and not may_be_wide):
+        bits = "16 bits or more" if may_be_wide else "16 or 32 bits"
         raise TypeError(
-            f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
+            f"{name} must be a floating dtype of {bits}, such as jnp.bfloat16, but is "
             f"{dtype!r}{hint}."
-        )
-    if in_float32 and known.itemsize > 4:
-        raise TypeError(
-            f"{name} must be jnp.float32 or narrower, since {in_float32} are computed in float32, "
-            f"but is {dtype!r}."
         )
 
 
@@ -90,10 +85,10 @@ class MoEConfig:
             balances each sequence separately, and needs x of shape [..., sequence, H].
         capacity_factor: None gives each rank a receive buffer that fits any routing, so nothing is
             dropped. A number c above 0 gives a buffer of c times the rows that a rank receives on
-            average, T * K, rounded up to a multiple of 8. Rows
-            that do not fit are dropped and counted, first those of the experts that have most
-            (`overflow="fair"` of `jax_ep.dispatch`). Each group of ranks along `expert_axis` has
-            buffers of its own, so c must fit the fullest group.
+            average, T * K, rounded up to a multiple of 8. Rows that do not fit are dropped and
+            counted, first those of the experts that have most (`overflow="fair"` of
+            `jax_ep.dispatch`). Each group of ranks along `expert_axis` has buffers of its own, so c
+            must fit the fullest group.
         host_capacity_factor: None, or a number c above 0: where the expert axis spans hosts, a rank
             sends at most c * T (rounded up) of its T tokens to each other host. Choices of further
             tokens are dropped and counted; see `host_capacity` of `jax_ep.dispatch`. It suits
@@ -143,10 +138,9 @@ class MoEConfig:
         fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
             to the further mesh axis, or tuple of axes, over which their dimensions are split, such
             as {"exp": "fsdp", "embed": "fsdp"}. A mesh axis splits only the first dimension of a
-            parameter that it is given for. Tokens must be spread over these axes, too. The layer
-            gathers such parameters where it uses them, in the compute dtype, and reduce-scatters
-            their gradients. None means the axes that the layer finds in the parameters' types or in
-            the axis rules; {} means no axes. See the page "Sharding".
+            parameter that it is given for. Tokens must be spread over these axes, too. None means
+            the axes that the layer finds in the parameters' types or in the axis rules; {} means no
+            axes. The page "Sharding" says how the layer gathers such parameters.
         tensor_axis: None, or a mesh axis, or tuple of axes, over which the hidden size F of every
             expert and of the shared experts is split. Ranks along it hold the same tokens, or
             different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. A mesh must have
@@ -261,15 +255,13 @@ class MoEConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle stores functions by name, and refuses a jitted one such as jax.nn.silu, because it
-        # finds another object under that name. So a `_Reference` is stored instead.
-        names = ("router", "activation", "shared_activation")
-        return self.__dict__ | {name: _Reference.of(getattr(self, name)) for name in names}
+        # finds another object under that name. So the name itself is stored.
+        return self.__dict__ | {name: _name_of(getattr(self, name)) for name in _FUNCTIONS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({
-            name: value.resolve() if isinstance(value, _Reference) else value
-            for name, value in state.items()
-        })  # fmt: skip
+        functions = {name: state[name] for name in _FUNCTIONS if isinstance(state[name], str)}
+        found = {name: pkgutil.resolve_name(path) for name, path in functions.items()}
+        self.__dict__.update(state | found)
 
 
 def check_config(config: MoEConfig) -> None:
@@ -293,12 +285,8 @@ def check_config(config: MoEConfig) -> None:
             config.routing_options(),
             k_name="num_experts_per_token",
         )
-    if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
-        raise ValueError(
-            'host_capacity_factor needs implementation="two_level" or None, since only the '
-            f"exchange between hosts has it, but is {config.host_capacity_factor} with "
-            f"implementation={config.implementation!r}."
-        )
+    if (factor := config.host_capacity_factor) is not None:
+        check_is_between_hosts("host_capacity_factor", factor, config.implementation)
     if config.num_slots is not None and config.num_slots < config.num_experts:
         raise ValueError(
             f"num_slots must be at least num_experts={config.num_experts}, or None for one "
@@ -321,16 +309,11 @@ def _check_fields(config: MoEConfig) -> None:
         wanted = "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing"
         checks.check_function("router", config.router, f"{wanted}, or None")
     if config.router_dtype is not None:
-        check_compute_dtype(config.router_dtype, name="router_dtype", in_float32="logits")
-    if config.logit_softcap is not None:
-        checks.check_number("logit_softcap", config.logit_softcap, otherwise=", or None")
+        check_compute_dtype(config.router_dtype, name="router_dtype", may_be_wide=False)
     checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))
-    for name, otherwise in {
-        "capacity_factor": ", or None to drop nothing",
-        "host_capacity_factor": ", or None to send a host all that is meant for it",
-    }.items():
-        if (factor := getattr(config, name)) is not None:
-            checks.check_number(name, factor, otherwise=otherwise)
+    for name in ("logit_softcap", "capacity_factor", "host_capacity_factor"):
+        if (number := getattr(config, name)) is not None:
+            checks.check_number(name, number, otherwise=", or None")
     if config.num_slots is not None:
         checks.check_integer("num_slots", config.num_slots)
     checks.check_number("free_expert_factor", config.free_expert_factor)
@@ -344,37 +327,21 @@ def _check_fields(config: MoEConfig) -> None:
     checks.check_number("lora_scale", config.lora_scale)
     if config.dtype is not None:
         hint = "; for float8 rows on the wire, set wire_dtype"
-        check_compute_dtype(config.dtype, hint, in_float32="sums over a token's experts")
-    checks.as_axes(config.expert_axis, "expert_axis")
-    for name in ("sequence_axes", "tensor_axis"):
-        if (axes := getattr(config, name)) is not None:
-            checks.as_axes(axes, name)
+        check_compute_dtype(config.dtype, hint, may_be_wide=False)
+    if config.sequence_axes is not None:
+        checks.as_axes(config.sequence_axes, "sequence_axes")
     if config.fsdp_axes is not None:
         _check_fsdp_axes(config.fsdp_axes)
     if config.mesh is not None and not isinstance(config.mesh, AbstractMesh):
         checks.check_mesh(config.mesh, ", or None for the ambient one")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reference:
-    """The module and name of a function, which pickle stores instead of the function."""
-
-    module: str
-    name: str
-
-    @classmethod
-    def of(cls, function: Any) -> Any:
-        """Returns a `_Reference` to `function`, or `function` if its module has no such name."""
-        name = getattr(function, "__qualname__", "")
-        # The public modules of JAX come first, since `__module__` may name a private one.
-        for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
-            reference = cls(module or "", name)
-            if reference.resolve() is function:
-                return reference
-        return function
-
-    def resolve(self) -> Any:
-        try:
-            return getattr(importlib.import_module(self.module), self.name, None)
-        except (ImportError, ValueError):
-            return None
+def _name_of(function: Any) -> Any:
+    """Returns "module:name" of a function, or the function if its module has no such name."""
+    # The public modules of JAX come first, since `__module__` may name a private one.
+    for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", "")):
+        path = f"{module}:{getattr(function, '__qualname__', '')}"
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            if pkgutil.resolve_name(path) is function:
+                return path
+    return function

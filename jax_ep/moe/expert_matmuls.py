@@ -24,7 +24,6 @@ from jax_ep.runtime import jax_compat
 from pallas_kernels.matmul.chosen_groups import Groups
 from pallas_kernels.matmul.row_blocks import TransposedRows, row_blocks
 
-MATMUL_DTYPES = (jnp.float8_e4m3fn,)
 _ONCE = (
     "matmul_dtype must be None where second derivatives are taken, since float8 matmuls have first "
     "derivatives only."
@@ -34,10 +33,9 @@ _MOSTLY_UNUSED = 2
 
 
 def check_matmul_dtype(dtype: Any) -> None:
-    known = checks.floating(dtype)
-    if known not in [jnp.dtype(each) for each in MATMUL_DTYPES]:
-        names = ", ".join(jnp.dtype(each).name for each in MATMUL_DTYPES)
-        raise ValueError(f"matmul_dtype must be None or {names}, but is {dtype!r}.")
+    if checks.floating(dtype) != float8.DTYPE:
+        name = jnp.dtype(float8.DTYPE).name
+        raise ValueError(f"matmul_dtype must be None or {name}, but is {dtype!r}.")
 
 
 class QuantizedExperts(NamedTuple):
@@ -108,10 +106,6 @@ class ExpertMatmuls:
 
     # Whether `gated_hidden` adds the biases of wi_0 and wi_1 to the products.
     gates_with_biases = True
-
-    # Whether `as_residual` rounds the products x @ wi_0 and x @ wi_1. If True, the forward pass
-    # computes the hidden values from the products as they were before this rounding.
-    rounds_residuals = False
 
     def differentiated_once(self, tree: Any) -> Any:
         """Returns `tree`; float8 matmuls refuse second derivatives with respect to it."""
@@ -240,7 +234,6 @@ class Float8Matmuls(ExpertMatmuls):
     """
 
     gates_with_biases = False
-    rounds_residuals = True
 
     def differentiated_once(self, tree):
         # JAX differentiates neither the forward nor the backward pass for a first derivative. For a

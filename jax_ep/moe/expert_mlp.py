@@ -17,7 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
-from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values, sum_by_group
+from jax_ep.matmul.gating import bias_of_row, biases_of_rows, gated, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
 from jax_ep.moe.expert_matmuls import (
     ExpertMatmuls,
@@ -143,7 +143,8 @@ def expert_mlp(
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation=activation, clamp=clamp)
-    check_operands(tokens, experts, group_sizes, unit, matmul_dtype, implementation)
+    check_operands(tokens, experts, group_sizes, unit, matmul_dtype)
+    check_computation(tokens, experts, unit, matmul_dtype, implementation, "implementation")
     # Without the barrier, XLA would evaluate what depends on a constant, while it compiles.
     group_sizes = lax.optimization_barrier(jnp.asarray(group_sizes, jnp.int32))
     return run_mlp(tokens, experts, group_sizes, unit, matmul_dtype, implementation)
@@ -215,15 +216,20 @@ def forward(
         ]
         kept = (matmuls.as_residual(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
-        biases = _biases_of_rows(experts, groups, rows)
-        operands = products if matmuls.rounds_residuals else pre
-        hidden = matmuls.as_operand(hidden_values(matmuls.unit, biases, tuple(operands)))
+        # `pre` may be rounded, and the hidden values are computed from the products before that.
+        hidden = gated(matmuls.unit, *products, biases=experts.biases[:2], groups=groups)
+        hidden = matmuls.as_operand(hidden)
     out = matmuls.times(hidden, experts, "wo", groups, dtype, zero_unused=zero_unused)
-    if experts.wo_bias is not None:
-        wide = wide_dtype(out.dtype)
-        bias = bias_of_row(experts.wo_bias, group_of_row(groups, rows.shape[0]), wide)
-        out = (out.astype(wide) + bias).astype(out.dtype)
+    out = add_output_bias(out, experts, groups)
     return out, (rows, pre, matmuls.residual_experts(experts), groups)
+
+
+def add_output_bias(out: jax.Array, experts: Experts, groups: Groups) -> jax.Array:
+    """Adds to the rows `out` of each group its expert's wo_bias, if there are any."""
+    if experts.wo_bias is None:
+        return out
+    biases = biases_of_rows([experts.wo_bias], groups, out.shape[0], wide_dtype(out.dtype))
+    return hidden_values(lambda output: output, biases, [out])
 
 
 def backward(
@@ -242,7 +248,8 @@ def backward(
     """
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
-    biases = _biases_of_rows(experts, group_sizes, rows)
+    wide = wide_dtype(dtype)
+    biases = biases_of_rows(experts.biases[:2], group_sizes, rows.shape[0], wide)
     grad_rows = matmuls.as_operand(grad)
     dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
     results = None
@@ -303,12 +310,6 @@ def _wo_bias_gradient(
 _expert_mlp.defvjp(_forward, _backward)
 
 
-def _biases_of_rows(experts: Experts, groups: Groups, rows: Any) -> tuple[jax.Array | None, ...]:
-    """Returns for each row the biases wi_0_bias and wi_1_bias of its expert, [R, F] or None."""
-    biases = experts.wi_0_bias, experts.wi_1_bias
-    return biases_of_rows(biases, groups, rows.shape[0], wide_dtype(rows.dtype))
-
-
 # The dimensions of each operand of `expert_mlp`.
 _DIMS = {
     "wi_0": "LHF",
@@ -328,10 +329,7 @@ def check_operands(
     group_sizes: jax.Array,
     unit: HiddenUnit,
     matmul_dtype: Any,
-    implementation: Implementation,
-    name_of_implementation: str = "implementation",
 ) -> None:
-    """`name_of_implementation` is the caller's name of `implementation`, for errors."""
     matrices = QuantizedExperts._fields
     arrays = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
     # wi_0 and wo are required, so they are checked even if they are None.
@@ -353,11 +351,8 @@ def check_operands(
     sizes = dict(zip("LHF", experts.wi_0.shape, strict=True)) | {"R": tokens.shape[0]}
     for name, array in arrays.items():
         wanted = tuple(sizes[dim] for dim in _DIMS[name])
-        if array.shape != wanted:
-            raise ValueError(
-                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
-                f"{experts.wi_0.shape}, but has shape {array.shape}."
-            )
+        of_wi_0 = f"for wi_0 [L, H, F] of shape {experts.wi_0.shape}"
+        checks.check_shape(name, array, wanted, f"shape {wanted} {of_wi_0}")
         if name in matrices and array.dtype != tokens.dtype:
             raise TypeError(
                 f"{name} must have the dtype of tokens, {tokens.dtype}, but has {array.dtype}; "
@@ -370,7 +365,6 @@ def check_operands(
         check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
-    check_computation(tokens, experts, unit, matmul_dtype, implementation, name_of_implementation)
 
 
 def check_computation(
@@ -382,6 +376,7 @@ def check_computation(
     name_of_implementation: str,
 ) -> None:
     """Raises TypeError or ValueError unless experts of the right shapes can be computed."""
+    # `name_of_implementation` is the caller's name of `implementation`, for errors.
     dtype = jax.dtypes.canonicalize_dtype(tokens.dtype)
     num_rows = 1 if tokens.shape[0] == 0 else tokens.shape[0]
     rows = jax.ShapeDtypeStruct((num_rows, experts.wi_0.shape[2]), wide_dtype(dtype))

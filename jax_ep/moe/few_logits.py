@@ -32,18 +32,17 @@ def _by_kernel(x: jax.Array, gate: jax.Array) -> list[jax.Array]:
         return [logits.logits(x, gate)]
 
 
-def _kernel_reason(program: Program) -> str | None:
-    """Returns why the kernel cannot run in `program`, or None."""
-    if reason := availability.one_device_unavailable_reason(program):
-        return reason
+def _kernel_runs(program: Program) -> bool:
+    if not availability.runs_local_kernels(program):
+        return False
     from pallas_kernels.routing import logits
 
     x, gate = program.operand_types
-    return logits.unavailable_reason(x.shape[0], x.shape[1], gate.shape[1])
+    return logits.unavailable_reason(x.shape[0], x.shape[1], gate.shape[1]) is None
 
 
 def _lower(program: Program, *operands: Any) -> Any:
-    return program.lower(_by_xla if _kernel_reason(program) else _by_kernel, *operands)
+    return program.lower(_by_kernel if _kernel_runs(program) else _by_xla, *operands)
 
 
 _few_logits_p = define_primitive(

@@ -75,18 +75,18 @@ def run(
 
     On a GPU, unless it is differentiated, it needs no dispatch where `supports` allows that.
     """
-    elsewhere = functools.partial(by_dispatch, config=config, where=where)
+    with_dispatch = functools.partial(by_dispatch, config=config, where=where)
     if not supports(routed.tokens, experts, config, where.num_ranks()):
-        return elsewhere(experts, routed)
+        return with_dispatch(experts, routed)
 
     def by_chosen_experts(experts: Experts, routed: RoutedTokens) -> tuple[jax.Array, jax.Array]:
         out = output(experts, routed, config, implementation="pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
-        # Both results vary (vma) over the axes over which those of `elsewhere` do.
+        # Both results vary (vma) over the axes over which those of `with_dispatch` do.
         out, dropped, _ = match_varying((out, dropped, routed.topk_idx), where.expert_axes)
         return out, dropped
 
-    return _by_platform(by_chosen_experts, elsewhere, experts, routed, where.expert_axes)
+    return _by_platform(by_chosen_experts, with_dispatch, experts, routed, where.expert_axes)
 
 
 def run_one(
@@ -105,20 +105,20 @@ def run_one(
         groups, _ = chosen_groups(jnp.zeros((count, 1), jnp.int32), 1)
         return _outputs(experts, tokens, groups, config, implementation="pallas")[:count], None
 
-    def elsewhere(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, None]:
+    def on_any(experts: Experts, tokens: jax.Array) -> tuple[jax.Array, None]:
         return of_many(experts, tokens), None
 
-    return _by_platform(of_few, elsewhere, experts, tokens, axes=())[0]
+    return _by_platform(of_few, on_any, experts, tokens, axes=())[0]
 
 
 def _by_platform(
     on_gpu: Run,
-    elsewhere: Run,
+    on_any: Run,
     experts: Experts,
     operand: Any,
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu` of the operands on a GPU, else `elsewhere`, which gives the gradient."""
+    """Returns `on_gpu` of the operands on a GPU, else `on_any`, which gives the gradient."""
     # Both take experts and `operand`, tokens or `RoutedTokens`, and return the output and a pytree
     # without gradient. Operands are cast to vary over `axes`.
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
@@ -132,11 +132,11 @@ def _by_platform(
     @jax.custom_vjp
     def compute(quantized: dict[str, Any], experts: Experts, operand: Any) -> Any:
         whole = experts._replace(**quantized)
-        return lax.platform_dependent(whole, operand, cuda=on_gpu, default=elsewhere)
+        return lax.platform_dependent(whole, operand, cuda=on_gpu, default=on_any)
 
     def compute_and_keep(quantized: dict[str, Any], *operands: Any) -> tuple[Any, Any]:
         def of_arrays(experts: Experts, operand: Any) -> tuple[jax.Array, Any]:
-            return elsewhere(experts._replace(**quantized), operand)
+            return on_any(experts._replace(**quantized), operand)
 
         out, vjp, aux = jax.vjp(of_arrays, *operands, has_aux=True)
         return (out, aux), vjp

@@ -22,7 +22,7 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import QuantizedExperts
-from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, explicit_axes, large_axes
+from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, axes_in, explicit_axes, large_axes
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.runtime.jax_compat import is_traced, to_varying, varying_axes
 
@@ -43,7 +43,12 @@ def with_further_axes(
     further = {}
     for name, array in params._asdict().items():
         if isinstance(array, QuantizedArray):
-            _check_not_split(name, config)
+            given = config.further_axes()
+            if split := [axis for axis in LOGICAL_AXES[name] if given.get(axis or "")]:
+                raise ValueError(
+                    f"fsdp_axes must not split {split} where {name} is a QuantizedArray, which the "
+                    f"layer does not gather, but is {given}."
+                )
         elif array is not None:
             if config.fsdp_axes is None:
                 axes = _axes_by_type_and_rules(name, array, where, axis_rules)
@@ -52,15 +57,6 @@ def with_further_axes(
             if any(axes):
                 further[name] = axes
     return where._replace(further_axes=tuple(further.items()))
-
-
-def _check_not_split(name: str, config: MoEConfig) -> None:
-    given = config.further_axes()
-    if split := [axis for axis in LOGICAL_AXES[name] if given.get(axis or "")]:
-        raise ValueError(
-            f"fsdp_axes must not split {split} where {name} is a QuantizedArray, which the layer "
-            f"does not gather, but is {given}."
-        )
 
 
 def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
@@ -142,7 +138,7 @@ def _axes_by_type_and_rules(
     further = []
     for i, base in enumerate(all_base):
         auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
-        axes = (_as_tuple(of_type[i]) or ()) + auto
+        axes = axes_in(of_type[i]) + auto
         # The FSDP axes, `more`, must follow the expert or tensor axes of the dimension, `base`.
         more = axes[len(base) :] if axes[: len(base)] == base else ()
         if base and not more and name == "wi_0":
@@ -160,7 +156,7 @@ def _axes_by_type_and_rules(
 
 def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: AxisRules) -> None:
     """Warns if rules name `base`, the expert or tensor axes, but `axes` do not begin with it."""
-    meant = [_as_tuple(given) or () for ruled, given in axis_rules if ruled == logical]
+    meant = [axes_in(given) for ruled, given in axis_rules if ruled == logical]
     if set(base) < set(axes):
         right = *base, *(axis for axis in axes if axis not in base)
         warnings.warn(
@@ -182,20 +178,11 @@ def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Ax
     """Returns each logical axis's mesh axes: those of the first rule whose axes are not in use."""
     assigned: dict[str, Axes] = {}
     for name, mesh_axes in axis_rules:
-        axes = _as_tuple(mesh_axes)
+        axes = axes_in(mesh_axes)
         taken = {axis for other in assigned.values() for axis in other}
-        is_next = name in logical and name not in assigned
-        if is_next and axes is not None and taken.isdisjoint(axes):
+        if name in logical and name not in assigned and taken.isdisjoint(axes):
             assigned[name] = axes
     return [assigned.get(axis or "", ()) for axis in logical]
-
-
-def _as_tuple(part: Any) -> Axes | None:
-    """Returns an entry of a `PartitionSpec` as a tuple; None if it is UNCONSTRAINED or the like."""
-    axes = (part,) if isinstance(part, str) else part
-    if axes is None:
-        return ()
-    return tuple(axes) if isinstance(axes, (tuple, list)) else None
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:

@@ -16,13 +16,13 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.api import grouped_matmul
-from jax_ep.matmul.gating import bias_of_row, biases_of_rows, hidden_values
+from jax_ep.matmul.gating import gated
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import Experts
+from jax_ep.moe.expert_mlp import add_output_bias
 from jax_ep.moe.params import MoEParams, default_kernel_init, per_expert
 from jax_ep.placement.weights import ADAPTERS
 from jax_ep.runtime.jax_compat import is_traced
-from pallas_kernels.matmul.chosen_groups import group_of_row
 
 
 def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
@@ -109,7 +109,7 @@ def adapted_mlp(
     tokens: jax.Array, experts: Experts, group_sizes: jax.Array, config: MoEConfig
 ) -> jax.Array:
     """Runs experts that have adapters on received tokens [R, H]; returns [R, H]."""
-    wide, num_rows = wide_dtype(tokens.dtype), tokens.shape[0]
+    wide = wide_dtype(tokens.dtype)
 
     def product(x: jax.Array, matrices: Any) -> jax.Array:
         return grouped_matmul(x, matrices, group_sizes, implementation=config.matmul_implementation)
@@ -124,11 +124,6 @@ def adapted_mlp(
         return (out.astype(wide) + config.lora_scale * low.astype(wide)).astype(out.dtype)
 
     names = ("wi_0",) if experts.wi_1 is None else ("wi_0", "wi_1")
-    biases = biases_of_rows(experts.biases[:2], group_sizes, num_rows, wide)
     products = [adapted_product(tokens, name) for name in names]
-    hidden = hidden_values(config.unit(), biases, products)
-    out = adapted_product(hidden, "wo")
-    if experts.wo_bias is not None:
-        bias = bias_of_row(experts.wo_bias, group_of_row(group_sizes, num_rows), wide)
-        out = (out.astype(wide) + bias).astype(out.dtype)
-    return out
+    hidden = gated(config.unit(), *products, biases=experts.biases[:2], groups=group_sizes)
+    return add_output_bias(adapted_product(hidden, "wo"), experts, group_sizes)

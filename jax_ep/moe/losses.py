@@ -193,11 +193,8 @@ def balance_sums(
     checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
     checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
     num_tokens, num_experts = probs.shape
-    if topk_idx.shape[0] != num_tokens:
-        raise ValueError(
-            f"topk_idx must have the {num_tokens} tokens of probs {probs.shape}, but has shape "
-            f"{topk_idx.shape}."
-        )
+    shape = num_tokens, topk_idx.shape[1]
+    checks.check_shape("topk_idx", topk_idx, shape, f"the tokens of probs {probs.shape}")
     topk_idx = expert_ids(topk_idx, num_experts)
     is_routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
     # A token that chooses no expert may hold NaN, which is replaced before the division. If it were
@@ -231,11 +228,8 @@ def _sums_of_sequences(
         by_sequence = (a.reshape(num_sequences, -1, *a.shape[1:]) for a in of_tokens)
         return BalanceSums(*(jnp.sum(a, axis=1, dtype=_sum_dtype(a)) for a in by_sequence))
     checks.check_array("sequence_ids", sequence_ids, 1, jnp.integer, "[T]")
-    if sequence_ids.shape != (num_tokens,):
-        raise ValueError(
-            f"sequence_ids must have the {num_tokens} tokens of probs {probs.shape}, but has shape "
-            f"{sequence_ids.shape}."
-        )
+    of_probs = f"the tokens of probs {probs.shape}"
+    checks.check_shape("sequence_ids", sequence_ids, (num_tokens,), of_probs)
     # [num_sequences, T]: 1 where the token belongs to the sequence, else 0.
     members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
     # The matmul has the highest precision, because on GPUs a lower one would round the counts,
@@ -276,11 +270,8 @@ def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) 
     num_experts = sums.choices.shape[-1]
     if expert_factors is not None:
         checks.check_array("expert_factors", expert_factors, 1, jnp.floating, "[E]")
-        if expert_factors.shape != (num_experts,):
-            raise ValueError(
-                f"expert_factors must have one value per expert, shape ({num_experts},), but has "
-                f"shape {expert_factors.shape}."
-            )
+        wanted = f"one value per expert, shape ({num_experts},)"
+        checks.check_shape("expert_factors", expert_factors, (num_experts,), wanted)
         factors = expert_factors.astype(jnp.float32)
         share *= factors.reshape((1,) * (share.ndim - 1) + (-1,))
     return num_experts * jnp.sum(share * (sums.probs / tokens), axis=-1)
@@ -318,26 +309,15 @@ def router_z_loss(
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     if mask is None:
         mask = jnp.ones(logits.shape[:1], jnp.bool_)
-    check_mask(mask, "[T]")
-    if mask.shape != logits.shape[:1]:
-        raise ValueError(
-            f"mask must have one value per token of logits {logits.shape}, but has shape "
-            f"{mask.shape}."
-        )
+    checks.check_array("mask", mask, None, checks.MASK, "[T]")
+    wanted = f"one value per token of logits {logits.shape}"
+    checks.check_shape("mask", mask, logits.shape[:1], wanted)
     mask = mask.astype(jnp.bool_)
     logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0.0)
     squares = jax.nn.logsumexp(logits, axis=-1) ** 2
     sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
     total, tokens = sum_over_ranks(sums, axis_name)
     return total / _at_least_one(tokens)
-
-
-def check_mask(mask: jax.Array, shape: str) -> None:
-    wanted = f"mask must be a bool or integer array {shape}"
-    if not hasattr(mask, "dtype"):
-        raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
-    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise TypeError(f"{wanted}, but has dtype {mask.dtype}.")
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:

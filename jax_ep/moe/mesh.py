@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.checks import as_axes, check_mesh
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams
+from jax_ep.moe.params import LOGICAL_AXES
 from jax_ep.runtime import jax_compat
 
 Axes = tuple[str, ...]
@@ -74,19 +74,6 @@ class LayerMesh(NamedTuple):
             return (self.batch_axes,)
         others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
         return others, *[()] * (ndim - 3), self.sequence_axes
-
-    def types_show_more_axes(self, params: MoEParams) -> bool:
-        """Returns whether types show that parameters are split over more axes than `axes_of`."""
-        if self.mesh is None:
-            return False
-        for name, array in params._asdict().items():
-            if array is None or isinstance(array, QuantizedArray):
-                continue
-            spec = jax.typeof(array).sharding.spec
-            for part, axes in zip(spec, self.axes_of(name), strict=True):
-                if not set(_axes_in(part)) <= set(axes):
-                    return True
-        return False
 
     def splits_tokens_over_tensor_axes(self) -> bool:
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
@@ -166,24 +153,18 @@ def _check_has_axes(mesh: Mesh | AbstractMesh, name: str, axes: Axes, where: str
         )
 
 
-def check_mesh_of_experts(
-    experts: Any,
-    config: MoEConfig,
-    where: LayerMesh,
-    axis_rules: AxisRules,
-    in_init: bool | None = None,
+def check_sharding_of_experts(
+    wi_0: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules, in_init: bool | None
 ) -> None:
-    """Warns or raises if every rank gathers or holds all of wi_0, though `config` splits it.
-
-    `experts` are wi_0, [E, H, F]. `axis_rules` and `in_init` are as in `run_layer`.
-    """
+    """Warns or raises if every rank gathers or holds all of wi_0, though `config` splits it."""
+    # `axis_rules` and `in_init` are as in `run_layer`.
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.
         return
-    seen = _seen_sharding(experts, where.mesh)
+    seen = _seen_sharding(wi_0, where.mesh)
     mesh = seen.mesh
     if where.mesh is None:
-        if _warns_that_no_mesh_is_set(experts, config, mesh, seen.spec[0], seen.is_whole):
+        if _warns_that_no_mesh_is_set(wi_0, config, seen):
             return
         if not in_init:
             _warn_of_options_of_meshes(config)
@@ -200,7 +181,7 @@ def check_mesh_of_experts(
             how, split_over = _guessed_axes(logical, axes, axis_rules, mesh)
         if split_over and not set(split_over) & set(axes):
             warnings.warn(
-                f"wi_0 of shape {experts.shape} {how} {split_over} of the mesh "
+                f"wi_0 of shape {wi_0.shape} {how} {split_over} of the mesh "
                 f"{dict(mesh.shape)}, but {name} is {axes}: every rank gathers it all on each "
                 f"call. Set {name} to the axes that it is sharded over, or ignore this warning "
                 "if you gather it on purpose.",
@@ -219,8 +200,15 @@ def check_mesh_of_experts(
         if shows_all_is_held:
             replicated[name] = axes
     if replicated:
-        logical_axes = [dims[name][0] for name in replicated]
-        _warn_of_replicated(experts, mesh, replicated, logical_axes)
+        named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
+        quoted = " and ".join(f'"{dims[name][0]}"' for name in replicated)
+        warnings.warn(
+            f"wi_0 of shape {wi_0.shape} is replicated on the mesh {dict(mesh.shape)}, and not "
+            f"sharded over {named}: every rank holds it all. Map {quoted} to mesh axes in the axis "
+            "rules, where a rule may be missing or misspelled, or ignore this warning if you "
+            "replicate it on purpose.",
+            stacklevel=4,
+        )
 
 
 class _SeenSharding(NamedTuple):
@@ -232,9 +220,9 @@ class _SeenSharding(NamedTuple):
     is_on_ranks: bool  # whether the array is on several devices
 
 
-def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
+def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
     """Reads the sharding of wi_0; `mesh` is that of the call, or None."""
-    array = experts.values if isinstance(experts, QuantizedArray) else experts
+    array = wi_0.values if isinstance(wi_0, QuantizedArray) else wi_0
     concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding
     spec, own_mesh = (None, None, None), jax.typeof(array).sharding.mesh
@@ -243,9 +231,9 @@ def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenShard
         spec, own_mesh = (*sharding.spec, None, None, None)[:3], sharding.mesh
         is_on_ranks = own_mesh.size > 1
     mesh = mesh or own_mesh
-    if isinstance(experts, QuantizedArray):
+    if isinstance(wi_0, QuantizedArray):
         # The spec of the stored values, of which some formats swap the last two axes.
-        spec = experts.format.stored_order(spec)
+        spec = wi_0.format.stored_order(spec)
     is_whole = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
     return _SeenSharding(spec, mesh, is_whole, is_on_ranks)
 
@@ -253,37 +241,15 @@ def _seen_sharding(experts: Any, mesh: Mesh | AbstractMesh | None) -> _SeenShard
 def _guessed_axes(
     logical: str, axes: Axes, axis_rules: AxisRules, mesh: Mesh | AbstractMesh
 ) -> tuple[str, Axes]:
-    """Guesses which mesh axes split a dimension, by the rules or by the axes' names, and says how.
-
-    `axes` are those of the option that splits the dimension.
-    """
-    if ruled := _ruled_axes(logical, axis_rules, mesh):
-        return "is sharded by the axis rules over", ruled
+    """Guesses which mesh axes split a dimension that `axes` should split, and says how."""
+    ruled = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
+    if any(ruled):
+        return "is sharded by the axis rules over", tuple(dict.fromkeys(itertools.chain(*ruled)))
     if set(axes) & set(mesh.axis_names):
         return "", ()
-    return "may be sharded over", large_axes(_likely_expert_axis(axes, mesh), mesh)
-
-
-def _warn_of_replicated(
-    experts: Any,
-    mesh: Mesh | AbstractMesh,
-    replicated: dict[str, Axes],
-    logical_axes: Sequence[str],
-) -> None:
-    named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
-    quoted = " and ".join(f'"{axis}"' for axis in logical_axes)
-    warnings.warn(
-        f"wi_0 of shape {experts.shape} is replicated on the mesh {dict(mesh.shape)}, and not "
-        f"sharded over {named}: every rank holds it all. Map {quoted} to mesh axes in "
-        "the axis rules, where a rule may be missing or misspelled, or ignore this warning if "
-        "you replicate it on purpose.",
-        stacklevel=5,
-    )
-
-
-def _ruled_axes(logical: str, axis_rules: AxisRules, mesh: Mesh | AbstractMesh) -> Axes:
-    parts = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
-    return tuple(dict.fromkeys(axis for axes in parts for axis in axes))
+    # The mesh lacks the default of `expert_axis`, which it may have by another usual name.
+    likely = tuple(axis for axis in mesh.axis_names if axis == "ep" or axis.startswith("exp"))
+    return "may be sharded over", large_axes(likely, mesh)
 
 
 def _warn_of_options_of_meshes(config: MoEConfig) -> None:
@@ -297,20 +263,17 @@ def _warn_of_options_of_meshes(config: MoEConfig) -> None:
         )
 
 
-def _warns_that_no_mesh_is_set(
-    experts: Any, config: MoEConfig, mesh: Mesh | AbstractMesh, experts_part: Any, known: bool
-) -> bool:
-    """Returns whether it warned that experts may be sharded; raises ValueError if they are."""
-    # `experts_part` is the entry of E in the spec of wi_0. It shows all axes if they are `known`.
-    expert_axes = as_axes(config.expert_axis, "expert_axis")
-    axes = {axis for axis in expert_axes if mesh.shape.get(axis, 1) > 1}
+def _warns_that_no_mesh_is_set(wi_0: Any, config: MoEConfig, seen: _SeenSharding) -> bool:
+    """Returns whether it warned that wi_0 may be sharded; raises ValueError if it is."""
+    expert_axes = as_axes(config.expert_axis)
+    axes = set(large_axes(expert_axes, seen.mesh))
     if not axes:
         return False
-    what = f"wi_0 of shape {experts.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
+    what = f"wi_0 of shape {wi_0.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
     cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
-    if axes & set(large_axes(experts_part, mesh)):
+    if axes & set(large_axes(seen.spec[0], seen.mesh)):
         raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
-    if known or not axes - explicit_axes(mesh):
+    if seen.is_whole or not axes - explicit_axes(seen.mesh):
         return False
     warnings.warn(
         f"{what.format('on a mesh with')}: if it is sharded over that axis, every rank gathers it "
@@ -322,26 +285,19 @@ def _warns_that_no_mesh_is_set(
 
 def large_axes(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the mesh axes in `part`, an entry of a `PartitionSpec`, that have several ranks."""
-    return tuple(axis for axis in _axes_in(part) if mesh.shape.get(axis, 1) > 1)
+    return tuple(axis for axis in axes_in(part) if mesh.shape.get(axis, 1) > 1)
 
 
-def _axes_in(part: Any) -> Axes:
+def axes_in(part: Any) -> Axes:
+    """Returns the mesh axes in an entry of a `PartitionSpec`, or of a rule; None has none."""
     if isinstance(part, str):
         return (part,)
     return tuple(part) if isinstance(part, (tuple, list)) else ()
 
 
-def _likely_expert_axis(axes: Axes, mesh: Mesh | AbstractMesh) -> Axes:
-    """Guesses which axes of the mesh the caller meant by `axes`, which it lacks: by their names."""
-    alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
-    usual = [axis for axis in mesh.axis_names if axis in ("expert", "ep")]
-    return tuple(dict.fromkeys([*(axis for each in alike for axis in each), *usual]))
-
-
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     """Returns the names of a mesh's Explicit axes, whose shardings are part of array types."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+    return frozenset(mesh.abstract_mesh.explicit_axes)
 
 
 def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
@@ -431,5 +387,5 @@ def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
     if x.ndim < 3:
         return ()
     # Without the option, they are the Explicit axes of x's type.
-    axes = _axes_in(jax.typeof(x).sharding.spec[-2])
+    axes = axes_in(jax.typeof(x).sharding.spec[-2])
     return axes if set(axes) <= set(batch_axes) else ()

@@ -12,6 +12,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
+from jax_ep.moe.call_checks import Call
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.placement.table import Placement, rank_load
@@ -126,28 +127,22 @@ def _check_placement(placement: Any, shape: tuple[int, ...], num_ranks: int | No
         )
 
 
-class Sequences(NamedTuple):
-    """The sequences that a rank's T tokens belong to, for the "deepseek_v3" load-balance loss."""
-
-    number: int  # of this rank, or of all ranks if `ids` are given
-    ids: jax.Array | None  # [T] int32, each token's; None: equally long ones, each on one rank
-
-
 def metrics_of(
     routed: routing.Routing,
     logits: jax.Array | None,
-    mask: jax.Array | None,
+    call: Call,
+    num_sequences: int,
     dropped: jax.Array,
-    sequences: Sequences,
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
     """Computes the metrics of all ranks' tokens; `dropped` [E] int32 are the pairs dropped here."""
+    # The sequences are those of this rank; or of all ranks, where the call has `sequence_ids`.
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
     if logits is not None:
-        z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
-    balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
+        z_loss = losses.router_z_loss(logits, mask=call.mask, axis_name=batch_axes)
+    balance_loss, balance = _balance(routed, logits, call, num_sequences, config, batch_axes)
     counts = balance.choices
     # The convention "transformers" takes the top-k of the logits for `balance.choices`. The
     # router's own choices are counted here.
@@ -181,8 +176,8 @@ def _sum_of_counts(counts: jax.Array) -> jax.Array:
 def _balance(
     routed: routing.Routing,
     logits: jax.Array | None,
-    mask: jax.Array | None,
-    sequences: Sequences,
+    call: Call,
+    num_sequences: int,
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
@@ -191,13 +186,12 @@ def _balance(
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:
         topk_idx, _, probs = routing.top_k_routing(logits, config.num_experts_per_token)
-        if mask is not None:
-            topk_idx = jnp.where(mask[:, None], topk_idx, -1)
-    has_loss = probs is not None
+        if call.mask is not None:
+            topk_idx = jnp.where(call.mask[:, None], topk_idx, -1)
+    zeros = jnp.zeros((topk_idx.shape[0], config.num_choosable), jnp.float32)
+    sums = losses.balance_sums(zeros if probs is None else probs, topk_idx)
+    sums = losses.sum_over_ranks(sums, batch_axes)
     if probs is None:
-        probs = jnp.zeros((topk_idx.shape[0], config.num_choosable), jnp.float32)
-    sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
-    if not has_loss:
         return jnp.zeros((), jnp.float32), sums
     factors = None
     if config.num_free and config.free_expert_factor != 1.0:
@@ -206,17 +200,17 @@ def _balance(
     if convention != "deepseek_v3":
         loss = losses.pooled_load_balance_loss(sums, convention=convention, expert_factors=factors)
         return loss, sums
-    if checks.is_symbolic(sequences.number):
+    if checks.is_symbolic(num_sequences):
         raise ValueError(
             'balance_convention must not be "deepseek_v3" where the number of sequences, the '
-            f"product of all dimensions of x but the last two, is symbolic: {sequences.number}."
+            f"product of all dimensions of x but the last two, is symbolic: {num_sequences}."
         )
     loss = losses.load_balance_loss(
         probs,
         topk_idx,
         convention=convention,
-        num_sequences=max(sequences.number, 1),
-        sequence_ids=sequences.ids,
+        num_sequences=max(num_sequences, 1),
+        sequence_ids=call.sequence_ids,
         expert_factors=factors,
         axis_name=batch_axes,
     )

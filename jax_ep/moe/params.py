@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
+# Maps a random key, a global shape and a dtype to a parameter.
+WeightInitializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 default_kernel_init = jax.nn.initializers.lecun_normal()
 
@@ -86,13 +89,10 @@ def check_parameter_options(options: ParameterOptions, router_dim: int | None = 
         if isinstance(field.default, bool):
             checks.check_bool(field.name, getattr(options, field.name))
     checks.as_dtype_of_arrays("param_dtype", options.param_dtype)
-    for name, init in (("kernel_init", options.kernel_init), ("gate_init", options.gate_init)):
-        may_be_absent = name == "gate_init" and init is None
-        if not callable(init) and not may_be_absent:
-            raise TypeError(
-                f"{name} must be an initializer, a function of key, shape and dtype, but is "
-                f"{checks.described(init)}."
-            )
+    wanted = "an initializer, a function of key, shape and dtype"
+    checks.check_function("kernel_init", options.kernel_init, wanted)
+    if options.gate_init is not None:
+        checks.check_function("gate_init", options.gate_init, f"{wanted}, or None")
     if shared_dim is not None and number:
         raise ValueError(
             "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
@@ -165,11 +165,14 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Maps a parameter to the parameter that it needs: if the latter is None, the former must be None.
-_NEEDS = {
-    **dict.fromkeys(("wi_1_bias", "wi_1_lora_a", "wi_1_lora_b"), "wi_1"),
-    "shared_gate": "shared_wo",
-}
+# Pairs of a parameter and one that it needs: if the latter is None, the former must be None.
+_NEEDS = (
+    ("wi_1_bias", "wi_1"),
+    ("wi_1_lora_a", "wi_1"),
+    ("shared_gate", "shared_wo"),
+    *zip(ADAPTERS[::2], ADAPTERS[1::2], strict=True),
+    *zip(ADAPTERS[1::2], ADAPTERS[::2], strict=True),
+)
 
 
 class MoEParams(NamedTuple):
@@ -271,42 +274,36 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(int(dim) if dim.isdigit() else sizes[dim] for dim in parameter.dims)
 
 
-def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
+def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> WeightInitializer:
     """Returns the initializer of any parameter but `gate`; in slots, it repeats the experts."""
     kind = PARAMETERS[name].init
-    if kind == "kernel":
-        init = per_expert(options.kernel_init)
-    else:
-        init = getattr(jax.nn.initializers, kind)
+    init: WeightInitializer
+    init = (
+        per_expert(options.kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
+    )
     if config.num_slots is None or name not in ROUTED_WEIGHTS:
         return init
-    return in_order(init, config.num_experts)
+    return _of_slots(init, config.num_experts)
 
 
-def in_order(init: Initializer, num_experts: int) -> Initializer:
+def _of_slots(init: WeightInitializer, num_experts: int) -> WeightInitializer:
     """Returns an initializer of P slots [P, ...]: slot s gets expert s modulo `num_experts`."""
 
-    def init_slots(
-        key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
-    ) -> jax.Array:
+    def init_slots(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         experts = init(key, (num_experts, *shape[1:]), dtype)
         return jnp.take(experts, jnp.arange(shape[0]) % num_experts, axis=0)
 
     return init_slots
 
 
-def per_expert(init: Initializer) -> Initializer:
+def per_expert(init: Initializer) -> WeightInitializer:
     """Returns an initializer of [E, H, F] that calls `init` for each expert, or once for [H, F]."""
 
-    def init_experts(
-        key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
-    ) -> jax.Array:
-        # `out_sharding` is passed on only if given: `init` may not have this argument.
-        options = () if out_sharding is None else (out_sharding,)
+    def init_experts(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if len(shape) == 2:
-            return init(key, shape, dtype, *options)
+            return init(key, shape, dtype)
         keys = jax.random.split(key, shape[0])
-        return jax.vmap(lambda key: init(key, shape[1:], dtype, *options))(keys)
+        return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
 
     return init_experts
 
@@ -318,7 +315,16 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
     """
     for name, array in params._asdict().items():
         if array is not None or name in ("wi_0", "wo"):
-            _check_array(name, array)
+            dims = PARAMETERS[name].dims
+            checks.check_array(
+                name,
+                array,
+                len(dims),
+                jnp.floating,
+                f"[{', '.join(dims)}]",
+                may_be_empty=name not in ROUTED_WEIGHTS,
+                may_be_quantized=name in MATRICES,
+            )
     if params.gate is not None and params.gate.shape[1] != num_experts:
         raise ValueError(
             f"gate must have shape [H, {num_experts}], one column for each expert that the "
@@ -333,7 +339,7 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
                 f"{name} must have shape {shape} for constant_experts={num_constant}, and be None "
                 f"for 0, but is {given}."
             )
-    for name, other in _NEEDS.items():
+    for name, other in _NEEDS:
         if getattr(params, name) is not None and getattr(params, other) is None:
             raise ValueError(f"{name} must be None where {other} is None.")
     _check_shared(params)
@@ -356,12 +362,11 @@ def _check_shared(params: MoEParams) -> None:
 
 
 def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
-    # The gate's rows depend on the call's `router_x`; `call_checks` checks adapters.
+    # The gate's rows depend on the call's `router_x`.
     arrays = {
         name: array
         for name in PARAMETERS
-        if name != "gate" and name not in ADAPTERS
-        if (array := getattr(params, name)) is not None
+        if name != "gate" and (array := getattr(params, name)) is not None
     }
     _, hidden, mlp_dim = params.wi_0.shape
     sizes = {"R": num_experts, "H": hidden, "F": mlp_dim, "C": num_constant}
@@ -369,23 +374,9 @@ def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> Non
         sizes["S"] = params.shared_wi_0.shape[1]
     for name, array in arrays.items():
         parameter = PARAMETERS[name]
+        if name.endswith("_lora_a"):
+            sizes["L"] = array.shape[2]  # also of the B of this matrix, which comes next
         # The number of experts that wi_0, wi_1 and wo must hold depends on the mesh.
         wanted = _shape(parameter, sizes | {"E": array.shape[0]})
-        if array.shape != wanted:
-            named = ", ".join(f"{dim}={sizes[dim]}" for dim in parameter.dims if dim in sizes)
-            raise ValueError(
-                f"{name} must have shape {wanted} for {named}, but has shape {array.shape}."
-            )
-
-
-def _check_array(name: str, array: Any) -> None:
-    dims = PARAMETERS[name].dims
-    checks.check_array(
-        name,
-        array,
-        len(dims),
-        jnp.floating,
-        f"[{', '.join(dims)}]",
-        may_be_empty=name not in ROUTED_WEIGHTS,
-        may_be_quantized=name in MATRICES,
-    )
+        named = ", ".join(f"{dim}={sizes[dim]}" for dim in parameter.dims if dim in sizes)
+        checks.check_shape(name, array, wanted, f"shape {wanted} for {named}")

@@ -26,13 +26,13 @@ from jax_ep.moe import (
 from jax_ep.moe.call_checks import Call
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_matmuls import QuantizedExperts, specs_of_quantized
-from jax_ep.moe.held_experts import experts_of_rank
+from jax_ep.moe.held_experts import counts_by_expert, experts_of_rank
 from jax_ep.moe.mesh import LayerMesh, explicit_axes, reshard
-from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
+from jax_ep.moe.metrics import MoEMetrics, metrics_of
 from jax_ep.moe.params import MoEParams
-from jax_ep.moe.routed_experts import RoutedTokens, by_dispatch
+from jax_ep.moe.routed_experts import RoutedTokens
 from jax_ep.moe.routing import Routing
-from jax_ep.moe.slots import counts_by_expert, slots_of_choices
+from jax_ep.placement.choice import choose_slots
 from jax_ep.placement.table import Placement
 
 
@@ -187,8 +187,7 @@ def _run_on_rank(
         # The shared experts run on `shared_x`, the router and the routed experts on `tokens`.
         call, shared_x = _mask_tokens(call, config)
         tokens = call.x
-        if where.further_axes:
-            params = fsdp.gather_params(params, ("gate",), where)
+        params = fsdp.gather_params(params, ("gate",), where)
         router_x = tokens if call.router_x is None else call.router_x
         routed, logits = _route(params, router_x, call, config)
         topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
@@ -220,8 +219,7 @@ def _run_on_rank(
     with jax.named_scope("metrics"):
         if num_sequences is None:
             num_sequences = math.prod(shape[:-2])
-        sequences = Sequences(num_sequences, call.sequence_ids)
-        metrics = metrics_of(routed, logits, call.mask, dropped, sequences, config, where)
+        metrics = metrics_of(routed, logits, call, num_sequences, dropped, config, where)
         if config.record_choices:
             choices = routed.topk_idx.reshape(*shape[:-1], config.num_experts_per_token)
             metrics = metrics._replace(topk_idx=choices)
@@ -295,21 +293,19 @@ def _checked_routing(routed: Any, num_tokens: int, config: MoEConfig) -> Routing
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."
         )
     num_experts, k = config.num_choosable, config.num_experts_per_token
-    # Each result's name and array, the kind of its dtype, and the size of its last dimension.
-    results: tuple[tuple[str, jax.Array | None, Any, int], ...] = (
-        ("topk_idx", routed.topk_idx, jnp.integer, k),
-        ("topk_weights", routed.topk_weights, jnp.floating, k),
-        ("probs", routed.probs, jnp.floating, num_experts),
-    )
-    for name, array, kind, size in results:
+    # The kind of each result's dtype, and the size of its last dimension.
+    results = {
+        "topk_idx": (jnp.integer, k),
+        "topk_weights": (jnp.floating, k),
+        "probs": (jnp.floating, num_experts),
+    }
+    for name, (kind, size) in results.items():
+        array = getattr(routed, name)
         if array is None and name == "probs":
             continue
-        shape = (num_tokens, size)
-        checks.check_array(f"{name} of router", array, 2, kind, str(list(shape)))
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"{name} of router must have shape {shape}, but has shape {array.shape}."
-            )
+        name, shape = f"{name} of router", (num_tokens, size)
+        checks.check_array(name, array, 2, kind, str(list(shape)))
+        checks.check_shape(name, array, shape, f"shape {shape}")
     return Routing(
         expert_ids(routed.topk_idx, num_experts),
         routed.topk_weights.astype(jnp.float32),
@@ -324,21 +320,19 @@ def _run_routed_experts(
     params, _, placement, quantized = operands
     with jax.named_scope("dispatch"):
         if placement is not None:
-            slots = slots_of_choices(routed.topk_idx, placement, where.expert_axes)
+            arrays = placement.expert_of_slot, placement.slots_of_expert, placement.num_copies
+            slots = choose_slots(routed.topk_idx, *arrays, axis_name=where.expert_axes)
             routed = dataclasses.replace(routed, topk_idx=slots)
         routed = dataclasses.replace(routed, tokens=routed.tokens.astype(config.dtype))
     with jax.named_scope("experts"):
         experts = experts_of_rank(params, quantized, placement, config, where)
-    num_tokens = routed.tokens.shape[0]
     # `dropped` has one count for each expert or slot of this rank.
     if config.token_chunks > 1:
         matrices = (params.wi_0, params.wi_1, params.wo)
         dtypes = {each.dtype for each in matrices if each is not None}
         out, dropped = token_chunks.run(experts, routed, config, where, dtypes)
-    elif not checks.is_symbolic(num_tokens) and num_tokens <= few_tokens.MOST_TOKENS:
-        out, dropped = few_tokens.run(experts, routed, config, where)
     else:
-        out, dropped = by_dispatch(experts, routed, config, where)
+        out, dropped = few_tokens.run(experts, routed, config, where)
     with jax.named_scope("metrics"):
         if placement is not None:
             return out, counts_by_expert(dropped, placement, where.expert_axes)

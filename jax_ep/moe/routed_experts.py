@@ -23,13 +23,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
-from jax_ep.exchange.api import (
-    check_weights,
-    combine,
-    dispatch,
-    dispatch_like,
-    stand_in_rows,
-)
+from jax_ep.exchange.api import check_weights, combine, dispatch, dispatch_like
 from jax_ep.exchange.gradients import choices_to_rows, rows_to_choices
 from jax_ep.exchange.interface import Dispatched, Handle, Implementation
 from jax_ep.formats import QuantizedArray
@@ -50,6 +44,8 @@ class _Static:
     # The dtype in which the backward pass sends the output's cotangents to the experts' ranks. None
     # means the dtype of the cotangents.
     grad_wire_dtype: Any
+    # Whether the operand `tokens` are this rank's tokens [T, H], which were sent quantized.
+    tokens_are_own: bool
 
 
 def routed_experts(
@@ -112,8 +108,7 @@ def routed_experts(
         matmul_implementation=matmul_implementation,
     )
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    options = config.unit(), matmul_dtype, matmul_implementation, "matmul_implementation"
-    check_operands(received.tokens, experts, received.group_sizes, *options)
+    check_operands(received.tokens, experts, received.group_sizes, config.unit(), matmul_dtype)
     check_weights(topk_weights, received.handle.shape[1:])
     return _run_experts(received, experts, topk_weights, config)
 
@@ -136,16 +131,10 @@ def by_dispatch(
     """Returns the combined output [T, H], and the rows dropped by local expert or slot, [L]."""
     tokens = routed.tokens
     # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
-    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None. With
-    # weights_on="input", however, rows are multiplied by their weights on arrival, and must be
-    # quantized after that.
-    wire_dtype = config.wire_dtype
-    if config.matmul_dtype is not None and config.weights_on == "output":
-        wire_dtype = config.matmul_dtype
-    # Rows that are sent quantized stay quantized for float8 matmuls. Quantized rows have no
-    # gradient, so dispatch sends none back to `tokens`. Instead, `_run_experts` gets `tokens`, and
-    # sends the gradient of the received rows back to them.
-    stays_quantized = config.matmul_dtype is not None and wire_dtype is not None
+    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None, and
+    # stay quantized. With weights_on="input", however, rows are multiplied by their weights on
+    # arrival, and must be quantized after that.
+    stays_quantized = config.matmul_dtype is not None and config.weights_on == "output"
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
     if config.host_capacity_factor is not None and where.expert_axes:
@@ -161,11 +150,12 @@ def by_dispatch(
             # Without a capacity factor, every row fits, so "tail" and "fair" give the same result.
             overflow="tail" if config.capacity_factor is None else "fair",
             host_capacity=host_capacity,
-            wire_dtype=wire_dtype,
+            wire_dtype=config.matmul_dtype if stays_quantized else config.wire_dtype,
             output="quantized" if stays_quantized else "dequantized",
             zero_unused=False,
             implementation=config.implementation,
         )
+    # Quantized rows have no gradient, so `_run_experts` sends that of the rows back to `tokens`.
     own_tokens = tokens if stays_quantized else None
     out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
     return out, received.dropped_counts
@@ -215,26 +205,18 @@ def _run_experts(
     """
     unit, implementation = config.unit(), config.implementation
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    # The cotangents of tokens that were sent quantized may be quantized, too, since the matmuls
+    # quantize them anyway. But the gradient of wo_bias needs them unquantized.
+    sent_quantized = isinstance(tokens, QuantizedArray) or config.wire_dtype is not None
+    grad_wire_dtype = config.matmul_dtype if sent_quantized and experts.wo_bias is None else None
     quantized: QuantizedArray | None = None
-    grad_wire_dtype = None
     if isinstance(tokens, QuantizedArray):
-        # From here on, `quantized` has the values, and `tokens` are zeros that get the gradient.
-        quantized = tokens
-        # The cotangents may be sent quantized, since the matmuls quantize them anyway. But the
-        # gradient of wo_bias needs them unquantized.
-        if experts.wo_bias is None:
-            grad_wire_dtype = tokens.format.dtype
-        if own_tokens is None:
-            tokens = jnp.zeros(quantized.shape, quantized.dtype)
-        else:
-            # The backward pass sends the gradient of these zeros back to `own_tokens`.
-            with jax.named_scope("dispatch"):
-                tokens = stand_in_rows(own_tokens.astype(quantized.dtype), handle, implementation)
         if config.weights_on == "input":
-            with jax.named_scope("dispatch"):
-                # The weights must multiply the values. The zeros only pass on their gradient.
-                tokens = tokens + quantized.dequantize()
-                quantized = None
+            tokens = tokens.dequantize()
+        else:
+            # From here on, `quantized` has the values, and `tokens` get the gradient.
+            quantized = tokens
+            tokens = jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens
     with jax.named_scope("dispatch"):
         weights: jax.Array | None = topk_weights.astype(jnp.float32)
         if config.weights_on == "input":
@@ -257,7 +239,7 @@ def _run_experts(
         matmuls, experts = matmuls_of(
             unit, config.matmul_dtype, experts, config.matmul_implementation
         )
-    static = _Static(implementation, matmuls, grad_wire_dtype)
+    static = _Static(implementation, matmuls, grad_wire_dtype, own_tokens is not None)
     return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)
 
 
@@ -342,6 +324,9 @@ def _backward(config, residuals, grad):
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     with jax.named_scope("combine"):
         dweights = rows_to_choices(drow_weights, handle, config.implementation)
+    if config.tokens_are_own:
+        with jax.named_scope("dispatch"):
+            dtokens = combine(dtokens, handle, implementation=config.implementation)
     return dtokens, dexperts, None, dweights, None, None
 
 

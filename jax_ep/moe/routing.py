@@ -15,8 +15,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.dtypes import rounded
 from jax_ep.exchange.routes import expert_ids
-from jax_ep.moe import few_logits
-from jax_ep.moe.top_k import choose, weigh
+from jax_ep.moe import few_logits, top_k
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
 
@@ -224,7 +223,13 @@ def top_k_routing(
         scale=scale,
     )
     options.check()
-    _check_logits(logits, bias)
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
+    checks.check_not_sharded("logits", logits, only_last=True)
+    if bias is not None:
+        checks.check_array("bias", bias, None, jnp.floating, "[E]")
+        checks.check_not_sharded("bias", bias)
+        shape = logits.shape[1:]
+        checks.check_shape("bias", bias, shape, f"one value per expert, shape {shape}")
     check_choosing(logits.shape[1], k, options)
     return choose_experts(logits, int(k), bias, options)
 
@@ -256,19 +261,15 @@ def choose_experts(
     gathered = None
     if normalize or not return_softmax:
         gathered = _weighed_numbers(score, logits, weighing)
-    topk_idx, weights, softmax = choose(
+    operands = top_k.Operands(
         logits,
-        k,
-        weighing,
-        compared=compared,
-        sigmoid=sigmoid,
-        bias=None if bias is None else bias.astype(jnp.float32),
-        groups=groups,
-        # None means the logits, or the softmax if that gives the weights.
+        compared,
+        bias=None if bias is None else bias.astype(jnp.float32)[None],
         gathered=None if gathered is logits else gathered,
-        softmax=return_softmax,
     )
-    return Routing(topk_idx, weights, softmax if return_softmax else probs)
+    choosing = top_k.Options(k, weighing, sigmoid, groups, return_softmax)
+    topk_idx, _, weights, *softmax = top_k.choose(match_varying(operands), choosing)
+    return Routing(topk_idx, weights, softmax[0] if return_softmax else probs)
 
 
 def routing_of_choices(
@@ -286,7 +287,7 @@ def routing_of_choices(
     weighed = _weighed_numbers(score, logits, weighing)
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     # To normalize, `weigh` takes logits or logarithms of scores; -inf stands for a score of 0.
-    weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
+    weights = top_k.weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
     probs = _probs(score, logits)
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
 
@@ -371,19 +372,6 @@ def check_choosing(num_experts: int, k: Any, options: RoutingOptions, k_name: st
         )
 
 
-def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
-    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
-    checks.check_not_sharded("logits", logits, -1)
-    if bias is not None:
-        checks.check_array("bias", bias, None, jnp.floating, "[E]")
-        checks.check_not_sharded("bias", bias)
-        if bias.shape != logits.shape[1:]:
-            raise ValueError(
-                f"bias must have one value per expert, shape {logits.shape[1:]}, but has shape "
-                f"{bias.shape}."
-            )
-
-
 def update_expert_bias(
     bias: jax.Array,
     expert_counts: jax.Array,
@@ -416,17 +404,13 @@ def update_expert_bias(
     checks.check_array("expert_counts", expert_counts, None, jnp.number, "[..., E]")
     if bias.ndim == 0:
         raise ValueError(f"bias must be a floating array [..., E], but has shape {bias.shape}.")
-    if expert_counts.shape != bias.shape:
-        raise ValueError(
-            f"expert_counts must have the shape of bias {bias.shape}, but has shape "
-            f"{expert_counts.shape}."
-        )
+    of_bias = f"the shape of bias {bias.shape}"
+    checks.check_shape("expert_counts", expert_counts, bias.shape, of_bias)
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
         checks.check_array("rate", rate, None, jnp.number, "[] or [..., E], or a number")
     if jnp.shape(rate) not in ((), bias.shape):
         raise ValueError(
-            f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
-            f"{jnp.shape(rate)}."
+            f"rate must be a number, or have {of_bias}, but has shape {jnp.shape(rate)}."
         )
     checks.check_bool("zero_mean", zero_mean)
     # The least count is subtracted in integers, which is exact, since float32 rounds large counts.

@@ -20,10 +20,10 @@ def for_all_ranks(
     # The backward pass sums the gradients of tokens here, where there is one row per token, and not
     # after dispatch, where there is one per choice.
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)
-    spread = _gathered if where.splits_tokens_over_tensor_axes() else _replicated
+    share = _gather if where.splits_tokens_over_tensor_axes() else _cast_to_vary
     # The tokens of routed and of shared experts may be one array, which is gathered only once.
     distinct = {id(array): array for array in arrays}
-    results = {key: spread(axes, algorithm, array) for key, array in distinct.items()}
+    results = {key: share(axes, algorithm, array) for key, array in distinct.items()}
     return tuple(results[id(array)] for array in arrays)
 
 
@@ -33,7 +33,7 @@ def sum_over_ranks(out: jax.Array, where: LayerMesh, implementation: Implementat
     return sum_ranks(out, where.tensor_axes, algorithm=algorithm_next_to(implementation))
 
 
-def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
+def _gather(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
     """Returns the tokens x [T, ...] of all n ranks along `axes`, [n * T, ...]."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return all_gather(x, axes, algorithm=algorithm)
@@ -42,7 +42,7 @@ def _gathered(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax
     return all_gather(x.astype(jnp.float32), axes, algorithm=algorithm).astype(x.dtype)
 
 
-def _replicated(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
+def _cast_to_vary(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) -> jax.Array:
     """Returns x, the same on all ranks along `axes`, with a type that varies over `axes`."""
     varying = match_varying(x, axes)
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))

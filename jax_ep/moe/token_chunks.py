@@ -73,11 +73,11 @@ def run(
     sums_bfloat16 = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
     keep_dtype = QuantizedExperts._fields if sums_bfloat16 else ()
     with jax.named_scope("experts"):
-        summed = {
+        in_sum_dtype = {
             name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
             for name, array in floats.items()
         }
-    out, counts = _all_chunks(config, where, summed, experts, chunks)
+    out, counts = _all_chunks(config, where, in_sum_dtype, experts, chunks)
     with jax.named_scope("combine"):
         out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
     with jax.named_scope("metrics"):
@@ -88,13 +88,13 @@ def run(
 def _all_chunks(
     config: MoEConfig,
     where: LayerMesh,
-    summed: dict[str, jax.Array],
+    in_sum_dtype: dict[str, jax.Array],
     experts: Experts,
     chunks: RoutedTokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `experts` on each chunk, and stacks the results; `summed` gets their gradients."""
+    """Runs `experts` on each chunk, and stacks the results; `in_sum_dtype` gets their gradients."""
 
-    # `summed` are the same arrays, cast to the dtypes in which their gradients are summed.
+    # `in_sum_dtype` are the same arrays, cast to the dtypes in which their gradients are summed.
     def of_chunk(_: None, chunk: RoutedTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, few_tokens.run(experts, chunk, config, where)
 
@@ -102,10 +102,10 @@ def _all_chunks(
         return lax.scan(of_chunk, None, chunks)[1]
 
 
-def _all_chunks_fwd(config, where, summed, experts, chunks):
-    # Of the arrays `summed`, the backward pass reads only the dtypes, so empty arrays replace them.
-    dtypes = {name: jnp.zeros(0, array.dtype) for name, array in summed.items()}
-    out = _all_chunks(config, where, summed, experts, chunks)
+def _all_chunks_fwd(config, where, in_sum_dtype, experts, chunks):
+    # The backward pass reads only the dtypes of `in_sum_dtype`, so empty arrays replace these.
+    dtypes = {name: jnp.zeros(0, array.dtype) for name, array in in_sum_dtype.items()}
+    out = _all_chunks(config, where, in_sum_dtype, experts, chunks)
     return out, (dtypes, experts, chunks)
 
 
@@ -143,7 +143,7 @@ def _all_chunks_bwd(config, where, saved, cotangents):
     douts, _ = cotangents
     with jax.named_scope("token_chunks"):
         sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, (chunks, douts))
-    # `summed` gets the sums, and `experts` and the expert ids no gradient.
+    # `in_sum_dtype` gets the sums, and `experts` and the expert ids no gradient.
     return (
         sums,
         None,

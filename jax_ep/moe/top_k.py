@@ -18,78 +18,62 @@ from jax.custom_derivatives import zero_from_primal
 
 from jax_ep import checks
 from jax_ep.runtime import availability
-from jax_ep.runtime.jax_compat import Program, define_primitive, match_varying, result_type
+from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 from pallas_kernels.routing import plan
 from pallas_kernels.routing.plan import Groups, Weighing
 
 
-class _Operands(NamedTuple):
-    """The arrays of `choose`, with the bias as [1, E], or [T, E] in a batch."""
+class Operands(NamedTuple):
+    """The arrays of `choose`, all float32."""
 
-    logits: jax.Array
-    compared: jax.Array | None = None
-    bias: jax.Array | None = None
+    logits: jax.Array  # [T, E]
+    compared: jax.Array | None = None  # [T, E]: by which experts are compared; None: the logits
+    bias: jax.Array | None = None  # added to them, [1, E], or [T, E] in a batch
+    # [T, E], from which the weights are computed; None: the softmax of the logits if `choose`
+    # returns it and does not normalize, else the logits
     gathered: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
+    """The options of `choose`."""
+
     k: int
     weighing: Weighing
-    sigmoid: bool
-    groups: Groups | None
-    softmax: bool
-
-
-def choose(
-    logits: jax.Array,
-    k: int,
-    weighing: Weighing,
-    *,
-    compared: jax.Array | None = None,
-    sigmoid: bool = False,
-    bias: jax.Array | None = None,
-    groups: Groups | None = None,
-    gathered: jax.Array | None = None,
-    softmax: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the ids and weights of each token's k best experts, [T, k], and the softmax or None.
-
-    The choice is that of `lax.top_k` of `compared` [T, E], or with `sigmoid` of its sigmoid, plus
-    `bias` [E], within the best `groups`. The weights are computed from `gathered` [T, E]. Both
-    default to the logits; `gathered` to their softmax if `softmax` asks for it and `weighing` does
-    not normalize. All are float32.
-    """
-    operands = _Operands(logits, compared, None if bias is None else bias[None], gathered)
-    operands = match_varying(operands)
-    options = _Options(k, weighing, sigmoid, groups, softmax)
-    topk_idx, _, weights, *probs = _choose(operands, options)
-    return topk_idx, weights, probs[0] if softmax else None
+    sigmoid: bool = False  # whether the sigmoids of `Operands.compared` are compared
+    groups: Groups | None = None  # of which the best are chosen first
+    softmax: bool = False  # whether the softmax of the logits is returned
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _choose(operands: _Operands, options: _Options) -> list[jax.Array]:
-    """Returns the chosen ids, the numbers that `weigh` takes, the weights and any softmax."""
+def choose(operands: Operands, options: Options) -> list[jax.Array]:
+    """Chooses each token's k best experts, as `lax.top_k` does.
+
+    Returns their ids and the numbers that `weigh` takes of them, their weights, all [T, k], and any
+    softmax. All operands must vary (vma) over the same mesh axes.
+    """
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     return _choose_p.bind(*given.values(), names=tuple(given), options=options)
 
 
-@_choose.defjvp
-def _choose_jvp(options: _Options, primals: Any, tangents: Any) -> Any:
+@choose.defjvp
+def _choose_jvp(options: Options, primals: Any, tangents: Any) -> Any:
     (operands,), (doperands,) = primals, tangents
-    results = topk_idx, chosen, _, *probs = _choose(operands, options)
+    results = topk_idx, chosen, _, *probs = choose(operands, options)
     # The tangents of the results; the choice has none. `probs` is [softmax] or [].
     dprobs = []
     for softmax in probs:
         product = softmax * doperands.logits
         dprobs.append(product - softmax * jnp.sum(product, axis=-1, keepdims=True))
-    dweighed = _gathered(doperands, dprobs, options.weighing)
+    dweighed = _numbers_to_weigh(doperands, dprobs, options.weighing)
     dchosen = jnp.take_along_axis(dweighed, topk_idx, axis=-1)
     _, dweights = jax.jvp(functools.partial(weigh, options.weighing), (chosen,), (dchosen,))
     return results, [zero_from_primal(topk_idx), dchosen, dweights, *dprobs]
 
 
-def _gathered(operands: _Operands, probs: Sequence[jax.Array], weighing: Weighing) -> jax.Array:
+def _numbers_to_weigh(
+    operands: Operands, probs: Sequence[jax.Array], weighing: Weighing
+) -> jax.Array:
     """Selects the numbers [T, E] from which weights are computed; of tangents, their tangents."""
     if operands.gathered is not None:
         return operands.gathered
@@ -122,20 +106,20 @@ def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
 
 
-def _by_xla(*arrays: jax.Array, names: tuple[str, ...], options: _Options) -> list[jax.Array]:
-    """Computes `_choose` of the operands called `names`; the others are None."""
-    operands = _Operands(**dict(zip(names, arrays, strict=True)))
+def _by_xla(*arrays: jax.Array, names: tuple[str, ...], options: Options) -> list[jax.Array]:
+    """Computes `choose` of the operands called `names`; the others are None."""
+    operands = Operands(**dict(zip(names, arrays, strict=True)))
     compared = _compared(operands, options)
     if options.groups is not None:
         compared = _within_best_groups(compared, options.groups)
     topk_idx = _top_k(compared, options.k)[1]
     probs = [jax.nn.softmax(operands.logits, axis=-1)] if options.softmax else []
-    weighed = _gathered(operands, probs, options.weighing)
+    weighed = _numbers_to_weigh(operands, probs, options.weighing)
     chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1, mode="promise_in_bounds")
     return [topk_idx, chosen, weigh(options.weighing, chosen), *probs]
 
 
-def _compared(operands: _Operands, options: _Options) -> jax.Array:
+def _compared(operands: Operands, options: Options) -> jax.Array:
     """Returns the numbers [T, E] by which experts and groups are compared, with the bias."""
     compared = operands.logits if operands.compared is None else operands.compared
     if options.sigmoid:
@@ -165,11 +149,11 @@ def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, indices.astype(jnp.int32)
 
 
-def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: _Options) -> list[jax.Array]:
+def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: Options) -> list[jax.Array]:
     """Computes `_by_xla` by the GPU kernel, after XLA has applied groups that the kernel lacks."""
     from pallas_kernels.routing import top_k as kernels
 
-    operands = _Operands(**dict(zip(names, arrays, strict=True)))
+    operands = Operands(**dict(zip(names, arrays, strict=True)))
     num_experts, groups = operands.logits.shape[1], options.groups
     if groups is not None and plan.unavailable_reason(num_experts, options.k, groups):
         compared = _within_best_groups(_compared(operands, options), groups)
@@ -188,31 +172,29 @@ def _by_kernel(*arrays: jax.Array, names: tuple[str, ...], options: _Options) ->
     return list(results if options.softmax else results[:-1])
 
 
-def _kernel_reason(program: Program, k: int) -> str | None:
-    """Returns why the kernel cannot run in `program`, or None."""
+def _kernel_runs(program: Program, k: int) -> bool:
     num_tokens, num_experts = program.operand_types[0].shape
-    if not isinstance(num_tokens, int):
-        return f"the number of tokens is symbolic, {num_tokens}"
-    if not 0 < num_tokens * num_experts <= checks.MAX_INT32:
-        return f"it supports 1 to {checks.MAX_INT32} logits, not {num_tokens} x {num_experts}"
-    return plan.unavailable_reason(num_experts, k) or availability.one_device_unavailable_reason(
-        program
+    return (
+        not checks.is_symbolic(num_tokens)
+        and 0 < num_tokens * num_experts <= checks.MAX_INT32
+        and plan.unavailable_reason(num_experts, k) is None
+        and availability.runs_local_kernels(program)
     )
 
 
-def _lower(program: Program, *arrays: Any, options: _Options, **params: Any) -> Any:
-    compute = _by_xla if _kernel_reason(program, options.k) else _by_kernel
+def _lower(program: Program, *arrays: Any, options: Options, **params: Any) -> Any:
+    compute = _by_kernel if _kernel_runs(program, options.k) else _by_xla
     return program.lower(compute, *arrays, options=options, **params)
 
 
-def _types(logits: Any, *_: Any, options: _Options, **__: Any) -> Any:
-    # Returns the types of the results of `_choose`.
+def _types(logits: Any, *_: Any, options: Options, **__: Any) -> Any:
+    # Returns the types of the results of `choose`.
     shape = (logits.shape[0], options.k)
     of_choices = [result_type(logits, shape, dtype) for dtype in (jnp.int32, None, None)]
     return [*of_choices, *([logits] if options.softmax else [])]
 
 
-def _batch(arrays: Any, axes: Any, *, names: tuple[str, ...], options: _Options) -> Any:
+def _batch(arrays: Any, axes: Any, *, names: tuple[str, ...], options: Options) -> Any:
     # The rule for `jax.vmap`: one call chooses for the tokens of all elements of the batch.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     shape = None

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -80,16 +79,9 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
     return None
 
 
-def multicast_unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do.
-
-    An administrator or a container may forbid it all the same; kernels then fail when they run.
-    """
-    devices = jax.devices() if devices is None else devices
-    if any(device.platform != "gpu" for device in devices):
-        return "multicast memory is a feature of NVIDIA GPUs with NVSwitch"
-    if len(devices) < 2:
-        return "multicast memory needs several GPUs, and there is one"
+def multicast_unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
+    """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do."""
+    # An administrator or a container may forbid it all the same; kernels then fail when they run.
     for device in devices:
         supported = cuda_driver.attribute(device.local_hardware_id, _MULTICAST_SUPPORTED)
         if supported is None:
@@ -116,22 +108,17 @@ def tracing_unavailable_reason() -> str | None:
     return None
 
 
-def one_device_unavailable_reason(program: jax_compat.Program) -> str | None:
-    """Returns why a kernel that does not communicate cannot run in a program, or None if it can."""
-    if program.platforms != ("cuda",):
-        platforms = ", ".join(program.platforms) or "an unknown platform"
-        return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
-    if program.for_export:
-        return (
-            "the program is exported, and JAX does not guarantee that exported kernels keep working"
-        )
-    if not program.is_of_one_device:
-        return "it runs on one device, and XLA partitions this program over several"
-    # With another default backend, the program is for GPUs of another machine.
+def runs_local_kernels(program: jax_compat.Program) -> bool:
+    """Returns whether a program can run a kernel that does not communicate."""
+    # JAX does not guarantee that exported kernels keep working. With another default backend, the
+    # program is for GPUs of another machine.
     return (
-        jax_unavailable_reason()
-        or mosaic_unavailable_reason()
-        or (unavailable_reason() if jax.default_backend() == "gpu" else None)
+        program.platforms == ("cuda",)
+        and not program.for_export
+        and program.is_of_one_device
+        and jax_unavailable_reason() is None
+        and mosaic_unavailable_reason() is None
+        and (jax.default_backend() != "gpu" or unavailable_reason() is None)
     )
 
 
@@ -156,28 +143,14 @@ def _memory_unavailable_reason(
     return None
 
 
-class Target(Protocol):
-    """A program, or a list of devices, that is to run kernels; the methods say whether it can.
-
-    With `ranks_per_host`, kernels run among so many consecutive ranks, one host; None: among all.
-    The answer is then the same on all hosts.
-    """
-
-    def unavailable_reason(
-        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
-    ) -> str | None:
-        """Returns why kernels cannot run here; None if they can, or if that is not known yet."""
-        ...
-
-    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
-        """Returns how many hosts, 2 or more, the ranks span, or why they cannot exchange rows.
-
-        None while the program is being traced, when the hosts are not known yet.
-        """
-        ...
+# Each kind of target has two methods. `unavailable_reason` returns why kernels cannot run there;
+# None if they can, or if that is not known yet. With `ranks_per_host`, kernels run among so many
+# consecutive ranks, one host (None: among all), and the answer is the same on all hosts.
+# `num_hosts` returns how many hosts, 2 or more, the ranks span, or why they cannot exchange rows;
+# None while the hosts are not known yet.
 
 
-class _Traced:
+class Traced:
     """A program that is being traced, which is asked only about kernels that the user named."""
 
     def unavailable_reason(
@@ -195,7 +168,7 @@ class _Traced:
         return None if reason is None else f"it needs a primitive, and {reason}"
 
 
-TRACED: Target = _Traced()
+TRACED = Traced()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,3 +249,6 @@ class Machine:
         if found == 1:
             return f"{len(self.devices)} ranks are on one host"
         return found
+
+
+Target = Traced | Lowered | Machine

@@ -19,13 +19,11 @@ from typing import Any
 @functools.cache
 def _libcuda() -> ctypes.CDLL | None:
     # The driver's library, initialized; None if there is none, or no GPU that it can use.
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        return library if library.cuInit(0) == 0 else None
-    return None
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return library if library.cuInit(0) == 0 else None
 
 
 def cuda_version() -> str | None:

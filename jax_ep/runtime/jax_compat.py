@@ -11,9 +11,10 @@ import contextvars
 import functools
 import importlib
 import json
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core
@@ -44,11 +45,11 @@ _REQUIRED = {
         "jax.interpreters.batching.primitive_batchers",
         "jax.interpreters.mlir.lower_fun",
         "jax.interpreters.mlir.register_lowering",
+        "jax.interpreters.xla.apply_primitive",
     )
 }
-_shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowering = (
-    _REQUIRED.values()
-)
+_shaped_array, _primitive, _deflinear2, _batchers, *_functions = _REQUIRED.values()
+_lower_fun, _register_lowering, _apply_primitive = _functions
 
 
 def primitives_unavailable_reason() -> str | None:
@@ -254,24 +255,6 @@ def current_program() -> Program | None:
 # -------------------------------------------------------------------------------------- primitives
 
 
-class Primitive(Protocol):
-    """A JAX primitive, or a stand-in for it that computes inline; `bind` applies it to operands."""
-
-    def bind(self, *operands: Any, **params: Any) -> Any: ...
-
-    def __hash__(self) -> int: ...
-
-
-class _Inline:
-    """Stands in for a primitive where JAX cannot define one; `bind` calls `compute` directly."""
-
-    def __init__(self, compute: Callable[..., Any]) -> None:
-        self._compute = compute
-
-    def bind(self, *operands: Any, **params: Any) -> Any:
-        return self._compute(*operands, **params)
-
-
 def define_primitive(
     name: str,
     *,
@@ -283,7 +266,7 @@ def define_primitive(
     multiple_results: bool = True,
     platforms: Sequence[str | None] = (None,),
     unused: Callable[..., Any] | None = None,
-) -> Primitive:
+) -> Any:
     """Makes a primitive; where JAX lacks what primitives need, a stand-in that computes inline.
 
     Outside of any trace, as under `jax.disable_jit`, `bind` compiles and runs the primitive alone.
@@ -304,7 +287,7 @@ def define_primitive(
         the kept operands or None for all).
     """
     if primitives_unavailable_reason() is not None:
-        return _Inline(inline)
+        return types.SimpleNamespace(bind=inline)
     primitive = _primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(abstract_eval)
@@ -323,7 +306,7 @@ def define_primitive(
         )
     if batch is not None:
         _batchers[primitive] = batch
-    primitive.def_impl(functools.partial(_run_jitted, primitive))
+    primitive.def_impl(functools.partial(_apply_primitive, primitive))
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
@@ -340,26 +323,6 @@ def one_by_one(
         return bind(*(x if dim is None else next(following) for x, dim in pairs))
 
     return lax.map(bind_one, [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None])
-
-
-def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    # Under jax.disable_jit, `bind` would call this function again and recurse without end.
-    with jax.disable_jit(False):
-        return _jitted(primitive, **params)(*operands)
-
-
-# The cache is bounded, since params may hold a new function in each call.
-@functools.lru_cache(maxsize=1024)
-def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-
-    def function(*operands: Any) -> Any:
-        return primitive.bind(*operands, **params)
-
-    # Under `jax.debug_nans`, JAX runs a jitted function whose result has NaN again, op by op, which
-    # here would not end. JAX does not do so with functions of its own primitives, marked as this.
-    function.__qualname__ = str(primitive)
-    function._apply_primitive = True  # type: ignore[attr-defined]
-    return jax.jit(function)
 
 
 def _type_of_linear(operand: Any) -> Any:
@@ -423,7 +386,7 @@ def mesh_index() -> jax.Array:
 # running a cached program there. None where JAX lacks the set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
-_devices_p: Primitive = define_primitive(
+_devices_p: Any = define_primitive(
     "ep_devices",
     abstract_eval=lambda x: x,
     lower=lambda program, x: [x],

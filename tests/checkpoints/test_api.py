@@ -242,7 +242,7 @@ def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
 LOADING_ERRORS: dict[str, tuple[dict, type[Exception], str]] = {
     "param_dtype": (dict(param_dtype=jnp.int8), TypeError, "param_dtype must be a floating dtype"),
     "8 bits": (dict(param_dtype=FLOAT8), TypeError, "param_dtype must be .* 16 bits .* quantized="),
-    "dtype": (dict(dtype=FLOAT8), TypeError, "^dtype must be a .* 16 bits or more"),
+    "dtype": (dict(dtype=FLOAT8), TypeError, "^dtype must be a .* 16 or 32 bits"),
     "ranks": (dict(mesh=(3,)), ValueError, "the 3 ranks along expert_axis .* has 8"),
     "mesh": (dict(mesh=AbstractMesh((2,), ("expert",))), TypeError, "mesh must be a jax.sharding"),
     "width": (dict(mesh=(1, 8), tensor_axis="tensor"), ValueError, "width of wi_0 .* the 8 ranks"),

@@ -98,13 +98,13 @@ def test_the_variable_names_another_table(tmp_path, monkeypatch):
     ("text", "problem"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("{", "holds no table of collectives: Expecting property name"),
-        ('{"9.0": {"all_sum": {}}}', "'all_sum' is not one of .*'all_reduce'"),
-        ('{"9.0": {"all_reduce": {"two": {}}}}', "all_reduce: two' must end in a number of ranks"),
-        (table_of(), "2: choices must be a list .*, but is None"),
-        (table_of(choices=[["1", "xla"]]), r"a choice must be \[bytes or null.*'1', 'xla'"),
-        (table_of(choices=[[None, "nccl"]]), "2: unknown algorithm 'nccl'; all_reduce has one_s"),
-        (table_of(choices=[[None, "xla"]], us={"8": {"fast": 0.5}}), "unknown algorithm 'fast'"),
+        ("{", "holds no table of collectives: .*Expecting property name"),
+        ('{"9.0": {"all_sum": {}}}', r"KeyError\('all_sum'\)"),
+        (table_of(choices=[[None, "xla"]]).replace('"2"', '"two"'), "int.*'two'"),
+        (table_of(), r"KeyError\('choices'\)"),
+        (table_of(choices=[["1", "xla"]]), r"2 ranks .*'1', 'xla'.* \[bytes or null"),
+        (table_of(choices=[[None, "nccl"]]), "2 ranks has .*'nccl'.*'one_shot'"),
+        (table_of(choices=[[None, "xla"]], us={"8": {"fast": 0.5}}), "2 ranks has .*'fast'"),
     ],
 )
 def test_a_variable_that_names_no_table_is_refused(tmp_path, monkeypatch, text, problem):

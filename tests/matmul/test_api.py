@@ -343,7 +343,10 @@ def test_what_runs_where():
         assert reason(name, "cpu") is reason(name, "cuda", "float32") is None
     if jax.default_backend() == "cpu":
         assert (reason("pallas", "cuda") is None) == KERNELS_RUN
-        why = "Hopper GPUs, and this program is for cpu" if KERNELS_RUN else "it needs JAX 0.11"
+        why = "it needs JAX 0.11"
+        if KERNELS_RUN:
+            # At lowering, nothing says whether a layer named the implementation.
+            why = '^matmul_implementation="pallas" of a layer, or implementation="pallas" .*cpu'
         with pytest.raises(ValueError, match=why):
             call(**half(H), implementation="pallas")
     assert reason("pallas", "cpu") is not None

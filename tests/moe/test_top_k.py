@@ -14,7 +14,7 @@ from support.rows import KINDS, choices, rows
 from support.selection import quick
 
 from jax_ep.moe.routing import top_k_routing
-from jax_ep.moe.top_k import choose
+from jax_ep.moe.top_k import Operands, Options, choose
 from pallas_kernels.routing.plan import Groups, Weighing
 
 PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
@@ -27,9 +27,11 @@ GROUPS = {
 }
 
 
-def top_k(logits, gathered, k, groups=None, compared=None):
+def top_k(logits, gathered, k, groups=None, compared=None, bias=None):
     """Chooses k columns by `compared`, or by the logits; returns them, and `gathered` at them."""
-    return choose(logits, k, PLAIN, gathered=gathered, groups=groups, compared=compared)[:2]
+    operands = Operands(logits, compared, None if bias is None else bias[None], gathered)
+    topk_idx, _, weights = choose(operands, Options(k, PLAIN, groups=groups))
+    return topk_idx, weights
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +55,7 @@ def test_sums_with_a_bias_are_compared_in_float32(experts, k, groups, x64):
     compared, bias = rows(50, experts, "random"), rows(1, experts, "ties", 1)[0]
     values = rows(50, experts, "random", 2)
     with jax.enable_x64(x64):
-        run = jax.jit(lambda c: choose(values, k, PLAIN, compared=c, bias=bias, groups=groups)[:2])
+        run = jax.jit(lambda compared: top_k(values, values, k, groups, compared, bias))
         for factor in (1, 2**-30):
             scaled = compared * np.float32(factor)
             topk_idx, weights = run(scaled)
@@ -66,7 +68,7 @@ def test_a_batch_has_one_bias_or_each_its_own():
     biases = np.stack([bias[0], bias[0, ::-1]])
 
     def run(compared, gathered, bias):
-        return choose(compared, 3, PLAIN, gathered=gathered, compared=compared, bias=bias)[:2]
+        return top_k(compared, gathered, 3, compared=compared, bias=bias)
 
     members = [a.reshape(3, 4, 16) for a in (compared, gathered)]
     of_one = jax.vmap(run, (0, 0, None))

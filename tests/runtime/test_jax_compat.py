@@ -119,6 +119,7 @@ OF_PRIMITIVES = [
     "jax.interpreters.batching.primitive_batchers",
     "jax.interpreters.mlir.lower_fun",
     "jax.interpreters.mlir.register_lowering",
+    "jax.interpreters.xla.apply_primitive",
     # Remove the whole module.
     "jax.interpreters.mlir.*",
 ]
