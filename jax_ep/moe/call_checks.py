@@ -33,6 +33,7 @@ def check_call(params: MoEParams, call: Call, config: MoEConfig) -> None:
     check_types(params, config)
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
+    check_same_kind(params, QuantizedExperts._fields)
     _check_tokens(call.x, call.mask, params.wi_0.shape[1], config)
     _check_router(params, call, config)
     if config.matmul_dtype is not None and any(
@@ -53,9 +54,9 @@ def check_on_mesh(
     axis_rules: AxisRules,
     in_init: bool | None,
 ) -> None:
-    """Raises for what does not fit the mesh; `axis_rules` and `in_init` are as in `run_layer`."""
+    """Raises for arguments that `check_call` lacks, and for what does not fit the mesh."""
+    # `axis_rules` and `in_init` are as in `run_layer`.
     check_placement(placement, config.num_experts, config.num_slots, where.num_ranks())
-    check_same_kind(params, QuantizedExperts._fields)
     check_sharding_of_experts(params.wi_0, config, where, axis_rules, in_init)
     check_experts(params, config, where)
     _check_shared_experts(params, config, where)
