@@ -72,9 +72,12 @@ def run_over_mesh(
     assert mesh is not None
     shape, x_spec = call.x.shape, jax.typeof(call.x).sharding.spec
     tokens_over = where.axes_of_tokens(len(shape))
-    # Whether the ranks divide the dimensions of x that are split, so that x needs no padding.
-    divides = len(shape) > 1 and not any(
-        n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False)
+    # Whether the ranks divide the dimensions of x that are split, so that x needs no padding. An x
+    # without tokens is padded, too: XLA for CPUs crashes in jax 0.11 on gradients of empty parts.
+    divides = (
+        len(shape) > 1
+        and 0 not in shape
+        and not any(n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False))
     )
     num_sequences = None
     # In these cases, a sequence may be on several ranks. Otherwise each rank has whole sequences.
@@ -126,7 +129,10 @@ def _with_sequence_ids(call: Call, num_sequences: int) -> Call:
 
 
 def _flattened(call: Call, where: LayerMesh) -> Call:
-    """Flattens the tokens' dimensions, padded with masked tokens to a multiple of the ranks."""
+    """Flattens the tokens' dimensions, padded with masked tokens to a multiple of the ranks.
+
+    The multiple is at least 1.
+    """
     mesh, shape, parts = where.mesh, call.x.shape, where.size(where.batch_axes)
     assert mesh is not None
     num_tokens = math.prod(shape[:-1])
@@ -138,7 +144,7 @@ def _flattened(call: Call, where: LayerMesh) -> Call:
         )
     if call.mask is None:
         call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
-    padding = -num_tokens % parts
+    padding = -num_tokens % parts if num_tokens else parts
 
     def flattened(array: jax.Array) -> jax.Array:
         # The Explicit axes that shard the array may not divide the flattened number of tokens, so
