@@ -11,7 +11,8 @@ matrices `rhs`, for two halves of a tile of the output `out`:
   lhs [R, K]                  rhs [L, N, K]                     out [R, N]
   128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-A loader warpgroup copies operands to a ring of stages in shared memory (`operand_ring`). Two
+Operands are copied to a ring of stages in shared memory, by a loader warpgroup or, without one, by
+compute warpgroup 0, which then carries the next step to copy, the `Feed` (`operand_ring`). Two
 compute warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the
 two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves
 are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
@@ -58,7 +59,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feeder, Loader
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -71,6 +72,9 @@ ROWS = BLOCK // COMPUTERS
 HALVES = 2
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
+# If groups have fewer rows than this on average, a kernel takes the time to read the matrices, of
+# which tiles of two halves have more under way. Measured with 1 to 8 and with 256 rows.
+_FEW_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +91,12 @@ class Float8Tiles:
     passes: int = 1
 
     @classmethod
-    def of(cls, num_matrices: int, narrow_stages: int = 4) -> Float8Tiles:
+    def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
         `narrow_stages` are those of tiles of one half.
         """
-        if REGISTERS_MOVE:
+        if REGISTERS_MOVE or few_rows:
             return cls(block_n=HALVES * BLOCK // num_matrices)
         # Totals of two halves would leave no registers for a loader.
         return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
@@ -126,7 +130,7 @@ def float8_matmul(
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     kernel = _Product(
-        tiles=tiles or Float8Tiles.of(1),
+        tiles=tiles or Float8Tiles.of(1, few_rows=num_rows < _FEW_ROWS * rhs.values.shape[0]),
         num_blocks=num_blocks,
         width=width,
         depths=tuple(rows.values.shape[1] for rows, _ in pairs),
@@ -171,9 +175,10 @@ def float8_gated_matmul(
       The gated product, rows [R, N], or [S * height, N] for chosen groups, float8 of lhs's dtype
       with scales; with `keep` also the two products. Rows past the last group are undefined.
     """
-    num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs[0].values.shape[1]
+    num_rows = output_rows(groups, lhs.values.shape[0])
+    num_groups, width, _ = rhs[0].values.shape
     kernel = _GatedProduct(
-        tiles=tiles or Float8Tiles.of(HALVES),
+        tiles=tiles or Float8Tiles.of(HALVES, few_rows=num_rows < _FEW_ROWS * num_groups),
         num_blocks=num_blocks,
         width=width,
         depths=(lhs.values.shape[1],),
@@ -214,6 +219,7 @@ class Computer(NamedTuple):
     """A compute warpgroup, and what it works with."""
 
     number: jax.Array
+    feeder: Feeder
     outs: Sequence[Any]
     scratch: dict[str, Any]
 
@@ -250,7 +256,7 @@ class Float8Kernel(Kernel):
 
     @property
     def fits_beside_loader(self) -> bool:
-        return True  # with the tiles of `Float8Tiles.of`
+        return self.halves == 1
 
     @property
     def steps_of_pass(self) -> int:
@@ -316,12 +322,13 @@ class Float8Kernel(Kernel):
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
 
         def compute(number):
-            computer = Computer(number, outs, scratch)
+            computer = Computer(number, feeder, outs, scratch)
 
-            def one_tile(tile, _, used):
-                return self.compute_tile(computer, tile, used)
+            def one_tile(tile, _, carry):
+                return self.compute_tile(computer, tile, *carry)
 
-            tiles.walk(look_up, one_tile, jnp.int32(0))
+            used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
+            feeder.finish(used)
             self.finish(computer, used_rows)
 
         self.take_roles(feeder.run, compute)
@@ -329,9 +336,11 @@ class Float8Kernel(Kernel):
     def finish(self, computer: Computer, used_rows: Any) -> None:
         """Runs in each compute warpgroup after its last output tile."""
 
-    def compute_tile(self, computer: Computer, tile: Any, used: jax.Array) -> jax.Array:
+    def compute_tile(
+        self, computer: Computer, tile: Any, used: jax.Array, feed: Feed | None
+    ) -> tuple[jax.Array, Feed | None]:
         """Computes and stores a compute warpgroup's part of an output tile."""
-        # Takes and returns the number of steps multiplied or skipped so far.
+        # Takes and returns the number of steps multiplied or skipped so far, and the feed.
         raise NotImplementedError
 
     def columns_of(self, left_edge: Any) -> Any:
@@ -379,21 +388,23 @@ class Float8Kernel(Kernel):
         self,
         computer: Computer,
         used: jax.Array,
+        feed: Feed | None,
         row: Any,
         first_half: Any,
         num_halves: jax.Array | int,
         steps: jax.Array | int,
-    ) -> tuple[jax.Array, ...]:
+    ) -> tuple[tuple[jax.Array, ...], Feed | None]:
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
         columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
-        128] float32 for each of `halves`, zero if not computed.
+        128] float32 for each of `halves`, zero if not computed; and the feed after these steps.
         """
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(n, totals):
+        def step(n, carry):
+            totals, feed = carry
             stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
             row_scales = None
@@ -416,21 +427,23 @@ class Float8Kernel(Kernel):
                 block_scales,
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals
+            return totals, computer.feeder.follow(used + n, feed)
 
-        return lax.fori_loop(0, steps, step, (zero,) * self.halves)
+        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def skip(self, scratch: dict[str, Any], used: jax.Array) -> None:
-        """Releases the stages of a tile that this warpgroup does not compute."""
+    def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
+        """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
-        @pl.loop(0, self.steps)
-        def _(i):
+        def step(i, feed):
             stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
-            plgpu.barrier_wait(scratch["full"].at[stage])
-            plgpu.barrier_arrive(scratch["empty"].at[stage])
+            plgpu.barrier_wait(computer.scratch["full"].at[stage])
+            plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
+            return computer.feeder.follow(used + i, feed)
+
+        return lax.fori_loop(0, self.steps, step, feed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,14 +533,16 @@ class _Product(Float8Kernel):
 
     num_matrices = 1
 
-    def compute_tile(self, computer, tile, used):
+    def compute_tile(self, computer, tile, used, feed):
         first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = (end - first <= ROWS) & (self.halves > 1)
         row = pl.multiple_of(jnp.where(is_short, 0, computer.number * ROWS), ROWS)
         first_half = jnp.where(is_short, computer.number, 0)
         num_halves = jnp.where(is_short, 1, self.halves)
-        totals = self.accumulate_halves(computer, used, row, first_half, num_halves, self.steps)
+        totals, feed = self.accumulate_halves(
+            computer, used, feed, row, first_half, num_halves, self.steps
+        )
         top, left = first + row, left_edge + first_half * BLOCK
         for half, total in enumerate(totals):
 
@@ -538,7 +553,7 @@ class _Product(Float8Kernel):
             if half == 1:
                 is_stored &= jnp.logical_not(is_short)
             pl.when(is_stored)(store)
-        return used + self.steps
+        return used + self.steps, feed
 
     def store_half(self, computer: Computer, total: jax.Array, target: Target) -> None:
         """Stores rows of `total`, this warpgroup's part of a half."""
@@ -587,36 +602,36 @@ class _GatedProduct(Float8Kernel):
         return types
 
     def multiply(
-        self, computer: Computer, used: jax.Array, row: Any
-    ) -> Sequence[Callable[[int], jax.Array]]:
-        """Multiplies 64 rows by both matrices; returns their products in parts.
+        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
+    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
+        """Multiplies 64 rows by both matrices; returns their products in parts, and the feed.
 
         For the columns of each pass there is a function, which returns those of the product with
         matrix 0 or 1, [64, columns] float32.
         """
         steps = self.steps_of_pass
-        totals = self.accumulate_halves(computer, used, row, 0, self.halves, steps)
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
         if self.tiles.passes == 1:
-            return [lambda i: totals[i]]
+            return [lambda i: totals[i]], feed
         # A total has 64 columns of each product. Those of the first pass wait in shared memory.
         first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
         own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
         for i in range(HALVES):
             first_pass[i] = totals[0][:, own[i]]
-        (second,) = self.accumulate_halves(computer, used + steps, row, 0, 1, steps)
+        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
 
         def load(i: int) -> jax.Array:
             return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
 
-        return [load, lambda i: second[:, own[i]]]
+        return [load, lambda i: second[:, own[i]]], feed
 
-    def compute_tile(self, computer, tile, used):
+    def compute_tile(self, computer, tile, used, feed):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
-        def compute() -> None:
-            parts = self.multiply(computer, used, row)
+        def compute(feed: Feed | None) -> Feed | None:
+            parts, feed = self.multiply(computer, used, feed, row)
             room = computer.scratch["staged"].at[computer.number]
             target = Target(top, left_edge, begin - top, end - top)
             block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -643,10 +658,11 @@ class _GatedProduct(Float8Kernel):
             if self.keep:
                 for i in range(num_before, HALVES):
                     store_product(i)
+            return feed
 
         # A short tile has no rows for the second warpgroup.
-        lax.cond(top < end, compute, lambda: self.skip(computer.scratch, used))
-        return used + self.steps
+        feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
+        return used + self.steps, feed
 
 
 def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:

@@ -147,10 +147,10 @@ class _Drhs(Float8Kernel):
         total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
         self.walk_tiles(total, look_up, loader, outs, scratch)
 
-    def compute_tile(self, computer, tile, used):
+    def compute_tile(self, computer, tile, used, feed):
         top, left_edge, steps = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
-        totals = self.accumulate_halves(computer, used, row, 0, self.halves, steps)
+        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
         # The copies of the previous tile, which ran meanwhile, must have read the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
@@ -162,7 +162,7 @@ class _Drhs(Float8Kernel):
             def _(total=total, out=out, left=left, buffers=buffers, num_before=num_before):
                 self.copy_half(total, out, buffers, num_before, top + row, left)
 
-        return used + steps
+        return used + steps, feed
 
     def copy_half(
         self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any

@@ -60,8 +60,7 @@ class Loader(Protocol):
         """Reads what threads, not copies, load of a tile; `step` may be past the last."""
         return ()
 
-    # `ahead` is the result of `read_ahead` for this step, read two steps before by a loader
-    # warpgroup. Kernels without one read nothing ahead.
+    # `ahead` is the result of `read_ahead` for this step, read two steps before.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         """Fills a stage by step `step` of a tile, the block's step number `number`."""
 
@@ -73,6 +72,8 @@ class Feed(NamedTuple):
     step: jax.Array
     # The result of `Loader.find`.
     tile: Any
+    # The results of `Loader.read_ahead` for this step and the one after it.
+    ahead: tuple[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +143,13 @@ class Feeder:
         """Loads the feed's step in computer 0, if any step is left; returns the feed after it."""
 
         def load(feed: Feed) -> Feed:
-            self.load_released(feed.tile, feed.step, number, ahead=())
-            step = feed.step + 1
+            (now, following), tile, step = feed.ahead, feed.tile, feed.step + 1
+            self.load_released(tile, feed.step, number, now)
             return lax.cond(
-                step < self.loader.steps_of(feed.tile),
-                lambda: feed._replace(step=step),
+                step < self.loader.steps_of(tile),
+                lambda: Feed(
+                    feed.turn, step, tile, (following, self.loader.read_ahead(tile, step + 1))
+                ),
                 lambda: self._first_step_of(feed.turn + 1),
             )
 
@@ -154,7 +157,9 @@ class Feeder:
         return lax.cond(is_to_load, load, lambda feed: feed, feed)
 
     def _first_step_of(self, turn: jax.Array) -> Feed:
-        return Feed(turn, jnp.int32(0), self.loader.find(self.tiles.index(turn)))
+        tile = self.loader.find(self.tiles.index(turn))
+        zero, read_ahead = jnp.int32(0), self.loader.read_ahead
+        return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
 
 
 class Steps(NamedTuple):

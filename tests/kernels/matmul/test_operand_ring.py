@@ -69,7 +69,7 @@ def float8_matrices(**options):
 
 
 @simulated
-@pytest.mark.parametrize("call", quick([grouped, gated, drhs], drhs))
+@pytest.mark.parametrize("call", quick([grouped, gated, drhs, float8_product], float8_product))
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
