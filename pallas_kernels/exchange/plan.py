@@ -323,10 +323,12 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     choices = num_ranks * (of_sender + of_step)
     # The lists in the sender's ring, and those of the receiver, `step_copies`.
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
+    # One for each expert, and some for choices that name none; see `dispatch._Dispatch.scratch`.
     next_rows = count_width(num_experts) + WARPGROUP
     # Of `ExpertRows`: counts by source rank, workspace of a prefix sum, ends of groups without and
     # with padding.
-    groups = (num_ranks + 2 + 2) * count_width(num_experts)
+    counts, prefix_sum, ends = num_ranks, 2, 2
+    groups = (counts + prefix_sum + ends) * count_width(num_experts)
     return groups + next_rows + choices + lists
 
 

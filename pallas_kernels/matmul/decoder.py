@@ -202,6 +202,8 @@ class Decoder:
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
         # The result has words of each of a thread's two columns: its numbers, and two scales.
+        # A stage has a line for each column of each matrix's tile, with its numbers of all pieces.
+        # Four words of a line are a quad.
         first_line = jnp.int32(matrix * self.block_n + first)
         pieces, lines = self.pieces, self.lines
 

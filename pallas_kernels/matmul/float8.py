@@ -315,7 +315,7 @@ class Float8Kernel(Kernel):
         scratch: Any,
         used_rows: jax.Array | int = 0,
     ) -> None:
-        """Computes and stores this block's output tiles, of `total`."""
+        """Loads, computes and stores this block's share of all `total` output tiles."""
         # `look_up(index)` returns what `compute_tile` takes as `tile`: here, its `Position`.
         # `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
