@@ -15,11 +15,7 @@ from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, counts_here
 from jax_ep.runtime import environment
 from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
-from pallas_kernels.exchange import combine as combine_kernel
-from pallas_kernels.exchange import dispatch as dispatch_kernels
-from pallas_kernels.exchange import low_latency_combine, low_latency_dispatch
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -31,10 +27,14 @@ def dispatch_by_choices(
     sizes = (fabric.num_ranks, *topk_idx.shape)  # (N, T, K)
     options: dict[str, Any] = dict(fabric=fabric, buffer=_receive_buffer(config))
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
+        from pallas_kernels.exchange import low_latency_dispatch
+
         received, rows, counts, *sizes_of_groups = low_latency_dispatch.low_latency_dispatch(
             padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
+        from pallas_kernels.exchange import dispatch as dispatch_kernels
+
         received, rows, counts, *sizes_of_groups = dispatch_kernels.expert_dispatch(
             padded,
             topk_idx,
@@ -65,6 +65,8 @@ def dispatch_like(
     sizes = routes.rows.shape  # (N, T, K)
     # The low-latency kernels only write a whole receive buffer, and take no `into`.
     if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
+        from pallas_kernels.exchange import low_latency_dispatch
+
         received = low_latency_dispatch.dispatch_like(
             padded,
             routes.topk_idx,
@@ -75,6 +77,8 @@ def dispatch_like(
             **options,
         )
     else:
+        from pallas_kernels.exchange import dispatch as dispatch_kernels
+
         received = dispatch_kernels.dispatch_like(
             padded,
             routes.rows,
@@ -109,10 +113,14 @@ def _combine(
     operands = padded, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)
     if low_latency := _low_latency_plan(fabric, padded, rows.shape, config):
+        from pallas_kernels.exchange import low_latency_combine
+
         out = low_latency_combine.combine(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
+        from pallas_kernels.exchange import combine as combine_kernel
+
         out = combine_kernel.combine(
             *operands,
             plan=_plan(plans.for_combine, padded, rows.shape, config),
@@ -126,6 +134,8 @@ def _combine(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
+    from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+
     num_tokens = x.shape[0]
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)

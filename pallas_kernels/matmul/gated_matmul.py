@@ -35,7 +35,6 @@ from pallas_kernels.matmul.grouped_matmul import (
     passed_at_once,
 )
 from pallas_kernels.matmul.kernel import CHUNK
-from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 from pallas_kernels.matmul.operand_ring import Feed, Steps
 from pallas_kernels.matmul.store import Position
 
@@ -75,7 +74,11 @@ def gated_matmul(
     """
     num_rows = output_rows(groups, lhs.shape[0])
     is_quantized = isinstance(rhs[0], Scaled)
-    format = Mxfp4Matrices if is_quantized else Matrices
+    format = Matrices
+    if is_quantized:
+        from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
+
+        format = Mxfp4Matrices
     matrices = [part for each in rhs for part in format.operands_of(each)]
     kernel = _GatedProduct(
         tiles=tiles,

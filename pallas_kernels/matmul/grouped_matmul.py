@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES, WARPGROUP
 from pallas_kernels.formats import Scaled
-from pallas_kernels.matmul import decoder, operand_ring, register_tiles
+from pallas_kernels.matmul import operand_ring, register_tiles
 from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     CHUNK,
@@ -102,6 +102,8 @@ class Tiles:
         # The bytes of a column in 64 of K, and of the decoder's table; steps, the longest first.
         column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
         if mxfp4_depth is not None:
+            from pallas_kernels.matmul import decoder
+
             column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
