@@ -33,7 +33,7 @@ REQUIRED = {
         "warpgroup_barrier",
     ),
     "jax.experimental.pallas": (
-        *("cdiv", "ds", "loop", "multiple_of", "next_power_of_2", "run_scoped", "when"),
+        *("cdiv", "ds", "multiple_of", "next_power_of_2", "run_scoped", "when"),
     ),
     "jax.experimental.pallas.mosaic_gpu": (
         *("ACC", "Barrier", "CompilerParams", "Layout.TILED", "Layout.WGMMA"),
