@@ -140,6 +140,7 @@ def dispatch(
     num_experts = _check_num_experts(num_experts, axis_name)
     interface.check_output(output, interface.wire_format(wire_dtype))
     if layout == "rank":
+        checks.check_bool("zero_unused", zero_unused)
         for name, value, default in (
             ("capacity", capacity, None),
             ("expert_alignment", expert_alignment, 1),

@@ -333,10 +333,13 @@ def band(num_cols: int, block_n: int, most: int) -> int:
 def as_elementwise(gating: Gating, arity: int = 2, *, gradient: bool = False) -> Any:
     """Returns `gating`, or its `gradient_of`, for kernels; None if these cannot emit it."""
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
-    from pallas_kernels.matmul.gate_gradient import gradient_of
 
     try:
-        return gradient_of(gating) if gradient else Elementwise(gating, arity)
+        if not gradient:
+            return Elementwise(gating, arity)
+        from pallas_kernels.matmul.gate_gradient import gradient_of
+
+        return gradient_of(gating)
     except NotSupported:
         return None
 

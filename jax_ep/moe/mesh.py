@@ -75,6 +75,19 @@ class LayerMesh(NamedTuple):
         others = tuple(axis for axis in self.batch_axes if axis not in self.sequence_axes)
         return others, *[()] * (ndim - 3), self.sequence_axes
 
+    def types_show_more_axes(self, params: Any) -> bool:
+        """Returns whether types show that parameters are split over more axes than `axes_of`."""
+        if self.mesh is None:
+            return False
+        for name, array in params._asdict().items():
+            if array is None or isinstance(array, QuantizedArray):
+                continue
+            spec = jax.typeof(array).sharding.spec
+            for part, axes in zip(spec, self.axes_of(name), strict=True):
+                if not set(axes_in(part)) <= set(axes):
+                    return True
+        return False
+
     def splits_tokens_over_tensor_axes(self) -> bool:
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 

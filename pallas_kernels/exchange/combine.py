@@ -39,7 +39,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import (
     ROWS_OF_SUM,
     Plan,
@@ -410,6 +409,8 @@ class _Combine:
                 if not self.row.wire.quantized:
                     vectors.store(there, total.astype(self.row.dtype), self.vector)
                 else:
+                    from pallas_kernels.exchange import quantized_rows
+
                     quantized_rows.put_row(self.row.wire, total, there, self.vector)
 
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put_tile)
@@ -460,6 +461,8 @@ class _Combine:
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector
             else:
+                from pallas_kernels.exchange import quantized_rows
+
                 total = quantized_rows.add_rows(self.row.wire, sums, sent, self.row.dtype)
                 elements = quantized_rows.elements_of_sum(self.tile)
             out = fabric.mine(refs.out).at[token, columns_of_out]

@@ -39,7 +39,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Plan, ReceiveBuffer, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, List, Sender
@@ -301,6 +300,8 @@ class _Kernel:
 
         lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
         if scales:
+            from pallas_kernels.exchange import quantized_rows
+
             quantized_rows.copy_listed(scales[0], scratch.step_copies, count)
         lax.fori_loop(0, count, copy_row, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

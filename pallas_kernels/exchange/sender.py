@@ -27,7 +27,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.fabric import fabric as fb
 
@@ -141,6 +140,8 @@ class Sender:
             pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
             parts = [part.at[stage] for part in scratch.stages]
             wide = scratch.wide_stages.at[stage]
+            from pallas_kernels.exchange import quantized_rows
+
             quantized_rows.quantize_row(self.row.wire, wide, *parts)
             # After this fence, every thread has read the input row, so that it may be overwritten.
             # The fence also makes the quantized row visible to the copies that send it.
@@ -245,6 +246,8 @@ class Sender:
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
         if scales:
+            from pallas_kernels.exchange import quantized_rows
+
             quantized_rows.store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
