@@ -130,15 +130,13 @@ class CollectivesBench(runner.Bench):
         return True
 
     def header(self) -> list[str]:
-        enabled = self.facts["nccl_nvls_enable"]
-        return [f"{_DTYPE}, NCCL_NVLS_ENABLE={enabled}"]
+        return [f"{_DTYPE}, NCCL_NVLS_ENABLE={self.facts['nccl_nvls_enable']}"]
 
     def group(self, row: Row) -> tuple[str, str]:
         return "{op}, {ranks} ranks".format(**row), f"{row['rows']} rows"
 
     def compare(self, rows: list[Row]) -> None:
-        keys = "op", "ranks", "rows"
-        runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+        runner.speedups(rows, "speedup_over_xla", ("op", "ranks", "rows"), implementation="xla")
         if self.args.write_table:
             write_table(self.args.write_table, rows, jax.devices())
 

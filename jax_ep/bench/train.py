@@ -73,8 +73,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("batch", None, "Sequences of a rank in a step. Default: 2; on CPUs 1.", integer)
     dtypes = "The dtypes that the experts of jax_ep multiply; none: bfloat16."
     flags.add("matmul_dtype", ",".join(MATMUL_DTYPES), dtypes, some(choice(MATMUL_DTYPES)))
-    others = some(choice(BASELINES), none=True)
-    flags.add("baselines", "xla", "XLA's exchange, or empty.", others)
+    flags.add("baselines", "xla", "XLA's exchange, or empty.", some(choice(BASELINES), none=True))
     factor = "Rows of a receive buffer over the mean; more are dropped. 0: any routing."
     flags.add("capacity_factor", "1.5", factor, number)
     flags.add("fsdp", "1", "Ranks over which every matrix is also split.", integer)
@@ -279,8 +278,7 @@ class TrainBench(runner.Bench):
         return ", ".join([row["implementation"], *unusual])
 
     def compare(self, rows: list[Row]) -> None:
-        keys = "shape", "ranks", "remat"
-        runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+        runner.speedups(rows, "speedup_over_xla", ("shape", "ranks", "remat"), implementation="xla")
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -132,8 +132,7 @@ def load_model(
         read = functools.partial(_read_weight, stored)
         others[base] = PlannedArray(read, stored.shape, split, dtype)
     arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
-    total = sum(array.num_bytes() for array in arrays)
-    counter = Counter(total, progress or api.print_progress)
+    counter = Counter(sum(a.num_bytes() for a in arrays), progress or api.print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
         # Yields what is loaded in the order of `arrays`: the weights, then block after block. Each
         # `zip` ends with its first argument, and leaves the rest of `loaded` to the next one.

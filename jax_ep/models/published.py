@@ -197,5 +197,4 @@ def _load(directory: Path, config: DecoderConfig, **arguments: Any) -> Params:
         if weight is None or weight.shape != shape:
             found = "is not there" if weight is None else f"has shape {weight.shape}"
             raise ValueError(f"{name} in {directory} must have shape {shape}, but {found}.")
-    weights = {name: loaded.weights[name] for name in wanted}
-    return Params(weights, list(loaded.moe.values()))
+    return Params({name: loaded.weights[name] for name in wanted}, list(loaded.moe.values()))

@@ -235,8 +235,7 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
         return found | ({} if moe.topk_idx is None else {"topk_idx": moe.topk_idx})
 
     batch = NamedSharding(layout.everywhere.mesh, PartitionSpec(*layout.batch.spec[1:]))
-    shardings = (layout.state, batch)
-    return jax.jit(eval_step, in_shardings=shardings, out_shardings=layout.everywhere)
+    return jax.jit(eval_step, in_shardings=(layout.state, batch), out_shardings=layout.everywhere)
 
 
 def _inputs_and_targets(
