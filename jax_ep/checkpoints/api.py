@@ -241,7 +241,8 @@ def plan_load(
     block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
         mesh = ambient_mesh()
-    formats, arrays = _formats(block, quantized), {}
+    formats = _formats(block, quantized)
+    arrays = {}
     for name in block.params():
         arrays[name] = PlannedArray(
             functools.partial(block.read, name),
@@ -384,12 +385,12 @@ def save_moe(
         block.write(params, into, given_others)
 
 
-def _arrays_to_save(params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
+def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
     """Returns the parameters by name, and a layer's configuration; merges a layer's adapters."""
-    config = None
-    if isinstance(params, MoE):
-        config = params.config
-        given = {name: variable.get_value() for name, variable in variables_of(params).items()}
+    params, config = layer_or_params, None
+    if isinstance(layer_or_params, MoE):
+        config = layer_or_params.config
+        given = {name: v.get_value() for name, v in variables_of(layer_or_params).items()}
         params = merge_lora(MoEParams.of(**given), config.lora_scale)
     if not isinstance(params, MoEParams):
         raise TypeError(
@@ -423,7 +424,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, array: PlannedArray) -> None:
-    """Raises ValueError if a sharding splits the numbers of a scale between devices."""
+    """Raises ValueError if a sharding splits numbers that share a scale between devices."""
     if array.format is None:
         return
     part = array.sharding.shard_shape(array.shape)
@@ -457,7 +458,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         strict=True,
     )
     for size, letter, logical, further in dims:
-        # The field that splits this dimension; `further` are axes of `fsdp_axes`.
+        # The field that names the mesh axes of this dimension; `further` come from `fsdp_axes`.
         field = fields.get(logical or "", "fsdp_axes")
         in_field = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
         axes = tuple(axis for axis in (*in_field, *further) if axis in mesh.shape)

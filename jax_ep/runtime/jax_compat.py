@@ -232,7 +232,8 @@ class Program:
         """
         # The function is traced as with check_vma=False. A kernel that writes to its operands takes
         # references, and Pallas refuses references to arrays that vary over mesh axes.
-        context, unchecked = self._context, contextlib.nullcontext()
+        context = self._context
+        unchecked = contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
             context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
