@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
-from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
 from jax_ep.exchange.interface import Implementation
@@ -158,7 +157,6 @@ class MoE(nn.Module):
     sequence_axes: str | tuple[str, ...] | None = None
     fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None
     tensor_axis: str | tuple[str, ...] | None = None
-    mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
