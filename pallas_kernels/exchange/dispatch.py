@@ -505,7 +505,7 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns for each choice but the first the row in `words`; NOWHERE for that of `row`."""
+        """Returns for each choice but the first its row; NOWHERE for the one that `row` returns."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)
