@@ -301,8 +301,9 @@ def read_registers(room: Any) -> jax.Array:
         words = mosaic.opaque(words)
         mosaic.barrier()
         two_numbers, one_word = mosaic.vector_type(2, kind), mosaic.vector_type(1, word)
-        vectors = [vector.from_elements(one_word, [each]) for each in words]
-        pairs = [vector.bitcast(two_numbers, each) for each in vectors]
+        pairs = [
+            vector.bitcast(two_numbers, vector.from_elements(one_word, [each])) for each in words
+        ]
         return mosaic.tensor_core_array(pairs, shape, kind)
 
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
