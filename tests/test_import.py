@@ -1,4 +1,4 @@
-"""Tests that `import jax_ep` loads no kernels, neither Pallas nor Mosaic, and no Flax layers."""
+"""Tests of what is imported when: `import jax_ep` loads no kernels, and no conftest.py JAX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import json, sys
@@ -21,6 +22,13 @@ PLANS |= {"pallas_kernels.fabric.memory_map", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.matmul", "pallas_kernels.matmul.row_blocks"}
 PLANS |= {"pallas_kernels.matmul.chosen_groups", "pallas_kernels.fabric.requirements"}
 PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan"}
+# pytest loads a conftest.py before the hooks of tests/conftest.py set JAX's environment variables.
+CONFTESTS = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path)
+    assert "jax" not in sys.modules, path
+"""
 
 
 def test_kernels_and_parts_that_are_not_used_are_not_loaded():
@@ -36,3 +44,11 @@ def test_kernels_and_parts_that_are_not_used_are_not_loaded():
         assert not [name for name in loaded if f"{name}.".startswith(f"{package}.")]
     for part in ("linen", "nnx", "checkpoints", "reference", "exchange.pallas", "bench", "cli"):
         assert f"jax_ep.{part}" not in loaded
+
+
+def test_no_conftest_imports_jax():
+    tests = Path(__file__).parent
+    command = [sys.executable, "-c", CONFTESTS, *map(str, tests.rglob("conftest.py"))]
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -343,7 +343,7 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body(token, item)` for this worker's share; a token has `per_token` items."""
+        """Calls `body(token, item)` for this worker's share of `per_token` items of each token."""
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
         tokens = jnp.minimum(num_tokens - step * self.step_tokens, jnp.int32(self.step_tokens))

@@ -98,7 +98,7 @@ def expert_dispatch(
             count_arrivals=1,  # that of `receive_counts`
         ),
     )
-    window, width, num_parts = kernel.sender.window, kernel.experts.count_width, len(row.parts)
+    window, num_parts = kernel.sender.window, len(row.parts)
     results = fb.kernel(
         fabric,
         kernel,
@@ -108,7 +108,7 @@ def expert_dispatch(
         out_type=[
             *(jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts),
             jax.ShapeDtypeStruct((num_ranks, window.total), jnp.int32),  # rows
-            jax.ShapeDtypeStruct((num_ranks, width), jnp.int32),  # counts
+            jax.ShapeDtypeStruct((num_ranks, kernel.experts.count_width), jnp.int32),  # counts
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
@@ -200,7 +200,7 @@ class _Kernel:
         return 2 + self.sender.num_warpgroups
 
     def scratch(self) -> fb.Scratch:
-        ranks, num_stages = self.fabric.num_ranks, self.sender.plan.num_copy_stages
+        ranks, num_copy_stages = self.fabric.num_ranks, self.sender.plan.num_copy_stages
         tokens_of_step = self.sender.step_tokens * ranks
         columns, dtype = self.sender.row.parts[0]
         return fb.Scratch(
@@ -212,8 +212,8 @@ class _Kernel:
             # each of its K choices; NOWHERE for a choice without a row here.
             step_copies=plgpu.SMEM((tokens_of_step, self.top_k), jnp.int32),
             # The receiver's ring, from which values are copied to a token's other rows.
-            copies=plgpu.SMEM((num_stages, columns), dtype),
-            copy_full=plgpu.Barrier(num_barriers=(num_stages,)),
+            copies=plgpu.SMEM((num_copy_stages, columns), dtype),
+            copy_full=plgpu.Barrier(num_barriers=(num_copy_stages,)),
             # The sender has found where each expert's rows are.
             groups_known=plgpu.Barrier(),
         )
@@ -225,7 +225,7 @@ class _Kernel:
         """Waits for the tokens of peers, and copies each from its first row to its other rows."""
         _, num_tokens = self.sender.range()
 
-        # `begun` counts the rows that earlier steps put into the ring, whose stages follow from it.
+        # `begun` counts the rows that earlier steps put into the ring, and gives the next stage.
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
@@ -283,8 +283,8 @@ class _Kernel:
     def _copy_listed(
         self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: fb.Scratch
     ) -> None:
-        """Copies each listed token to its other rows; `begun` were copied in earlier steps."""
-        num_copies = self.sender.plan.num_copy_stages
+        """Copies the `count` listed tokens to their other rows; earlier steps copied `begun`."""
+        num_stages = self.sender.plan.num_copy_stages
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
 
         def begin_copy(i: jax.Array, _: None) -> None:
@@ -293,12 +293,12 @@ class _Kernel:
         def copy_row(i: jax.Array, _: None) -> None:
             self._finish_copy(i, begun, values, scratch)
 
-            @pl.when(i + num_copies < count)
+            @pl.when(i + num_stages < count)
             def begin_next() -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies have read the stage
-                self._begin_copy(i + num_copies, begun, values, scratch)
+                self._begin_copy(i + num_stages, begun, values, scratch)
 
-        lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
+        lax.fori_loop(0, jnp.minimum(count, num_stages), begin_copy, None)
         if scales:
             from pallas_kernels.exchange import quantized_rows
 
@@ -436,9 +436,10 @@ class _Dispatch(_Kernel):
         """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
         # The sender and the receiver of block 0 together count the choices of all tokens of this
         # rank, those of another block the choices of the tokens of blocks with lower indices.
-        fabric, num_choices = self.fabric, self.sender.window.total  # with padding
-        (first_token, _), num_tokens = self.sender.range(), self.sender.num_tokens
-        width = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
+        fabric, num_tokens = self.fabric, self.sender.num_tokens
+        num_choices = self.sender.window.total  # of this rank, with padding
+        slice_size = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
+        first_token, _ = self.sender.range()
         earlier = jnp.minimum(first_token, num_tokens)
         end = jnp.where(lax.axis_index("block") == 0, num_tokens, earlier) * self.top_k
         bins = self._counts_of(warpgroup, scratch)
@@ -448,14 +449,14 @@ class _Dispatch(_Kernel):
         def count(turn: jax.Array, _: None) -> None:
             # The last slice is moved back until it fits, and skips choices of the slice before.
             i = turn * _COUNTERS + warpgroup
-            start = jnp.minimum(i * width, num_choices - width)
-            entries = start + fb.iota(width)
-            experts = fb.load(fabric.mine(choices).at[pl.ds(start, width)], 1)
-            counts = (entries >= i * width) & (entries < end)  # whether each choice is counted
-            experts = jnp.where(counts, experts, fb.NOWHERE)
+            start = jnp.minimum(i * slice_size, num_choices - slice_size)
+            entries = start + fb.iota(slice_size)
+            experts = fb.load(fabric.mine(choices).at[pl.ds(start, slice_size)], 1)
+            is_counted = (entries >= i * slice_size) & (entries < end)
+            experts = jnp.where(is_counted, experts, fb.NOWHERE)
             fb.count(bins, experts, self.experts.num_experts)
 
-        num_slices = lax.div(end + (width - 1), jnp.int32(width))
+        num_slices = lax.div(end + (slice_size - 1), jnp.int32(slice_size))
         turns = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
         lax.fori_loop(0, turns, count, None)
         fabric.barrier()
@@ -472,8 +473,8 @@ class _Dispatch(_Kernel):
         counts = [self._counts_of(i, scratch) for i in range(_COUNTERS)]
         for start in range(0, self.experts.count_width, WARPGROUP):
             part = pl.ds(start, WARPGROUP)
-            found = [fb.load(each.at[part], 1) for each in counts]
-            scratch.next_rows[part] = functools.reduce(operator.add, found)
+            counts_of_part = [fb.load(half.at[part], 1) for half in counts]
+            scratch.next_rows[part] = functools.reduce(operator.add, counts_of_part)
         self.fabric.barrier()
 
     def _send_counts(self, scratch: fb.Scratch) -> None:
@@ -541,11 +542,10 @@ class _NewRoutes(_Routes):
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Computes a token's lists and advances `next_rows`; called once for each token."""
         of_experts, scratch = self.kernel.experts, self.scratch
-        experts = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
-        valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
-        experts = [
-            jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
-        ]
+        ids = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
+        valid = [(e >= 0) & (e < of_experts.num_experts) for e in ids]
+        # An id that names no expert uses the extra entry of `next_rows`.
+        experts = [jnp.where(v, e, of_experts.count_width) for e, v in zip(ids, valid, strict=True)]
         found = of_experts.take_rows(experts, scratch.next_rows, scratch.experts)
         owners = [
             jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)

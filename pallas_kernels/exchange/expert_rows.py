@@ -111,7 +111,7 @@ class ExpertRows:
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(scratch.counts_full)
         per_source = [fb.load(scratch.all_counts.at[source], 1) for source in range(num_ranks)]
-        total = sum(per_source[1:], per_source[0])
+        total = sum(per_source[1:], per_source[0])  # the rows of each expert
         if self.buffer.fair:
             # Rows beyond an expert's quota are dropped.
             total = jnp.minimum(total, self._quotas(total, scratch))
@@ -120,11 +120,11 @@ class ExpertRows:
         starts = ends - sizes
         if next_rows is not None:
             # The rows of a group are sorted by source rank, then by token.
-            row = starts + fb.load(next_rows.at[pl.ds(0, width)], 1)
+            rows = starts + fb.load(next_rows.at[pl.ds(0, width)], 1)
             for source in range(num_ranks):
                 counted = per_source[source]
-                row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
-            next_rows[pl.ds(0, width)] = row
+                rows = rows + jnp.where(source < rank, counted, jnp.zeros_like(counted))
+            next_rows[pl.ds(0, width)] = rows
         if group_starts is not None:
             group_starts[...] = starts
         scratch.group_ends[0] = starts + total
@@ -170,6 +170,7 @@ class ExpertRows:
         rank_of_expert = lax.div(fb.iota(width), jnp.int32(per_rank))
 
         def of_experts(quotas: Sequence[Any]) -> Any:
+            """Returns the quota of each expert, [count_width], from those of the N ranks."""
             each = jnp.full((width,), 0, jnp.int32)
             for rank, quota in enumerate(quotas):
                 each = jnp.where(rank_of_expert == rank, quota, each)
@@ -197,7 +198,6 @@ class ExpertRows:
         num_bits = jnp.int32(self.buffer.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-
         return jnp.where(overflows, of_experts(quotas), total)
 
     def take_rows(

@@ -84,7 +84,7 @@ class Rows:
         where, exists = self.tiles()[i]
 
         @pl.when(predicate & exists)
-        def _() -> None:
+        def store_tile() -> None:
             vectors.store([ref.at[row, where]], tile, self.plan.vector)
 
     def send(
@@ -95,7 +95,7 @@ class Rows:
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & exists)
-            def _(i: int = i, tile: jax.Array = tile) -> None:
+            def send_tile(i: int = i, tile: jax.Array = tile) -> None:
                 endpoint.send_to(peer, self.index(token, i), tile, exact=exact)
 
     def send_tokens(self, endpoint: Endpoint, x: Any, topk_idx: Any) -> list[list[jax.Array]]:

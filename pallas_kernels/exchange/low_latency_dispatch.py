@@ -241,17 +241,16 @@ class _Dispatch:
                     places = [scratch.token_rows[source, i, choice] for choice in choices]
                 return [jnp.where(exists, place, fb.NOWHERE) for place in places]
 
+            # Places in global memory are read once. Those in shared memory are read wherever they
+            # are needed, since registers cannot hold those of all ranks.
             if self.routes_known:
                 places_of = functools.cache(places_of)
-            # Otherwise the places are read from shared memory wherever they are needed, since
-            # registers cannot hold those of all ranks.
-            # From here on, `j` is the number of a tile, and `source` an index of `sources`.
-            for j, tile in enumerate(sent[i]):
-                self._store(refs.tokens, j, tile, places_of(0))
-            comes = [fb.any_row(places_of(source)) for source in range(1, len(sources))]
-            for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
-                for source, tile in enumerate(arrived, start=1):
-                    self._store(refs.tokens, j, tile, places_of(source))
+            for number, tile in enumerate(sent[i]):
+                self._store(refs.tokens, number, tile, places_of(0))
+            comes = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
+            for number, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
+                for j, tile in enumerate(arrived, start=1):
+                    self._store(refs.tokens, number, tile, places_of(j))
         fabric.delay_point(2)
         endpoint.close()
 
@@ -268,6 +267,7 @@ class _Dispatch:
             self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens: Any, i: int, tile: jax.Array, places: Sequence[jax.Array]) -> None:
+        """Stores this warpgroup's i-th tile of a row to each row of `tokens` in `places`."""
         for place in places:
             kept = (place >= 0) & (place < self.experts.buffer.capacity)
             self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
@@ -323,13 +323,13 @@ class _Dispatch:
         fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
-        row = fb.load(scratch.next_rows_from.at[source, entries], 1)
-        row = row + fb.load(scratch.group_starts, 1)
+        next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
+        next_rows = next_rows + fb.load(scratch.group_starts, 1)
         # The rows of a group are sorted by source rank, then by token.
-        for lower in range(fabric.num_ranks - 1):
-            counted = fb.load(scratch.experts.all_counts.at[lower], 1)
-            row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
-        scratch.next_rows_from[source, entries] = row
+        for rank in range(fabric.num_ranks - 1):
+            counted = fb.load(scratch.experts.all_counts.at[rank], 1)
+            next_rows = next_rows + jnp.where(rank < source, counted, jnp.zeros_like(counted))
+        scratch.next_rows_from[source, entries] = next_rows
         fabric.barrier()
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.rows.tokens()):

@@ -61,7 +61,7 @@ _TILE_VECTORS = 2
 # A dispatch of more than FEW_TOKENS tokens. The rows that a block sends between two signals take
 # about this many bytes.
 _DISPATCH_BYTES = 32 * 1024
-_COPY_STAGES = 16
+_COPY_STAGES = 16  # the most rows in the receiver's ring
 
 
 def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PLAIN) -> int:
@@ -194,7 +194,7 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     return row.room(words) // row.stage_bytes >= 3 and _combine_step(row, num_ranks, top_k) >= 1
 
 
-def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
+def _checked_plan(plan: Plan, num_tokens: int) -> Plan:
     """Returns the plan; raises ValueError if a signal cannot count a block's steps."""
     max_steps = 2**memory_map.COUNT_BITS - 1
     if plan.steps_per_block(num_tokens) > max_steps:
@@ -369,7 +369,7 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         num_copy_stages=num_copy_stages,
         step_tokens=step_tokens,
     )
-    return _with_few_steps(plan, sizes.num_tokens)
+    return _checked_plan(plan, sizes.num_tokens)
 
 
 def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -396,7 +396,7 @@ def for_rank_dispatch(
         store_lag=num_stages // 2,
         step_tokens=step_tokens,
     )
-    return _with_few_steps(plan, sizes.num_tokens)
+    return _checked_plan(plan, sizes.num_tokens)
 
 
 def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -409,8 +409,8 @@ def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
 
 
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
-    # The row and the weight of each choice in a step, and for two steps a list for each sum, of the
-    # rows to add and their weights.
+    # The row and the weight of each choice in a step, and for two steps a list for each sum: the
+    # number of rows to add, these rows and their weights.
     windows = 2 * num_ranks * align_up(step_tokens * top_k, WARPGROUP)
     return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
@@ -432,7 +432,7 @@ def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         receive_steps=_RECEIVE_STEPS,
         num_workers=_COMBINE_WORKERS,
     )
-    return _with_few_steps(plan, sizes.num_tokens)
+    return _checked_plan(plan, sizes.num_tokens)
 
 
 def combine_tile(row: Row) -> int:

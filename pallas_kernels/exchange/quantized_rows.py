@@ -76,7 +76,8 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
       elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
     """
     values, scales = parts
-    threads, (hidden,) = BLOCK // elements, values.shape  # threads that share a scale
+    (hidden,) = values.shape
+    threads = BLOCK // elements  # that share a scale
 
     def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
         f32 = mosaic.float_type()
@@ -142,7 +143,7 @@ def add_rows(
     def emit(*args: Any) -> Any:
         # For each row a flag, then for each row its values, then its scales.
         taken = [mosaic.unequal(mosaic.scalar(flag), 0) for flag in args[:num_rows]]
-        rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
+        rows, scales_of_rows = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (WARPGROUP * elements)
         thread = mosaic.warpgroup_thread()
         first = mosaic.mul(thread, elements)
@@ -152,7 +153,7 @@ def add_rows(
             column = mosaic.add(first, i * WARPGROUP * elements)
             return [
                 _load_quantized(row, scales_of_row, column, elements, was_sent)
-                for row, scales_of_row, was_sent in zip(rows, of_blocks, taken, strict=True)
+                for row, scales_of_row, was_sent in zip(rows, scales_of_rows, taken, strict=True)
             ]
 
         narrow = mosaic.vector_type(elements, mosaic.element_type(dtype))
@@ -178,20 +179,21 @@ def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
     """Loads a thread's float8 values, 4 to an int32, and their scale; zeros unless `taken`."""
-    i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
+    i32, f32 = mosaic.integer_type(32), mosaic.float_type()
     block = arith.divui(column, mosaic.i32(BLOCK))
-    pointer = llvm.PointerType.get(vectors.GLOBAL_MEMORY)
-    values_at, scale_at = (
-        mosaic.element_pointer(llvm.addrspacecast(pointer, mosaic.pointer(ref)), index, element)
-        for ref, index, element in ((values, column, i8), (scales, block, f32))
-    )
-    words = llvm.load(mosaic.vector_type(elements // 4, i32), values_at, alignment=elements)
-    of_words = [llvm.extractelement(words, mosaic.i32(i)) for i in range(elements // 4)]
+
+    def global_pointer(ref: Value, index: Value, element: Any) -> Value:
+        """Emits the pointer in global memory to element `index`, of an MLIR type, of `ref`."""
+        base = llvm.addrspacecast(llvm.PointerType.get(vectors.GLOBAL_MEMORY), mosaic.pointer(ref))
+        return mosaic.element_pointer(base, index, element)
+
+    values_at = global_pointer(values, column, mosaic.integer_type(8))
+    scale_at = global_pointer(scales, block, f32)
+    loaded = llvm.load(mosaic.vector_type(elements // 4, i32), values_at, alignment=elements)
+    words = [llvm.extractelement(loaded, mosaic.i32(i)) for i in range(elements // 4)]
     scale = llvm.load(f32, scale_at)
-    return (
-        [arith.select(taken, word, mosaic.i32(0)) for word in of_words],
-        arith.select(taken, scale, mosaic.f32(0.0)),
-    )
+    words = [arith.select(taken, word, mosaic.i32(0)) for word in words]
+    return words, arith.select(taken, scale, mosaic.f32(0.0))
 
 
 def _add_vectors(
@@ -247,14 +249,15 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
     num_vectors = _vectors_of(ref)
 
     def emit(array: Value, lists_ref: Value, number: Any) -> None:
-        rows, words, i32 = mosaic.pointer(array), mosaic.pointer(lists_ref), mosaic.integer_type(32)
+        i32 = mosaic.integer_type(32)
+        rows_at, lists_at = mosaic.pointer(array), mosaic.pointer(lists_ref)
         total = mosaic.mul(mosaic.scalar(number), num_vectors)
         # Each thread copies one vector at a time: vector `part` of the rows of list `entry`.
         with mosaic.loop(mosaic.warpgroup_thread(), total, WARPGROUP) as unit:
             entry, part = mosaic.divided(unit, num_vectors)
             start = mosaic.mul(entry, top_k)
             listed = [
-                llvm.load(i32, mosaic.element_pointer(words, mosaic.add(start, choice), i32))
+                llvm.load(i32, mosaic.element_pointer(lists_at, mosaic.add(start, choice), i32))
                 for choice in range(top_k)
             ]
             # The first row of the list, and for each further choice whether a row precedes it.
@@ -263,10 +266,10 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
                 preceded.append(_is_row(first))
                 first = arith.select(preceded[-1], first, row)
             with mosaic.when(_is_row(first)):
-                value = mosaic.load_numbers(_vector_at(rows, first, num_vectors, part), _WORDS)
+                words = mosaic.load_numbers(_vector_at(rows_at, first, num_vectors, part), _WORDS)
                 for row, has_source in zip(listed[1:], preceded, strict=True):
                     with mosaic.when(arith.andi(has_source, _is_row(row))):
-                        mosaic.store_numbers(value, _vector_at(rows, row, num_vectors, part))
+                        mosaic.store_numbers(words, _vector_at(rows_at, row, num_vectors, part))
 
     mosaic.inline(emit, [ref, lists, count])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -44,7 +44,7 @@ class Routes(Protocol):
         """Returns the arrays of routing data, [T·num_words] int32 in any rank's memory."""
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> Sequence[List]:
-        """Returns a token's list for each rank; `words[:, entry:]` of the scratch has its data."""
+        """Returns a token's list for each rank, from `words[:, entry:]` of the scratch."""
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
         """Returns the row of a rank's buffer that gets the block's i-th token, or NOWHERE."""
@@ -63,7 +63,7 @@ class Sender:
 
     fabric: fb.Fabric
     plan: Plan
-    num_tokens: int
+    num_tokens: int  # T, the tokens of each rank
     row: Row
     num_words: int  # the int32 words of a token in each of `Routes.sources`, and in a list
     num_sources: int = 1  # the number of arrays of `Routes.sources`
@@ -134,7 +134,8 @@ class Sender:
         num_stages = self.plan.num_stages
 
         def quantize_token(i: jax.Array, _: None) -> None:
-            stage, ahead = lax.rem(i, jnp.int32(num_stages)), i + num_stages
+            stage = lax.rem(i, jnp.int32(num_stages))
+            ahead = i + num_stages  # the next token whose row this stage gets
             plgpu.barrier_wait(scratch.full.at[stage])
             # The sender has read the row that was in the stage before; the first rows follow none.
             pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(scratch.sent.at[stage]))
@@ -165,9 +166,9 @@ class Sender:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         Call `fetch_first`, and `open_window` for the block's first token, before, and `quantize` in
-        the quantizer. `tokens` are the receive buffer's values and, if quantized, scales. `lists`,
-        [N, T·num_words] int32, gets the words that arrive with each token of each rank; None: none
-        are sent.
+        the quantizer. x is [T, H]. `tokens` are the receive buffer's values and, if quantized,
+        scales. `lists`, [N, T·num_words] int32, gets the words that arrive with each token of each
+        rank; None: none are sent.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
@@ -175,18 +176,14 @@ class Sender:
         rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
 
-        def put_row(stage: jax.Array, row: jax.Array, locate: Callable[[Any], Any]) -> None:
-            """Copies a stage to `row` of a rank's buffer, to which `locate` maps this rank's."""
-            for part, ref in zip(scratch.stages, tokens, strict=True):
-                fb.put_if(row >= 0, part.at[stage], locate(ref).at[row])
-
         def send_token(i: jax.Array, _: None) -> None:
             """Sends the block's i-th token from its stage; refills an earlier token's stage."""
             in_window = lax.rem(i, jnp.int32(window.tokens))  # the token's index in the window
             # The kernel has opened the window of the first token.
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
-            # `entry` is the index of the token's first word in a flat array of routing data.
-            stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
+            stage = lax.rem(i, jnp.int32(num_stages))
+            # The index of the token's first word in a flat array of routing data.
+            entry = (first_token + i) * self.num_words
 
             # `peers` has this rank at a position that differs between blocks. Computing this rank's
             # list a second time costs less than a select for each word.
@@ -198,7 +195,8 @@ class Sender:
                 self._put_lists(stage, entry, lists, peers, lists_of_peers, scratch)
             plgpu.barrier_wait(ready.at[stage])
             for peer, row in zip(peers, rows, strict=True):
-                put_row(stage, row, functools.partial(fabric.peer, rank=peer))
+                for part, ref in zip(scratch.stages, tokens, strict=True):
+                    fb.put_if(row >= 0, part.at[stage], fabric.peer(ref, peer).at[row])
             self._put_further(stage, further, tokens, scratch)
             plgpu.commit_smem_to_gmem_group()
 
@@ -246,6 +244,8 @@ class Sender:
         for row in rows:
             fb.put_if(row >= 0, scratch.stages[0].at[stage], values.at[row])
         if scales:
+            # A token may have K - 1 further rows, and a bulk copy takes as long for a row's few
+            # scales as for its values. Threads store the scales faster.
             from pallas_kernels.exchange import quantized_rows
 
             quantized_rows.store_each(scratch.stages[1].at[stage], scales[0], rows)
@@ -259,7 +259,7 @@ class Sender:
         lists_of_peers: Sequence[List],
         scratch: fb.Scratch,
     ) -> None:
-        """Writes a token's list for each peer to lists_ref[rank, entry:] in the peer's memory."""
+        """Writes a token's list for each peer to the peer's lists_ref[this rank, entry:]."""
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
         # The size of a bulk copy must be a multiple of 16 bytes, that is, of 4 words.

@@ -428,6 +428,7 @@ def assert_raises(function: str, change: dict[str, Any], message: str, num_ranks
         ("dispatch", dict(layout="row"), "layout must be .* 'row'"),
         ("dispatch", dict(axis_name="nowhere"), r"axis_name .*nowhere.*inside jax\.shard_map"),
         ("dispatch", dict(zero_unused=2), "zero_unused must be True or False, but is 2"),
+        ("dispatch", RANK | dict(zero_unused=1), "zero_unused must be True or False, but is 1"),
         ("dispatch", RANK | dict(zero_unused=False), "zero_unused must be True.* but is False"),
         ("dispatch", RANK | dict(capacity=7), "capacity must be None .* but is 7"),
         ("dispatch", RANK | dict(overflow="fair"), "overflow must .*'fair'. See group_by_expert"),

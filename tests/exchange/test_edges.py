@@ -55,10 +55,10 @@ def gradients(function: Any, mesh: Any = None, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "wire", "implementation"), [(None, None, "xla"), (8, jnp.float8_e4m3fn, None)]
+    ("capacity", "wire", "exchange"), [(None, None, "xla"), (8, jnp.float8_e4m3fn, None)]
 )
-def test_without_tokens_all_rows_and_gradients_are_zero(capacity, wire, implementation):
-    options: Any = dict(implementation=implementation)
+def test_without_tokens_all_rows_and_gradients_are_zero(capacity, wire, exchange):
+    options: Any = dict(implementation=exchange)
 
     def on_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
         of_dispatch = dict(num_experts=4, axis_name=AXIS, wire_dtype=wire, **options)

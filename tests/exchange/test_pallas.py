@@ -20,6 +20,7 @@ from support.meshes import cuda_mesh, mesh
 from support.selection import quick
 
 import jax_ep
+from jax_ep.collectives import table
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
@@ -32,6 +33,8 @@ pytestmark = needs_kernels
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE = "ep_combine"
+# The collectives that send one value per choice, such as its weight. On GPUs they are kernels, too.
+OF_VALUES = ["ep_all_gather", "ep_all_to_all"]
 
 
 def lowered(
@@ -51,11 +54,17 @@ def lowered(
 
 
 def kernels(text: str) -> list[str]:
-    """Returns the sorted names of the exchange's kernels in a lowered program."""
+    """Returns the sorted names of the kernels in a lowered program, without "_ll"."""
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-    names = [re.search(r"ep_dispatch_like|ep_dispatch|ep_combine", call) for call in calls]
+    known = re.compile("|".join([LIKE, DISPATCH, COMBINE, *OF_VALUES]))
+    names = [known.search(call) for call in calls]
     assert all(names), "a kernel without a name of ours"
     return sorted(name.group() for name in names if name)
+
+
+def kernels_of_rows(text: str) -> list[str]:
+    """Returns `kernels` but for those that send one value per choice."""
+    return [name for name in kernels(text) if name not in OF_VALUES]
 
 
 def forward(send: Any, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
@@ -114,9 +123,9 @@ def test_lowers_to_the_kernels(case, axes, axis_name):
 
     best, named = text(None, forward), text("pallas", backward)
     assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
-    assert kernels(text(None, backward)) == BACKWARD
+    assert kernels_of_rows(text(None, backward)) == BACKWARD
     # The backward pass has two more plain combines, and dispatches the cotangents of both combines.
-    assert kernels(named) == BACKWARD
+    assert kernels_of_rows(named) == BACKWARD
     for symbol in ("multimem", "nvshmem", "multicast"):
         assert symbol not in best and symbol not in named
 
@@ -236,9 +245,11 @@ def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch, calls):
         # Each token has a sum from each of 8 ranks: 512 columns of 2 bytes.
         of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2
         assert held["receive buffer"] == blocks * of_block
-    found = kernels(lowered(Case(8, 40, 512, 8, 256, BF16), "pallas", backward))
+    found = kernels_of_rows(lowered(Case(8, 40, 512, 8, 256, BF16), "pallas", backward))
     assert set(found) == {DISPATCH, LIKE, COMBINE}
-    assert {options["num_blocks"] for _, options in calls} == {num_blocks}
+    of_rows = [options for _, options in calls if options["name"] in found]
+    assert {options["name"] for options in of_rows} == set(found)
+    assert {options["num_blocks"] for options in of_rows} == {num_blocks}
 
 
 @pytest.mark.parametrize(
@@ -274,6 +285,18 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(fb, "kernel", note)
     return noted
+
+
+def test_one_value_per_choice_is_sent_by_the_collectives_that_were_measured(gpus, monkeypatch):
+    mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
+    assert kernels(lowered(CASE_OF_TWO, None, backward, mesh)) == BACKWARD
+    lookup = table.lookup
+
+    def of_hopper(op: str, num_ranks: int, num_bytes: int, _: Any, **options: Any) -> str:
+        return lookup(op, num_ranks, num_bytes, "9.0", **options)
+
+    monkeypatch.setattr(table, "lookup", of_hopper)
+    assert kernels(lowered(CASE_OF_TWO, None, backward, mesh)) == [*OF_VALUES, *BACKWARD]
 
 
 @pytest.mark.slow
