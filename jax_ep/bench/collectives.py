@@ -43,8 +43,7 @@ def add_flags(flags: Flags) -> None:
     algorithms = "The algorithms to measure. Default: all that run here, but fused and multimem."
     flags.add("implementations", None, algorithms, some(choice(_ALGORITHM_NAMES)))
     flags.add("write_table", None, "The JSON file of the lookup table to update.", output)
-    compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=7, least=10)
+    runner.add_flags(flags, "results with those of xla", repeats=7, least=10)
 
 
 def run(args: Args) -> int:
@@ -131,15 +130,13 @@ class CollectivesBench(runner.Bench):
         return True
 
     def header(self) -> list[str]:
-        enabled = self.facts["nccl_nvls_enable"]
-        return [f"{_DTYPE}, NCCL_NVLS_ENABLE={enabled}"]
+        return [f"{_DTYPE}, NCCL_NVLS_ENABLE={self.facts['nccl_nvls_enable']}"]
 
     def group(self, row: Row) -> tuple[str, str]:
         return "{op}, {ranks} ranks".format(**row), f"{row['rows']} rows"
 
     def compare(self, rows: list[Row]) -> None:
-        keys = "op", "ranks", "rows"
-        runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+        runner.speedups(rows, "speedup_over_xla", ("op", "ranks", "rows"), implementation="xla")
         if self.args.write_table:
             write_table(self.args.write_table, rows, jax.devices())
 

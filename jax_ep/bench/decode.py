@@ -27,11 +27,11 @@ from jax_ep.moe.params import MoEParams
 
 
 class Format(NamedTuple):
-    """A number format of experts: bytes of a weight with its scales, tolerance of `agree`."""
+    """A number format of experts."""
 
     matmul_dtype: Any
-    bytes_per_number: float
-    tolerance: float
+    bytes_per_number: float  # of a weight, its share of scales included
+    tolerance: float  # of `runner.agree`
     stored: formats.Format | None = None  # of the layer's matrices; None: bfloat16
 
 
@@ -59,8 +59,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("batches", None, batches, some(integer))
     flags.add("layers", None, "Layers in a step. Default: 1,8; on CPUs 1,2.", some(integer))
     flags.add("formats", ",".join(FORMATS), "The experts' formats.", some(choice(FORMATS)))
-    compared = "the outputs of all programs of the same layers and batch with each other"
-    runner.add_flags(flags, compared, repeats=5, least=2)
+    runner.add_flags(flags, "outputs of equal layers and batches", repeats=5, least=2)
 
 
 def run(args: Args) -> int:
@@ -172,8 +171,8 @@ def make_stack(
 ) -> Stack:
     """Makes the random parameters of `layers` MoE layers, with a leading axis of ranks."""
 
-    def layer(own: jax.Array, gate: jax.Array) -> tuple[MoEParams, QuantizedExperts | None]:
-        params = layer_bench.random_params(shape, mesh.size, own, gate)
+    def layer(own_seed: jax.Array, gate_seed: jax.Array) -> Any:
+        params = layer_bench.random_params(shape, mesh.size, own_seed, gate_seed)
         if stored is not None:
             quantized_matrices: dict[str, Any] = {
                 name: formats.quantize(getattr(params, name), stored)
@@ -183,7 +182,8 @@ def make_stack(
         quantized = None if config.matmul_dtype is None else quantize_experts(params, config)
         return params, quantized
 
-    make, seeds = on_ranks(layer, mesh), rank_seeds(mesh.size)
+    make = on_ranks(layer, mesh)
+    seeds = rank_seeds(mesh.size)
     # Each rank has a seed of its own for its experts, and all have the same one for the gate.
     return [
         make(seeds + 10_000 * i, np.full_like(seeds, 10_000 * i + 9_999)) for i in range(layers)
@@ -198,7 +198,8 @@ def step_of_layers(
     Returns the residual stream [T, H], and how often the batch chose each expert, [layers, E].
     """
     stack, x = state
-    tokens, mask = x.shape[0], None
+    tokens = x.shape[0]
+    mask = None
     if batch != tokens * lax.axis_size(AXIS):
         mask = lax.axis_index(AXIS) * tokens + jnp.arange(tokens) < batch
     counts = []

@@ -67,8 +67,10 @@ def estimate(args: Args, hosts: int) -> list[Row]:
         others = num_experts - num_experts // groups
         return groups * (1 - math.comb(others, args.top_k) / math.comb(num_experts, args.top_k))
 
+    # The shares of hosts, and of the ranks of a host, that are not a token's own.
     other_hosts, other_ranks = 1 - 1 / hosts, 1 - 1 / per_host
     forwarded = reached(ranks) * other_ranks
+    # The rows of a token that are sent between hosts, and inside hosts.
     designs = {
         "flat": (reached(ranks) * other_hosts, forwarded / hosts),
         "two-level": (reached(hosts) * other_hosts, forwarded),

@@ -42,8 +42,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("wire_dtype", "none", wire, some(choice(WIRE_DTYPES)))
     outputs = choice(("dequantized", "quantized"))
     flags.add("output", "dequantized", "What a dispatch with a wire dtype returns.", outputs)
-    compared = "results with those of xla"
-    runner.add_flags(flags, compared, repeats=5, least=10)
+    runner.add_flags(flags, "results with those of xla", repeats=5, least=10)
 
 
 def add_capacity_factor(flags: Flags) -> None:
@@ -92,7 +91,8 @@ class ExchangeBench(runner.Bench):
         return True
 
     def results(self, row: Row) -> Row:
-        work, found = make_work(row), dict[str, Any]()
+        work = make_work(row)
+        found: Row = {}
         if (sent := operations.sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
         # Without the name of an implementation: what any must send.
@@ -142,9 +142,9 @@ class ExchangeBench(runner.Bench):
         for name in args.wire_dtype:
             check_wire_dtype(name, args.hidden)
         for num_ranks in ranks:
-            problem, names = _problem(num_ranks), args.implementations or ()
-            reasons = {name: IMPLEMENTATIONS[name].unavailable_reason(problem) for name in names}
-            runner.check_available(reasons)
+            problem = _problem(num_ranks)
+            for name in args.implementations or ():
+                runner.check_available({name: IMPLEMENTATIONS[name].unavailable_reason(problem)})
             check_experts(args, args.num_experts, num_ranks, args.top_k)
 
 

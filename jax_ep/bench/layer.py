@@ -43,10 +43,10 @@ _FLOAT8_TOLERANCE = 6 * 2**-4
 
 
 class Shape(NamedTuple):
-    hidden: int
-    mlp_dim: int
+    hidden: int  # H, the width of a token
+    mlp_dim: int  # F, the hidden width of an expert
     num_experts: int
-    top_k: int
+    top_k: int  # K, the number of experts that a token chooses
     score: Score = "softmax"
 
     def config(self, **options: Any) -> MoEConfig:
@@ -106,8 +106,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("token_chunks", "1", chunks, some(integer))
     remat = "What the backward pass of jax_ep computes again; full: the whole layer."
     flags.add("remat", "none", remat, some(choice(("none", "full"))))
-    compared = "the outputs and gradients of all layers with each other"
-    runner.add_flags(flags, compared, repeats=5, least=2)
+    runner.add_flags(flags, "the outputs and gradients of all layers", repeats=5, least=2)
 
 
 def run(args: Args) -> int:
@@ -196,6 +195,7 @@ class LayerBench(runner.Bench):
     def results(self, row: Row) -> Row:
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
+        # Each of an expert's three matmuls takes 2 * H * F operations for a token.
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
         return {
             "tokens_per_s": row["ranks"] * row["tokens"] / seconds,
@@ -252,12 +252,13 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Divides the fields of a layer's `DeviceTime` among its matmuls and its exchange."""
+    """Sums the kernels of matmuls and of the exchange; `device` has the fields of `DeviceTime`.
+
+    "if_hidden_us" is the device time if the shorter of the two sums ran beside the longer.
+    """
     by_kernel = device["by_kernel_us"]
-    exchange, matmul = (
-        sum(us for name, us in by_kernel.items() if kind.search(name))
-        for kind in (EXCHANGE, MATMUL)
-    )
+    exchange = sum(us for name, us in by_kernel.items() if EXCHANGE.search(name))
+    matmul = sum(us for name, us in by_kernel.items() if MATMUL.search(name))
     return {
         "matmul_us": matmul or None,
         "exchange_us": exchange,
@@ -269,12 +270,11 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh) -> Any:
     """Makes parameters, and tokens x and cotangents [T, H], with a leading axis of ranks."""
 
     def on_rank(own_seed, gate_seed):
-        params, size = (
-            random_params(shape, mesh.size, own_seed, gate_seed),
-            (num_tokens, shape.hidden),
-        )
-        # `random_params` draws from seeds up to that plus 300.
-        x, g = (random_rows(own_seed + more, size, jnp.bfloat16) for more in (400, 500))
+        params = random_params(shape, mesh.size, own_seed, gate_seed)
+        # `random_params` draws from the seeds `own_seed` + 100, 200 and 300.
+        size = (num_tokens, shape.hidden)
+        x = random_rows(own_seed + 400, size, jnp.bfloat16)
+        g = random_rows(own_seed + 500, size, jnp.bfloat16)
         return params, x, g
 
     seeds = rank_seeds(mesh.size)
@@ -291,8 +291,8 @@ def random_params(
     def rows(stream, *sizes):
         return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
-    # Tokens x have variance 1 / 3. With these factors, logits and x @ wi_0 have one of about 1.
-    # The gate's values are exact in bfloat16. So layers choose the same experts even if one
+    # Tokens x have variance 1 / 3; these factors give logits and x @ wi_0 a variance of about 1.
+    # The gate's values are exact in bfloat16, so layers choose the same experts even if one
     # computes the router's matmul in float32 and another in bfloat16.
     gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
     return MoEParams(

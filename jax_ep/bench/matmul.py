@@ -186,30 +186,31 @@ class MatmulBench(runner.Bench):
         return Loop(function, operands, expert_mesh(1), self.args.iterations or 5)
 
     def check(self, row: Row, loop: Loop, shared: tuple[Operands, Float8Operands | None]) -> bool:
-        op, case = row["op"], self.sizes[row["case"]]
         if row["implementation"] == "dense":
             return False
+        op, case = row["op"], self.sizes[row["case"]]
         # In float8 each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
         of_float8 = 2 * 2**-4 if op == "gated" else 2**-4
         limit = 1e-2 if row["matmul_dtype"] == "none" else of_float8
-        out, last = loop.outputs(), case.num_groups - 1
+        out = loop.outputs()
         if isinstance(out, QuantizedArray):  # whose rows past the last group are undefined
             out = out.dequantize(jnp.float32)
         elif op != "drhs":
             assert not jnp.any(out[:, case.live :] != 0), "rows past the last group"
+        last = case.num_groups - 1
         for group in sorted({0, last // 2, last}):
             wanted, rows = group_in_float32(op, shared[0], group)
             runner.agree(out[:, group : group + 1] if op == "drhs" else out[:, rows], wanted, limit)
         return True
 
     def results(self, row: Row) -> Row:
-        case, op, rows = self.sizes[row["case"]], row["op"], row["live_rows"]
-        flops = case.flops(op, rows)
+        case, op = self.sizes[row["case"]], row["op"]
+        flops = case.flops(op, row["live_rows"])
         if row["implementation"] == "dense":  # which multiplies rows of no group, too
             rows = case.num_rows
             # `TransposedRows`, the operands of a float8 drhs, have padding in each group.
             if op == "drhs" and row["matmul_dtype"] != "none":
-                rows = padded_rows(rows, case.num_groups)
+                rows = padded_rows(case.num_rows, case.num_groups)
             flops = case.flops(op, rows) / (2 if op in OF_TWO_PAIRS else 1)
         return {"flops": flops, "tflops": flops / row["wall"]["median_us"] * 1e-6}
 
@@ -245,7 +246,8 @@ class MatmulBench(runner.Bench):
 
 def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
     dtype = jnp.dtype("bfloat16" if matmul_dtype == "none" else matmul_dtype)
-    platform, has_scales = primitives.default_platform(), dtype == float8.DTYPE
+    platform = primitives.default_platform()
+    has_scales = dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
     return primitives.IMPLEMENTATIONS[name].unavailable_reason(problem)
 
@@ -255,8 +257,8 @@ def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
 
 def random_operands(case: Case) -> Operands:
     """Draws operands, with groups of random sizes and a leading axis of one rank."""
-    equal = np.full(case.num_groups, 1 / case.num_groups)
-    sizes = np.random.default_rng(0).multinomial(case.live, equal)
+    probabilities = np.full(case.num_groups, 1 / case.num_groups)
+    sizes = np.random.default_rng(0).multinomial(case.live, probabilities)
     shape_of_rhs = (case.num_groups, case.hidden, case.mlp)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
@@ -376,18 +378,18 @@ def group_in_float32(op: str, operands: Operands, group: int) -> tuple[jax.Array
     sizes = np.asarray(operands.group_sizes[0])
     end = int(sizes[: group + 1].sum())
     rows = slice(end - int(sizes[group]), end)
-    groups, o = slice(group, group + 1), operands
+    groups = slice(group, group + 1)
 
     def part(x: jax.Array, index: slice) -> jax.Array:
         return x[0, index].astype(jnp.float32)
 
     of_group = Operands(
-        lhs=part(o.lhs, rows),
-        rhs=part(o.rhs, groups),
-        grad=part(o.grad, rows),
-        rhs_1=part(o.rhs_1, groups),
-        grad_1=part(o.grad_1, rows),
-        group_sizes=o.group_sizes[0, groups],
+        lhs=part(operands.lhs, rows),
+        rhs=part(operands.rhs, groups),
+        grad=part(operands.grad, rows),
+        rhs_1=part(operands.rhs_1, groups),
+        grad_1=part(operands.grad_1, rows),
+        group_sizes=operands.group_sizes[0, groups],
     )
     with jax.default_matmul_precision("highest"):  # by default, GPUs multiply in TF32
         return jax.jit(operation(xla.BACKEND, op))(of_group)[None], rows

@@ -127,8 +127,7 @@ def _weights(work: Work, seed: jax.Array) -> jax.Array | None:
 
 def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) -> Callable[..., Any]:
     """Returns the function (x, topk_idx) -> the result of `dispatch`."""
-    expert_major = work.layout == "expert"
-    options: Any = {"capacity": work.capacity} if expert_major else {"layout": "rank"}
+    options: Any = {"capacity": work.capacity} if work.layout == "expert" else {"layout": "rank"}
 
     def call(x, topk_idx):
         return dispatch(  # type: ignore[call-overload]
@@ -239,7 +238,8 @@ def make_operation(op: str, work: Work, implementation: str) -> Operation:
 
 def sent_bytes(op: str, work: Work, implementation: str = "") -> float | None:
     """Returns the bytes that a rank sends to other ranks, mean over ranks; None if unknown."""
-    rows, row_bytes = work.wire_rows(implementation), work.wire.row_bytes(work.hidden, work.dtype)
+    rows = work.wire_rows(implementation)
+    row_bytes = work.wire.row_bytes(work.hidden, work.dtype)
     if op == "round_trip":  # whose combine sends rows in the tokens' dtype
         row_bytes += PLAIN.row_bytes(work.hidden, work.dtype)
     return None if rows is None else rows * row_bytes
@@ -275,8 +275,8 @@ def without_handles(outputs: Any) -> Any:
 def tolerance(op: str, work: Work) -> float:
     """Returns the tolerance of `agree` for an operation.
 
-    A received row is what was sent. A sum is rounded on its rank and at last, and in between to the
-    wire format.
+    A dispatch changes no row that it does not quantize. A sum is rounded on the sending rank, to
+    the wire format, and on the receiving rank.
     """
     if op == "dispatch" and not work.wire.quantized:
         return 0.0

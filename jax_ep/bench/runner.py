@@ -230,7 +230,7 @@ def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
 
 
 def iterations(args: Args, num_tokens: int, on_cpus: int, many: int, few: int) -> int:
-    """Returns --iterations, or its default: on GPUs `few` calls for few tokens, else `many`.
+    """Returns --iterations, or its default: on GPUs `many` for many tokens and `few` for few.
 
     On GPUs a compiled loop takes about 450 microseconds to start, so short calls must be more.
     """
@@ -257,13 +257,13 @@ def held_bytes(compiled: Any) -> dict[str, int]:
 
 
 def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **of: Any) -> None:
-    """Adds `field`: the speed-up over the row with the fields `of` and the same `keys`."""
+    """Adds `field`: the speed-up over the row that has the values `of` and the same `keys`."""
     timed = [row for row in rows if "wall" in row]
-    others = {tuple(row[key] for key in keys): row for row in timed if row.items() >= of.items()}
+    bases = {tuple(row[key] for key in keys): row for row in timed if row.items() >= of.items()}
     for row in timed:
-        other = others.get(tuple(row[key] for key in keys))
-        if other is not None and other is not row:
-            row[field] = other["wall"]["median_us"] / row["wall"]["median_us"]
+        base = bases.get(tuple(row[key] for key in keys))
+        if base is not None and base is not row:
+            row[field] = base["wall"]["median_us"] / row["wall"]["median_us"]
 
 
 def time_of(row: Row) -> float:

@@ -86,12 +86,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        step: Callable[[Any], Any],
-        state: Any,
-        mesh: Mesh,
-        iterations: int,
-        unroll: int = 1,
+        self, step: Callable[[Any], Any], state: Any, mesh: Mesh, iterations: int, unroll: int = 1
     ):
         self.step, self.state, self.mesh, self.iterations = step, state, mesh, iterations
         self.compiled = self._compile_loop(_add_up, unroll)
@@ -155,15 +150,14 @@ class Loop:
     def device_time(self, repeats: int, spaced: bool = True) -> DeviceTime:
         """Measures one call of `step` in `repeats` runs of the loop.
 
-        Calls that take milliseconds need not be `spaced`: beside them the loop's own kernels are
-        nothing.
+        If `spaced`, the spacer runs after each call, and the time of the loop's own kernels is
+        subtracted. Calls that take milliseconds need neither.
         """
         device = self._traced_time(repeats, spaced)
         if not spaced:
             return device
-        of_loop = _of_a_loop(self.mesh)
-        median, slowest = device.median_us - of_loop, device.slowest_us - of_loop
-        return device._replace(median_us=median, slowest_us=slowest)
+        own = _own_microseconds(self.mesh)
+        return device._replace(median_us=device.median_us - own, slowest_us=device.slowest_us - own)
 
     def _traced_time(self, repeats: int, spaced: bool) -> DeviceTime:
         loop = self._compile_loop(_wait_on_device) if spaced else self.compiled
@@ -177,7 +171,7 @@ class Loop:
 
 
 @functools.cache
-def _of_a_loop(mesh: Mesh) -> float:
+def _own_microseconds(mesh: Mesh) -> float:
     """Measures the microseconds per call that a `Loop` on `mesh` spends in its own kernels."""
     loop = Loop(lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop._traced_time(repeats=2, spaced=True).median_us
@@ -191,6 +185,7 @@ def _poison(array: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
+    """Returns a next link that depends on all results."""
     return link + sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in results) * 1e-6
 
 
@@ -319,10 +314,10 @@ def summarize(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second of plain copies between two GPUs, one way, and in one, read and written."""
+    """Bytes per second of plain copies; None: not measured."""
 
-    link: float | None = None
-    memory: float | None = None
+    link: float | None = None  # between two GPUs, one way
+    memory: float | None = None  # in one GPU, bytes read and bytes written
 
 
 def measure_bandwidths(devices: Sequence[jax.Device]) -> Bandwidths:

@@ -50,7 +50,7 @@ _LOSS_TOLERANCE, _NORM_TOLERANCE = 0.01, 0.1
 
 # A profile names the HLO operation that a kernel runs. In the compiled program's text, an operation
 # has an `op_name`: the named scopes of `jax_ep.models.decoder` in which JAX traced it. Maps each
-# part of a step to a regular expression for it. An operation belongs to the first that matches.
+# part of a step to a regular expression; an operation belongs to the first that finds its op_name.
 _OPERATIONS = {
     "attention": r"\bself_attn\b",
     "routing": r"\bmlp\b.*\brouter\b",
@@ -73,14 +73,12 @@ def add_flags(flags: Flags) -> None:
     flags.add("batch", None, "Sequences of a rank in a step. Default: 2; on CPUs 1.", integer)
     dtypes = "The dtypes that the experts of jax_ep multiply; none: bfloat16."
     flags.add("matmul_dtype", ",".join(MATMUL_DTYPES), dtypes, some(choice(MATMUL_DTYPES)))
-    others = some(choice(BASELINES), none=True)
-    flags.add("baselines", "xla", "XLA's exchange, or empty.", others)
+    flags.add("baselines", "xla", "XLA's exchange, or empty.", some(choice(BASELINES), none=True))
     factor = "Rows of a receive buffer over the mean; more are dropped. 0: any routing."
     flags.add("capacity_factor", "1.5", factor, number)
     flags.add("fsdp", "1", "Ranks over which every matrix is also split.", integer)
     flags.add("remat", "none", "What layers keep for the backward pass.", some(choice(REMAT)))
-    compared = "the first loss and the norm of its gradient with the first program's"
-    runner.add_flags(flags, compared, repeats=7)
+    runner.add_flags(flags, "first losses and gradient norms with the first program's", repeats=7)
 
 
 def run(args: Args) -> int:
@@ -280,8 +278,7 @@ class TrainBench(runner.Bench):
         return ", ".join([row["implementation"], *unusual])
 
     def compare(self, rows: list[Row]) -> None:
-        keys = "shape", "ranks", "remat"
-        runner.speedups(rows, "speedup_over_xla", keys, implementation="xla")
+        runner.speedups(rows, "speedup_over_xla", ("shape", "ranks", "remat"), implementation="xla")
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -290,7 +287,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def labels(hlo: str) -> Callable[[Any], str]:
-    """Returns what labels a profile's event "part: kernel name"; `hlo` is the program's text."""
+    """Returns a function that labels a profile's events "part: kernel name", from the HLO text."""
     found = dict(_INSTRUCTION.findall(hlo))
     # Kernels have the names of operations, with "_" for "." and "-".
     operations = {re.sub(r"[.\-]", "_", name): op_name for name, op_name in found.items()} | found

@@ -63,8 +63,8 @@ def load_moe_params(
         directory: a directory as published, with config.json and safetensors files.
         layer: the number of the decoder's layer, from 0.
         mesh: the mesh over which to spread the experts (along `expert_axis`) and their hidden width
-            F (along `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient
-            mesh, or else one device.
+            F (along `tensor_axis`), and under which the layer is called: `jax.set_mesh(mesh)`.
+            None: the ambient mesh, or else one device.
         param_dtype: the dtype of the parameters, floating and of 16 bits or more; the selection
             bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
             Quantized parameters dequantize to it. Give float32 to train them: bfloat16 parameters
@@ -181,7 +181,7 @@ class PlannedLoad:
     block: Block
     config: MoEConfig
     arrays: dict[str, PlannedArray]
-    mesh: Mesh | None  # over which the arrays are split: config.mesh, or the ambient one
+    mesh: Mesh | None  # over which the arrays are split
 
     def check_call(self) -> None:
         """Traces a call of the layer, so that an unsupported one raises before loading."""
@@ -210,9 +210,7 @@ class PlannedLoad:
             config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
         )
         call = functools.partial(moe_layer, config=config, placement=placement)
-        # `check_arguments` refuses an `AbstractMesh`, which `jax.set_mesh` does not take.
-        mesh: Any = config.mesh
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             jax.eval_shape(call, MoEParams.of(**params), x, **inputs)
 
 
@@ -233,7 +231,7 @@ def plan_load(
             f"does not hold {', '.join(block.others().values())}: jax_ep.checkpoints.load_others "
             "returns them."
         )
-    config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
+    config = MoEConfig(**(dict(block.fields) | fields))
     check_config(config)
     for name in ("num_experts", "zero_experts", "identity_experts", "constant_experts"):
         if getattr(config, name) != (stored := block.fields.get(name, 0)):
@@ -243,7 +241,8 @@ def plan_load(
     block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
         mesh = ambient_mesh()
-    formats, arrays = _formats(block, quantized), {}
+    formats = _formats(block, quantized)
+    arrays = {}
     for name in block.params():
         arrays[name] = PlannedArray(
             functools.partial(block.read, name),
@@ -386,12 +385,12 @@ def save_moe(
         block.write(params, into, given_others)
 
 
-def _arrays_to_save(params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
+def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
     """Returns the parameters by name, and a layer's configuration; merges a layer's adapters."""
-    config = None
-    if isinstance(params, MoE):
-        config = params.config
-        given = {name: variable.get_value() for name, variable in variables_of(params).items()}
+    params, config = layer_or_params, None
+    if isinstance(layer_or_params, MoE):
+        config = layer_or_params.config
+        given = {name: v.get_value() for name, v in variables_of(layer_or_params).items()}
         params = merge_lora(MoEParams.of(**given), config.lora_scale)
     if not isinstance(params, MoEParams):
         raise TypeError(
@@ -425,7 +424,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, array: PlannedArray) -> None:
-    """Raises ValueError if a sharding splits the numbers of a scale between devices."""
+    """Raises ValueError if a sharding splits numbers that share a scale between devices."""
     if array.format is None:
         return
     part = array.sharding.shard_shape(array.shape)
@@ -459,7 +458,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         strict=True,
     )
     for size, letter, logical, further in dims:
-        # The field that splits this dimension; `further` are axes of `fsdp_axes`.
+        # The field that names the mesh axes of this dimension; `further` come from `fsdp_axes`.
         field = fields.get(logical or "", "fsdp_axes")
         in_field = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
         axes = tuple(axis for axis in (*in_field, *further) if axis in mesh.shape)

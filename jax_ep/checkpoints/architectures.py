@@ -53,8 +53,7 @@ Tensors = tuple[Tensor, ...]
 class OneOf(NamedTuple):
     """Alternative sets of tensors, which may differ only in their axes, of the same weights."""
 
-    # A first MoE block that is saved to a checkpoint gets the first that its quantization allows.
-
+    # The first MoE block of a new checkpoint gets the first layout that its quantization allows.
     layouts: tuple[Tensors, ...]
 
 
@@ -828,10 +827,11 @@ def root_parts() -> tuple[str, ...]:
     return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
 
 
-def published_root(model_type: str, is_part: bool) -> str:
+def published_root(model_type: str, is_multimodal: bool) -> str:
     """Returns the beginning of tensor names, "model.layers." or the like; see `_ROOTS`."""
     pairs = (pair for pair, models in _ROOTS.items() if model_type in models.split())
-    root = next(pairs, _OTHER_ROOTS)[is_part]
+    alone, in_multimodal = next(pairs, _OTHER_ROOTS)
+    root = in_multimodal if is_multimodal else alone
     return root + ("blocks." if model_type == "dbrx" else "layers.")
 
 

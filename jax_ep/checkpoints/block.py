@@ -106,7 +106,7 @@ class Block:
             )
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the stored dtype that has all experts' numbers; bfloat16 if quantized."""
+        """Returns a dtype that holds all experts' stored numbers; bfloat16 if quantized."""
         tensor = self._tensor(param)
         return jnp.result_type(*{self.open(tensor, e).dtype for e in self._experts_of(tensor)})
 
@@ -229,6 +229,7 @@ class Block:
         """
         tensor, axes = self._tensor(param), self.axes(param)
         shape = self.shape(param)
+        # The slice of each axis, by its letter.
         taken = {
             letter: slice(*part.indices(size)[:2])
             for letter, part, size in zip(axes, index, shape, strict=True)
@@ -237,17 +238,16 @@ class Block:
 
         def read_part(slot: int | None) -> None:
             # Fills the part of a slot in `out`; None: all of `out`, which has no slots.
-            part, into, expert = taken, out, None
+            part, into, expert = taken, out, 0
             if slot is not None:
                 expert = slot % self.sizes["E"]
                 part = taken | {"E": slice(expert, expert + 1)}
                 into = _entry(out, slot - taken["E"].start)
             where, letters = _place(tensor, param, part, self.sizes)
-            encoding = self.open(tensor, expert or 0)
+            encoding = self.open(tensor, expert)
             if not isinstance(into, QuantizedArray):
                 # A view in the order of the stored axes, which `_copy` fills.
-                into = _in_order(into, axes if expert is None else axes[1:], letters)
-                _copy(encoding, where, into)
+                _copy(encoding, where, _in_order(into, axes if slot is None else axes[1:], letters))
             else:
                 if self._format(encoding, tensor, param) == into.format:
                     assert isinstance(encoding, Blockwise)
@@ -361,7 +361,7 @@ class Block:
                 continue
             shape = self.stored_shape(tensor)
             for name in self.names_of(tensor):
-                scale_dtype = self._new_float8_scales(tensor, name.removeprefix(self.prefix))
+                scale_dtype = self._new_scale_dtype(tensor, name.removeprefix(self.prefix))
                 if name.endswith(BLOCKS):
                     stored |= encodings.mxfp4_tensors(name, shape)
                 elif scale_dtype is not None:
@@ -372,7 +372,7 @@ class Block:
                     stored[name] = dtypes[tensor.params[0]], shape
         return stored
 
-    def _new_float8_scales(self, tensor: Tensor, name: str) -> np.dtype | None:
+    def _new_scale_dtype(self, tensor: Tensor, name: str) -> np.dtype | None:
         """Returns the dtype of the scales of a new tensor; None if it will not be float8."""
         # The stored tensor of this name in the block `self.like`, whose encoding is taken.
         counterpart = None
@@ -545,7 +545,7 @@ def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = Non
         fields={**row.fixed, **fields, "num_experts": sizes["E"]},
         sizes=sizes,
         prefix=prefix,
-        tensors=_stored(directory, like or prefix, sizes, keys, quantization),
+        tensors=_choose_tensors(directory, like or prefix, sizes, keys, quantization),
         quantization=quantization,
         like=like,
     )
@@ -557,7 +557,7 @@ def _gate(row: Architecture) -> str:
     return row.tensors[0].name
 
 
-def _stored(
+def _choose_tensors(
     directory: Directory,
     prefix: str,
     sizes: Mapping[str, int],
@@ -567,34 +567,34 @@ def _stored(
     """Returns the tensors that an MoE block must have, one set of each `OneOf`."""
     method = quantization.method
 
-    def is_there(tensors: Tensors) -> bool:
-        return encodings.is_stored(directory, prefix + tensors[0].name.format(e=0))
+    def is_there(layout: Tensors) -> bool:
+        return encodings.is_stored(directory, prefix + layout[0].name.format(e=0))
 
-    def has_shapes(tensors: Tensors) -> bool:
+    def has_shapes(layout: Tensors) -> bool:
         # A partial download may lack the file; a missing tensor raises KeyError.
         with contextlib.suppress(FileNotFoundError, KeyError):
             return all(
                 open_tensor(directory, prefix + tensor.name.format(e=0), quantization).shape
                 == tuple(_size(token, sizes) for token in tensor.axes.split())
-                for tensor in tensors
+                for tensor in layout
             )
         return False
 
-    def fits(tensors: Tensors) -> bool:
-        name = tensors[0].name
+    def suits_method(layout: Tensors) -> bool:
+        name = layout[0].name
         if name.endswith(BLOCKS) or method == "mxfp4":
             return name.endswith(BLOCKS) and method == "mxfp4"
         return method is None or "{e}" in name
 
-    # Of alternatives, takes those that are there, of several those of the right shapes, or else the
-    # first that suits `method`: float8 needs a tensor for each expert, MXFP4 names that end in
+    # Of alternatives, takes the one that is there, of several the one of the right shapes, or else
+    # the first that suits `method`: float8 needs a tensor for each expert, MXFP4 names that end in
     # BLOCKS.
     tensors: list[Tensor] = []
     for item in keys.row.tensors:
         if isinstance(item, OneOf):
             there = [layout for layout in item.layouts if is_there(layout)]
             in_shape = [layout for layout in there if len(there) > 1 and has_shapes(layout)]
-            suitable = [layout for layout in item.layouts if fits(layout)]
+            suitable = [layout for layout in item.layouts if suits_method(layout)]
             tensors += (in_shape or there or suitable or item.layouts)[0]
         else:
             tensors.append(item)
@@ -621,7 +621,8 @@ def _place(
     """
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
     # and alternate in "FG".
-    g, letters, index = tensor.params.index(param), "", []
+    g = tensor.params.index(param)
+    letters, index = "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
         # The parameter lacks an axis "1" of the tensor, which has one element.
@@ -643,7 +644,7 @@ def _whole(shape: tuple[int, ...]) -> Index:
 
 
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
-    """Transposes an array with axes `axes` to the order of `letters`, which may list others."""
+    """Transposes an array with axes `axes` to the order of `letters`, some of which it may lack."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 

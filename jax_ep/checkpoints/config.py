@@ -64,9 +64,9 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization:
 def look_up(path: Path, layer: int, config: Mapping[str, Any] | None = None) -> Keys:
     """Returns the `Keys` of the model in `path`; `config` is its config.json, None: it is read."""
     checks.check_integer("layer", layer, least=0)
-    config, is_part = _of_text(read_config(path) if config is None else config)
+    config, is_multimodal = _language_model(read_config(path) if config is None else config)
     row = _find_architecture(config, path)
-    root = published_root(config["model_type"], is_part)
+    root = published_root(config["model_type"], is_multimodal)
     return Keys(config, row, layer, path / CONFIG, root)
 
 
@@ -110,19 +110,20 @@ class Keys:
     def field(self, field: str, key: str) -> Any:
         """Returns the value for a field of `jax_ep.MoEConfig`, from `key` in config.json."""
         value = self.value(key)
+        make = MAKE.get(key) or MAKE.get(field)
         try:
-            return MAKE.get(key, MAKE.get(field, lambda value: value))(value)
+            return value if make is None else make(value)
         except ValueError as error:
             raise ValueError(f"{key} of {self.file} {error}") from error
 
 
-def _of_text(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Returns the language model's part of a config.json, and whether it is a `text_config`."""
+def _language_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Returns a config.json's part for the language model, and whether it has other parts."""
     # Qwen3-Omni nests its decoder's `text_config` in a `thinker_config`.
     nested = config.get("thinker_config", config).get("text_config")
     if nested is None:
         return dict(config), False
-    return {key: config[key] for key in config.keys() & {"quantization_config"}} | nested, True
+    return {"quantization_config": config.get("quantization_config")} | nested, True
 
 
 def _find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:

@@ -112,8 +112,9 @@ class Blockwise:
         shape, scales = (self.directory.entry(name).shape for name in self.stored)
         fits_block = True
         if self._is_mxfp4:
-            *lead, blocks, size = shape
-            shape, fits_block = (*lead, blocks * self._block[0]), (size,) == self._values_block
+            *lead, blocks, values_per_block = shape
+            shape = (*lead, blocks * self._block[0])
+            fits_block = (values_per_block,) == self._values_block
         expected = self.format.scales_shape(shape)
         if scales != expected or not fits_block:
             raise ValueError(
@@ -138,18 +139,18 @@ class Blockwise:
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
         if not changed.any():
             return
+        # Float8 is rounded as published checkpoints do.
         options = {"divide": True} if isinstance(self.format, formats.Float8) else {}
-        new = self.format.encode(self._padded(values), **options)
-        changed_scales = self._any_of_block(self._padded(changed))
+        new_values, new_scales = self.format.encode(self._padded(values), **options)
+        changed_blocks = self._any_of_block(self._padded(changed))
         # Repeats the flag of a block for each of its values.
-        changed_values = changed_scales
+        changed_values = changed_blocks
         for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
             changed_values = np.repeat(changed_values, size, axis=axis)
-        (old_values, old_scales), (new_values, new_scales) = old, new
         self._store(
             blocks,
-            np.where(changed_values, new_values, old_values),
-            np.where(changed_scales, new_scales, old_scales),
+            np.where(changed_values, new_values, old[0]),
+            np.where(changed_blocks, new_scales, old[1]),
         )
 
     def read_parts(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
@@ -173,7 +174,7 @@ class Blockwise:
         return blocks
 
     def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
-        """Returns the blocks that a slice touches, and its part of them as slices of last axes."""
+        """Converts a slice in numbers to the blocks that it touches, and its slices within them."""
         block = self._block
         blocks, within = [], []
         for taken, n, size in zip(
@@ -223,7 +224,7 @@ class Blockwise:
         """Reads (values, scales) of a slice of blocks, in the form of `format.encode`."""
         values = self.directory.read(self.name, self._of_values(blocks))
         scales = self.directory.read(self.scales, blocks).view(self.format.scale_dtype)
-        if self._is_mxfp4:
+        if self._is_mxfp4:  # joins the axis of blocks and that of a block's values
             return values.reshape(*values.shape[:-2], -1), scales
         return self._padded(values), scales
 
@@ -245,9 +246,9 @@ class Blockwise:
         if self._is_mxfp4:  # whose values have an axis of blocks
             return blocks
         block = self._block
-        last = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
-        ends = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last)
-        return *blocks[: -len(block)], *ends
+        last_axes = zip(blocks[-len(block) :], self.shape[-len(block) :], block, strict=True)
+        values = (slice(b.start * size, min(b.stop * size, n)) for b, n, size in last_axes)
+        return *blocks[: -len(block)], *values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Scaled:
 
     @property
     def _factors(self) -> tuple[str, str]:
-        """The names of numbers that divide (compressed-tensors) or multiply (ModelOpt) all."""
+        """The names of the tensor's divisor (compressed-tensors) and factor (ModelOpt), if any."""
         return self.name + "_global_scale", self.name + "_scale_2"
 
     @property
@@ -282,8 +283,7 @@ class Scaled:
         # Scales of the module's inputs are not read, but belong to the tensor.
         inputs = module + "input_scale", module + "input_global_scale"
         others = *self._factors, self.name + "_shape", *inputs
-        there = (name for name in others if name in self.directory.files)
-        return self._values, self.scales, *there
+        return self._values, self.scales, *(n for n in others if n in self.directory.files)
 
     @property
     def _per_value(self) -> int:
@@ -322,7 +322,7 @@ class Scaled:
         return values * self._scales_of(index, values) * factor / divisor
 
     def _factor(self, name: str) -> np.ndarray:
-        """Reads a number that divides or multiplies all; 1 if it is not there."""
+        """Reads a number of `_factors` as an array [1]; 1 if it is not there."""
         if name not in self.directory.files:
             return np.ones(1, np.float32)
         factor = self.directory.read(name, (slice(None),) * len(self.directory.entry(name).shape))
@@ -429,7 +429,7 @@ def belongs_to_quantized(directory: Directory, name: str) -> bool:
 
 
 def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:
-    """Opens a stored tensor: finds its encoding from its name, its dtype and its scales."""
+    """Opens a stored tensor: finds its encoding from its name, its dtype and its scales' names."""
     mxfp4_scales = name.removesuffix(BLOCKS) + SCALES
     if name.endswith(BLOCKS) and mxfp4_scales in directory.files:
         return Blockwise(directory, name, mxfp4_scales, formats.MXFP4)
@@ -437,7 +437,7 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
     names = name + SCALE_SUFFIX, name + "_scale", module + "scale", module + "qscale_weight"
-    beside = ""
+    with_scales = ""  # for the error message
     if scales := next((scale for scale in names if scale in directory.files), None):
         scale_dtype = directory.entry(scales).dtype
         if _numbers_per_value(dtype, scale_dtype):
@@ -452,13 +452,13 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
                 format = formats.Float8.of(_FLOAT8, block, scale_dtype, power_of_two)
                 return Blockwise(directory, name, scales, format)
             return Scaled(directory, name, scales)
-        beside = f" with {scales} of {scale_dtype}"
+        with_scales = f" with {scales} of {scale_dtype}"
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
             f"{values} in {directory.path / directory.files[values]} must be of a floating dtype, "
             f"or float8_e4m3fn with {name}{SCALE_SUFFIX} or {name}_scale, or MXFP4 in tensors "
             f"{BLOCKS} and {SCALES}, or in another quantized format that is read, but is "
-            f"{dtype}{beside}."
+            f"{dtype}{with_scales}."
         )
     return Plain(directory, name)
 

@@ -77,15 +77,15 @@ def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
 def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     # A router gets tokens x [T, H] and their logits [T, E] (`jax_ep.MoEConfig`).
     del x
-    chosen, weights, left = [], [], logits
+    chosen, weights = [], []
+    left = logits  # -inf for experts that are already chosen
     for _ in range(2):
         # The gradient does not need `largest`, from which only the booleans `near` follow.
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         # The larger magnitude: no remaining logit is above `largest`, even if that is negative.
         size = jnp.maximum(jnp.abs(logits), largest)
-        # Where `size` is 0, divides by 1 instead, which changes no result: either the logit is the
-        # largest remaining one and the dividend is 0, or its expert is already chosen, so that
-        # `left` is -inf.
+        # Divides by 1 where `size` is 0, which changes no result: either the dividend is 0, or the
+        # expert is already chosen.
         near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
         # At least one logit in the softmax is finite: the largest one, since it is near itself.

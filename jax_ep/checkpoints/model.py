@@ -116,7 +116,7 @@ def load_model(
         base = name.removesuffix(PACKED)
         of_layer = layer_of(name)
         is_wanted = wanted is None or of_layer is None or of_layer in wanted
-        # Scales beside a tensor are read with the tensor.
+        # Scales are read with their tensor; packed values are the tensor `base` itself.
         if (
             name in in_blocks
             or not is_wanted
@@ -129,11 +129,10 @@ def load_model(
         split = everywhere if sharding is None else sharding(base, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
-        read = functools.partial(_read, stored)
+        read = functools.partial(_read_weight, stored)
         others[base] = PlannedArray(read, stored.shape, split, dtype)
     arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
-    total = sum(array.num_bytes() for array in arrays)
-    counter = Counter(total, progress or api.print_progress)
+    counter = Counter(sum(a.num_bytes() for a in arrays), progress or api.print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
         # Yields what is loaded in the order of `arrays`: the weights, then block after block. Each
         # `zip` ends with its first argument, and leaves the rest of `loaded` to the next one.
@@ -145,10 +144,10 @@ def load_model(
     return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
 
 
-def _read(
+def _read_weight(
     stored: Encoding, index: Index, like: jax.ShapeDtypeStruct, counter: Counter
 ) -> np.ndarray:
-    """Is the `PlannedArray.read` of a weight that is in no MoE block."""
+    """Reads a slice of a weight that is in no MoE block, as `PlannedArray.read`."""
     values = stored.read(index).astype(like.dtype, copy=False)
     counter(values.nbytes)
     return values
@@ -263,7 +262,7 @@ class _Stored:
     arrays: dict[str, Any]  # by name, each perhaps a `QuantizedArray`
     dtype: np.dtype  # of the stored tensors
     names: list[str]  # of the stored tensors: of one, or of one for each expert
-    shape: tuple[int, ...]  # of each of them
+    shape: tuple[int, ...]  # of each stored tensor
     of_block: tuple[Block, Tensor] | None = None  # None: a weight outside of blocks
 
     def entries(self) -> list[_Entry]:
@@ -272,7 +271,7 @@ class _Stored:
         return [_Entry(name, self.dtype, self.shape, writer) for name, writer in pairs]
 
     def write(self, into: Directory, counter: Counter) -> None:
-        """Writes what this process owns; gathers what no process has whole, so all must call it."""
+        """Writes this process's tensors. All processes must call it, since some are gathered."""
         writers, shardings = self._writers()
         arrays = jax.tree.map(_gather, self.arrays, shardings)
 
@@ -290,7 +289,8 @@ class _Stored:
 
         parts = [None] if self.of_block is None else self.of_block[0].parts(self.of_block[1])
         # A tensor that has all experts has one writer, which writes them all.
-        writers = writers if len(writers) == len(parts) else writers * len(parts)
+        if len(writers) == 1:
+            writers *= len(parts)
         pairs = zip(parts, writers, strict=True)
         for_each(write_part, [part for part, writer in pairs if writer == jax.process_index()])
 
@@ -300,13 +300,14 @@ class _Stored:
         by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
         # Tries the arrays as they are, then split along the first axis only, then replicated.
-        for kept in (None, 1, 0):
-            if kept is not None:
-                shardings = jax.tree.map(lambda s, kept=kept: _gathered(s, kept), shardings)
+        for split_axes in (None, 1, 0):
+            if split_axes is not None:
+                shardings = jax.tree.map(lambda s, n=split_axes: _gathered(s, n), shardings)
             leaves = zip(jax.tree.leaves(self.arrays), jax.tree.leaves(shardings), strict=True)
-            first, *others = [_first_holders(s, a.shape, by_row) for a, s in leaves]
-            if None not in first and all(other == first for other in others):
-                return [writer for writer in first if writer is not None], shardings
+            holders, *of_others = [_first_holders(s, a.shape, by_row) for a, s in leaves]
+            # One process must have the parts of a tensor in all arrays.
+            if None not in holders and all(other == holders for other in of_others):
+                return [writer for writer in holders if writer is not None], shardings
         raise AssertionError("a replicated array is whole in each process")
 
 
@@ -382,14 +383,14 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
         (path / file).unlink(missing_ok=True)
 
 
-def _gathered(sharding: Sharding, kept: int) -> Sharding:
-    """Returns a sharding that splits only the first `kept` dimensions, as `sharding` does."""
+def _gathered(sharding: Sharding, split_axes: int) -> Sharding:
+    """Returns a sharding that splits only the first `split_axes` axes, as `sharding` does."""
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             "arrays of several processes must have a jax.sharding.NamedSharding to be saved, but "
             f"one has {sharding}."
         )
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:kept]))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:split_axes]))
 
 
 def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
@@ -411,9 +412,9 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     writers: list[int | None] = [None] * shape[0]
     # Processes are entered in descending order, so that the first one that holds a row stays.
     for process in sorted(held, reverse=True):
-        covered = np.zeros(shape[0], np.int64)  # how many numbers of each row it has
-        for (first, last), *others in held[process]:
-            covered[first:last] += math.prod(b - a for a, b in others)
+        covered = np.zeros(shape[0], np.int64)  # how many numbers of each row the process has
+        for (first, last), *columns in held[process]:
+            covered[first:last] += math.prod(stop - start for start, stop in columns)
         for row in np.flatnonzero(covered == math.prod(shape[1:])):
             writers[row] = process
     return writers
@@ -427,15 +428,16 @@ def _on_host(array: Any, row: int | None) -> np.ndarray:
     out = np.empty(array.shape if row is None else array.shape[1:], array.dtype)
     # Takes one of the shards that are copies of each other.
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
-        data, into = shard.data, tuple(shard.index)
+        data = shard.data
+        place = tuple(shard.index)  # in `out`
         if row is not None:
-            start, stop, _ = into[0].indices(array.shape[0])
+            start, stop, _ = place[0].indices(array.shape[0])
             if not start <= row < stop:
                 continue
             # The row is an array of its own: JAX keeps an array's host copy with the array. It is
             # computed on a mesh of its device, because the ambient mesh may have more.
             with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):
                 data = lax.dynamic_index_in_dim(data, row - start, keepdims=False)
-            into = into[1:]
-        out[into] = np.asarray(data)
+            place = place[1:]
+        out[place] = np.asarray(data)
     return out

@@ -82,11 +82,7 @@ class Directory:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        writable: bool = False,
-        may_be_empty: bool = False,
+        self, path: str | os.PathLike[str], *, writable: bool = False, may_be_empty: bool = False
     ):
         """Lists the tensors of a directory, from its index or its single safetensors file."""
         self.path = Path(path)
@@ -200,15 +196,16 @@ def read_header(file: Path) -> dict[str, Entry]:
                 f"{size}, but its data_offsets are {first} and {last}: is the download complete?"
             )
     # The format allows neither shared bytes nor holes: the tensors must follow each other.
-    end, before = data_start, "the header"
+    # Where the part `previous` of the file ends.
+    previous, end = "the header", data_start
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.num_bytes)):
         if entry.start != end:
             raise ValueError(
                 f"{entry.name} in {file} must begin at byte {end - data_start} of the data, where "
-                f"{before} ends, but begins at {entry.start - data_start}: its data_offsets "
+                f"{previous} ends, but begins at {entry.start - data_start}: its data_offsets "
                 f"{'overlap' if entry.start < end else 'leave a hole'}."
             )
-        end, before = entry.start + entry.num_bytes, entry.name
+        previous, end = entry.name, entry.start + entry.num_bytes
     if end != size:
         raise ValueError(
             f"{file} must have {end} bytes, as the data_offsets of its tensors say, but has {size}."
@@ -254,11 +251,7 @@ def create(file: Path, tensors: TensorTypes) -> None:
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # Spaces after the JSON let the tensors' bytes begin at a multiple of 8.
     encoded += b" " * (-len(encoded) % 8)
@@ -324,7 +317,7 @@ def adding(
 def _metadata(
     directory: Directory, metadata: Mapping[str, Any], tensors: TensorTypes, kept: Iterable[str]
 ) -> dict[str, Any]:
-    """Returns an index's "metadata" after tensors were added or replaced; others are `kept`."""
+    """Returns an index's "metadata" for new `tensors` and the old ones `kept`, given the old."""
     # If a file is missing, as after a partial download, "total_size" changes by differences alone.
     replaced = [directory.entry(name) for name in directory.files.keys() - set(kept)]
     sizes = {name: (math.prod(shape), dtype.itemsize) for name, (dtype, shape) in tensors.items()}

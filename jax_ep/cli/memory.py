@@ -70,7 +70,8 @@ def _row(way: Row, sizes: dict[str, Any]) -> Row:
 
 
 def _ways() -> Iterator[Row]:
-    wires, outputs = [None, *(d.name for d in interface.WIRE_DTYPES)], ["dequantized", "quantized"]
+    wires = [None, *(dtype.name for dtype in interface.WIRE_DTYPES)]
+    outputs = ["dequantized", "quantized"]
     kinds = memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, wires, outputs
     for way in itertools.product(*kinds):
         _, layout, operation, wire_dtype, output = way

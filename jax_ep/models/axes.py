@@ -74,11 +74,12 @@ def on_mesh(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> DecoderConfig:
 
 def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns how the field `name` of `MoEParams` is split; `config` is from `on_mesh`."""
-    logical = LOGICAL_AXES[name]
-    further = config.moe.further_axes_of(logical)
-    # The mesh axes of each dimension, those of `fsdp_axes` last; `of` is its logical axis, or None.
-    axes = ((*_SPLIT.get(of or "", ()), *more) for of, more in zip(logical, further, strict=True))
-    return PartitionSpec(*(tuple(a for a in of_dim if a in mesh.axis_names) for of_dim in axes))
+    logical_axes = LOGICAL_AXES[name]
+    spec = []
+    for logical, fsdp in zip(logical_axes, config.moe.further_axes_of(logical_axes), strict=True):
+        axes = (*_SPLIT.get(logical or "", ()), *fsdp)
+        spec.append(tuple(axis for axis in axes if axis in mesh.axis_names))
+    return PartitionSpec(*spec)
 
 
 def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:

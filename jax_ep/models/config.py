@@ -106,7 +106,8 @@ class DecoderConfig:
                     f"but is {value!r}."
                 )
         is_gpt_oss = model_type == "gpt_oss"
-        block, keys = new_block(published, 0, path), look_up(path, 0, published)
+        block = new_block(published, 0, path)
+        keys = look_up(path, 0, published)
         # `ParameterOptions` depend on which parameters there are, and not on their dtypes.
         shapes: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(block.shape(name), np.float32) for name in block.params()
@@ -119,8 +120,7 @@ class DecoderConfig:
             windows = [keys.value("sliding_window") if each else NO_WINDOW for each in slides]
         rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
         heads, hidden = keys.value("num_attention_heads"), keys.value("hidden_size")
-        # A token id, a list of them, or None.
-        stop = published.get("eos_token_id")
+        stop = published.get("eos_token_id")  # a token id, a list of them, or None
         return cls(
             vocab=keys.value("vocab_size"),
             hidden=hidden,
@@ -160,7 +160,8 @@ class DecoderConfig:
         low, high = pair(yarn.fast), pair(yarn.slow)
         if yarn.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, width - 1)  # as published, for only width / 2 pairs
+        # The published code also limits `high` so, although there are only width / 2 pairs.
+        low, high = max(low, 0), min(high, width - 1)
         # For each pair, 0 where its frequency is kept, 1 where it is divided by `factor`.
         slowed = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
         scale = yarn.scale or 0.1 * math.log(max(yarn.factor, 1)) + 1

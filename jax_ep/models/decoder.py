@@ -85,7 +85,7 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def shared_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights that belong to no layer, by name."""
     table = config.vocab, config.hidden
-    return {EMBED: table, NORM: table[1:]} | ({} if config.tied else {HEAD: table})
+    return {EMBED: table, NORM: (config.hidden,)} | ({} if config.tied else {HEAD: table})
 
 
 def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Weights:
@@ -94,11 +94,11 @@ def init_weights(key: jax.Array, shapes: dict[str, tuple[int, ...]], dtype: Any)
     draw = jax.nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
     arrays = {}
     keys = jax.random.split(key, len(shapes))
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True):
+    for own_key, (name, shape) in zip(keys, shapes.items(), strict=True):
         if name == EMBED:
-            arrays[name] = jax.nn.initializers.normal(0.02)(key, shape, dtype)
+            arrays[name] = jax.nn.initializers.normal(0.02)(own_key, shape, dtype)
         elif len(shape) > 1:
-            arrays[name] = draw(key, shape, dtype)
+            arrays[name] = draw(own_key, shape, dtype)
         else:
             arrays[name] = (jnp.ones if "norm" in name else jnp.zeros)(shape, dtype)
     return arrays
@@ -112,9 +112,9 @@ def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
     assert options.gate_init is not None
     arrays = {}
     keys = jax.random.split(key, len(shapes))
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True):
+    for own_key, (name, shape) in zip(keys, shapes.items(), strict=True):
         draw = options.gate_init if name == "gate" else initializer(name, config.moe, options)
-        arrays[name] = draw(key, shape, dtype)
+        arrays[name] = draw(own_key, shape, dtype)
     return MoEParams.of(**arrays)
 
 
@@ -236,25 +236,26 @@ def _causal(window: int, documents: jax.Array | None = None) -> Attend:
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
-        length, same = q.shape[1], None
+        length = q.shape[1]
+        same_document = None
         if documents is not None:
-            same = documents[:, :, None] == documents[:, None]
+            same_document = documents[:, :, None] == documents[:, None]
         # JAX's attention has no sinks.
         if sinks is not None:
             distance = jnp.arange(length)[:, None] - jnp.arange(length)
             seen = (distance >= 0) & (distance < window)
             seen = jnp.broadcast_to(seen, (q.shape[0], length, length))
-            seen = seen if same is None else seen & same
+            seen = seen if same_document is None else seen & same_document
             return masked_attention(q, k, v, seen, sinks), None
         # cuDNN takes only 16-bit numbers, and only masks of even lengths.
-        on_gpu = jax.default_backend() == "gpu" and (same is None or length % 2 == 0)
+        fits_cudnn = q.dtype.itemsize == 2 and (same_document is None or length % 2 == 0)
         out = jax.nn.dot_product_attention(
             q,
             k,
             v,
-            mask=None if same is None else same[:, None],
+            mask=None if same_document is None else same_document[:, None],
             is_causal=True,
-            implementation="cudnn" if on_gpu and q.dtype.itemsize == 2 else "xla",
+            implementation="cudnn" if fits_cudnn and jax.default_backend() == "gpu" else "xla",
             local_window_size=None if window >= length else (window - 1, 0),
         )
         return out, None
@@ -275,12 +276,12 @@ class Decoder:
     def init(self, key: jax.Array) -> Params:
         config, dtype = self.config, self.param_dtype
         # After the first key, two for each layer: for its weights, and for its MoE block.
-        key, *keys = jax.random.split(key, 2 * config.num_layers + 1)
-        weights = init_weights(key, shared_shapes(config), dtype)
+        first, *keys = jax.random.split(key, 2 * config.num_layers + 1)
+        weights = init_weights(first, shared_shapes(config), dtype)
         for i in range(config.num_layers):
             of_layer = init_weights(keys[2 * i], layer_shapes(config), dtype)
             weights |= {f"model.layers.{i}.{name}": weight for name, weight in of_layer.items()}
-        return Params(weights, [init_moe(key, config, dtype) for key in keys[1::2]])
+        return Params(weights, [init_moe(own_key, config, dtype) for own_key in keys[1::2]])
 
     def init_biases(self) -> jax.Array | None:
         """Returns the selection biases of all routers, [layers, E] of zeros; None without them."""
@@ -297,14 +298,14 @@ class Decoder:
         quantized_experts: Sequence[QuantizedExperts] | None = None,
         documents: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Computes the mean loss of token ids [B, S], in nats per token, [] float32.
+        """Computes the mean loss of tokens, in nats per token, [] float32.
 
         Also returns the metrics of the MoE blocks, with an axis of layers first.
 
         Args:
-            params, tokens: the parameters, and [B, S] int32.
+            tokens: the ids of the tokens, [B, S] int32.
             targets: [B, S] int32, the id of each token's successor; negative ones are ignored.
-            biases: the result of `init_biases`, updated by the steps since.
+            biases: the result of `init_biases`, updated by the steps since; None: no biases.
             quantized_experts: the result of `quantize_experts`; None: each layer quantizes its own.
             documents: [B, S] int32, the number of each token's document, to which its attention is
                 limited; None: to its sequence.
@@ -347,7 +348,8 @@ class Decoder:
         documents: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Returns the normalized output [B, S, H] of the last layer, and the layers' metrics."""
-        config, metrics = self._on_mesh(), []
+        config = self._on_mesh()
+        metrics = []
         with jax.named_scope("embed_tokens"):
             x = _look_up(params.weights[EMBED].astype(config.moe.dtype), tokens)
         angles = cos_and_sin(config, jnp.arange(tokens.shape[1]), x.dtype)
@@ -355,21 +357,23 @@ class Decoder:
             attend = _causal(config.window(i), documents)
 
             # `attend` is a function, which `jax.checkpoint` does not take as an argument.
-            def layer(weights: Any, moe: Any, x: Any, given: Any, attend: Any = attend) -> Any:
-                experts = {"quantized_experts": given}
-                x, found, _ = decoder_layer(config, weights, moe, x, angles, attend, **experts)
-                return x, found
+            def layer(weights: Any, moe: Any, x: Any, experts: Any, attend: Any = attend) -> Any:
+                x, of_layer, _ = decoder_layer(
+                    config, weights, moe, x, angles, attend, quantized_experts=experts
+                )
+                return x, of_layer
 
             if self.remat != "none":
                 layer = jax.checkpoint(layer, policy=REMAT[self.remat])
             if biases is not None:
                 moe = moe._replace(bias=biases[i])
             with jax.named_scope(f"layers_{i}"):
-                x, found = layer(params.of_layer(i), moe, x, quantized[i] if quantized else None)
-            metrics.append(found)
+                experts = quantized[i] if quantized else None
+                x, of_layer = layer(params.of_layer(i), moe, x, experts)
+            metrics.append(of_layer)
         with jax.named_scope("norm"):
             x = rms_norm(x, params.weights[NORM], config.epsilon)
-        return x, jax.tree.map(lambda *m: jnp.stack(m), *metrics)
+        return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *metrics)
 
 
 def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -126,8 +126,8 @@ def hidden_states(
         keys.append(kept[0])
         values.append(kept[1])
         counts.append(metrics.expert_counts)
-    lengths, filled = cache.lengths + jnp.sum(mask, axis=1), cache.filled + tokens.shape[1]
-    cache = Cache(keys, values, in_slots, lengths.astype(jnp.int32), filled)
+    lengths = (cache.lengths + jnp.sum(mask, axis=1)).astype(jnp.int32)
+    cache = Cache(keys, values, in_slots, lengths, cache.filled + tokens.shape[1])
     return x, cache, jnp.stack(counts)
 
 
@@ -141,13 +141,15 @@ def logits_of(config: DecoderConfig, model: Model, x: jax.Array) -> jax.Array:
 def empty_cache(config: DecoderConfig, batch: int, room: int, dtype: Any, mesh: Mesh) -> Cache:
     """Allocates a cache of `room` slots per sequence; the devices share the batch if they can."""
     axes = mesh.axis_names if batch % mesh.size == 0 else None
-    rows, everywhere = (NamedSharding(mesh, PartitionSpec(a)) for a in (axes, None))
+    rows = NamedSharding(mesh, PartitionSpec(axes))
     shape = batch, room, config.num_key_value_heads, config.head_dim
     make = functools.partial(jnp.zeros, shape, dtype, device=rows)
-    keys, values = ([make() for _ in range(config.num_layers)] for _ in range(2))
+    keys = [make() for _ in range(config.num_layers)]
+    values = [make() for _ in range(config.num_layers)]
     positions = jnp.full((batch, room), PADDING, jnp.int32, device=rows)
     lengths = jnp.zeros(batch, jnp.int32, device=rows)
-    return Cache(keys, values, positions, lengths, jnp.zeros((), jnp.int32, device=everywhere))
+    filled = jnp.zeros((), jnp.int32, device=NamedSharding(mesh, PartitionSpec()))
+    return Cache(keys, values, positions, lengths, filled)
 
 
 def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +158,8 @@ def padded(prompts: Sequence[Sequence[int]], side: str = "left") -> tuple[np.nda
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
     for i, prompt in enumerate(prompts):
         columns = slice(shape[1] - len(prompt), None) if side == "left" else slice(len(prompt))
-        tokens[i, columns], mask[i, columns] = prompt, True
+        tokens[i, columns] = prompt
+        mask[i, columns] = True
     return tokens, mask
 
 
@@ -190,6 +193,7 @@ def prefill(
         # `last` [B, H] is the output for the last token of each prompt that has been read.
         (cache, last), (tokens, mask) = carry, part
         x, cache, _ = hidden_states(config, model, tokens, mask, cache)
+        # The last column with a token of each prompt, found from the right.
         last_column = chunk - 1 - jnp.argmax(mask[:, ::-1], axis=1)
         x = jnp.take_along_axis(x, last_column[:, None, None], axis=1)[:, 0]
         return (cache, jnp.where(mask.any(axis=1)[:, None], x, last)), None
@@ -233,14 +237,13 @@ def step(
 
     Returns the new state, the logits [B, V] float32, and how many tokens chose each expert.
     """
-    goes_on = ~state.finished[:, None]
+    mask = ~state.finished[:, None]  # a finished sequence reads padding
     newest = lax.dynamic_slice_in_dim(state.tokens, state.done - 1, 1, axis=1)
-    # A finished sequence reads padding.
-    newest = jnp.where(goes_on, newest, 0)
-    x, cache, chosen = hidden_states(config, model, newest, goes_on, state.cache)
+    newest = jnp.where(mask, newest, 0)
+    x, cache, expert_counts = hidden_states(config, model, newest, mask, state.cache)
     logits = logits_of(config, model, x[:, 0])
     state = choose(config, sampling, logits, state._replace(cache=cache))
-    return state, logits, chosen
+    return state, logits, expert_counts
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")

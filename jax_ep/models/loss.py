@@ -111,11 +111,11 @@ def _chunks(
     # This rank computes the logits of `columns` tokens of the vocabulary, from `first` on.
     first = lax.axis_index(tensor) * columns if tensor else 0
 
-    def step(carry: Any, rows: tuple[jax.Array, jax.Array]) -> Any:
+    def step(carry: Any, part: tuple[jax.Array, jax.Array]) -> Any:
         loss, dhead = carry
         # The tokens of one chunk, [chunk, H], and their targets, [chunk].
-        x, target = rows
-        logits = jnp.dot(x, head.T, preferred_element_type=jnp.float32)
+        rows, target = part
+        logits = jnp.dot(rows, head.T, preferred_element_type=jnp.float32)
         top = lax.pmax(jnp.max(logits, axis=1), tensor)
         exponentials = jnp.exp(logits - top[:, None])
         total = lax.psum(jnp.sum(exponentials, axis=1), tensor)
@@ -130,9 +130,9 @@ def _chunks(
         is_target = jnp.arange(columns) == column[:, None]
         dlogits = jnp.where(is_counted[:, None], exponentials / total[:, None] - is_target, 0)
         dlogits = dlogits.astype(x.dtype)
-        dx = jnp.dot(dlogits, head, preferred_element_type=jnp.float32)
-        dhead += jnp.dot(dlogits.T, x, preferred_element_type=jnp.float32)
-        return (loss, dhead), lax.psum(dx, tensor).astype(x.dtype)
+        drows = jnp.dot(dlogits, head, preferred_element_type=jnp.float32)
+        dhead += jnp.dot(dlogits.T, rows, preferred_element_type=jnp.float32)
+        return (loss, dhead), lax.psum(drows, tensor).astype(x.dtype)
 
     zeros = jnp.zeros(head.shape, jnp.float32) if gradients else None
     chunks = tokens.reshape(-1, chunk, hidden), wanted.reshape(-1, chunk)

@@ -15,10 +15,10 @@ import numpy as np
 class MetricsLog:
     """Writes metrics in process 0, a line for each step and one for each evaluation.
 
-    What the file `path` has of steps before `start`, the first of this run, is kept, so that a
-    resumed run has each step once; ValueError if a line is none of metrics. Only the last may be
+    The file `path` keeps its lines of steps before `start`, the first of this run, so that a
+    resumed run has each step once. ValueError if a line has no metrics, unless it is the last and
     cut off. `tensorboard_dir` needs the package tensorboardX, and gets the greatest ratio of an
-    expert's load to the mean in place of "expert_counts" [layers, E].
+    expert's load to the mean in place of "expert_counts" [layers, E]. None: not written.
     """
 
     def __init__(self, path: str | None, tensorboard_dir: str | None, start: int):

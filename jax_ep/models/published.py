@@ -34,12 +34,12 @@ _COPIED = (
 def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
 
-    `sizes` maps keys of a Qwen3-MoE's config.json to values; of a directory's model, only fewer
-    layers are allowed; else it raises ValueError.
+    `sizes` maps keys of a Qwen3-MoE's config.json to values. For a directory, it may only lower the
+    number of layers; anything else raises ValueError.
     """
     if isinstance(model, Path):
         published = read_config(model)
-        # Another model, which `DecoderConfig.of` refuses, may have other keys.
+        # A model that `DecoderConfig.of` refuses later may lack this key.
         most = published.get("num_hidden_layers", math.inf)
         for name, key in SIZES.items():
             if key in sizes and (name != "num_layers" or sizes[key] > most):
@@ -47,7 +47,7 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
                 raise ValueError(f"{name} must be {wanted} for {model}, but is {sizes[key]}.")
         return {**published, **sizes}
     published = PUBLISHED[model]
-    # GPT-OSS has other keys.
+    # GPT-OSS calls two of them otherwise.
     if "num_local_experts" in published:
         keys = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
         sizes = {keys.get(key, key): value for key, value in sizes.items()}
@@ -55,16 +55,12 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def load_params(
-    directory: Path,
-    config: DecoderConfig,
-    mesh: Mesh,
-    param_dtype: Any,
-    shardings: Any = None,
+    directory: Path, config: DecoderConfig, mesh: Mesh, param_dtype: Any, shardings: Any = None
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
-    They are split as `jax_ep.models.decoder.specs` says, and then as `shardings`, a `Params` of
-    shardings, if given.
+    They are loaded with the shardings of `jax_ep.models.decoder.specs`, and then moved to
+    `shardings`, a `Params` of shardings; None: they stay.
     """
     of_moe = on_mesh(config, mesh).moe
     params = _load(
@@ -89,9 +85,9 @@ def save_params(
 ) -> None:
     """Writes parameters as a published directory, see `jax_ep.checkpoints.save_model`.
 
-    `published` is the model's config.json, of which "num_hidden_layers", "dtype" and
-    "quantization_config" become those of what is written: of `dtype`, or None for the parameters'
-    own. The tokenizer and the generation options are copied from the directory `source`, if given.
+    `published` is the model's config.json, which is written with the number of layers of `params`
+    and without "quantization_config". `dtype` is that of the written weights; None: the parameters'
+    own. `source` is a directory whose tokenizer and generation options are copied; None: none.
     """
     config = dict(published) | {"num_hidden_layers": len(params.moe)}
     config.pop("quantization_config", None)
@@ -155,7 +151,7 @@ def random_decoder(
     draw = functools.partial(jax.jit, out_shardings=everywhere)
 
     @jax.jit
-    def block(key: jax.Array) -> Any:
+    def draw_block(key: jax.Array) -> Any:
         params = init_moe(key, config, param_dtype)
         arrays = {name: w for name, w in params._asdict().items() if w is not None}
         for name, w in arrays.items():
@@ -167,24 +163,26 @@ def random_decoder(
             arrays[name] = jax.lax.with_sharding_constraint(arrays[name], split)
         return params._replace(**arrays)
 
-    layer = draw(lambda key: init_weights(key, layer_shapes(config), param_dtype))
-    key, *keys = jax.random.split(jax.random.key(0), 2 * config.num_layers + 1)
-    weights = draw(lambda key: init_weights(key, shared_shapes(config), param_dtype))(key)
+    draw_layer = draw(lambda key: init_weights(key, layer_shapes(config), param_dtype))
+    draw_shared = draw(lambda key: init_weights(key, shared_shapes(config), param_dtype))
+    # As in `Decoder.init`: after the first key, two for each layer.
+    first, *keys = jax.random.split(jax.random.key(0), 2 * config.num_layers + 1)
+    weights = draw_shared(first)
     for i in range(config.num_layers):
-        weights |= {f"model.layers.{i}.{name}": w for name, w in layer(keys[2 * i]).items()}
-    params = Params(weights, [block(key) for key in keys[1::2]])
+        weights |= {f"model.layers.{i}.{name}": w for name, w in draw_layer(keys[2 * i]).items()}
+    params = Params(weights, [draw_block(key) for key in keys[1::2]])
     return config, Model.of(params, config, mesh.size)
 
 
 def _with_slots(config: DecoderConfig, mesh: Mesh) -> DecoderConfig:
-    """Gives the experts slots, some with a copy, unless the devices can share them equally."""
+    """Gives the experts slots, some with a copy, unless all devices get equally many experts."""
     experts = config.num_experts
     copies = -experts % mesh.size
     return config.replace(num_slots=experts + copies) if copies else config
 
 
 def _load(directory: Path, config: DecoderConfig, **arguments: Any) -> Params:
-    """Loads the model's weights alone; ValueError if one is missing or misshapen."""
+    """Calls `load_model` for the layers of `config`; ValueError if a weight is missing or wrong."""
     loaded = load_model(directory, layers=range(config.num_layers), **arguments)
     wanted = shared_shapes(config)
     for i in range(config.num_layers):
@@ -195,5 +193,4 @@ def _load(directory: Path, config: DecoderConfig, **arguments: Any) -> Params:
         if weight is None or weight.shape != shape:
             found = "is not there" if weight is None else f"has shape {weight.shape}"
             raise ValueError(f"{name} in {directory} must have shape {shape}, but {found}.")
-    weights = {name: loaded.weights[name] for name in wanted}
-    return Params(weights, list(loaded.moe.values()))
+    return Params({name: loaded.weights[name] for name in wanted}, list(loaded.moe.values()))

@@ -180,16 +180,16 @@ def make_train_step(
             return microbatch(state, batches[0])
         quantized = model.quantize_experts(state.params)
 
-        def wide(tokens: jax.Array) -> Any:
-            grads, *found = microbatch(state, tokens, quantized)
-            return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *found
+        def in_float32(tokens: jax.Array) -> Any:
+            grads, *metrics = microbatch(state, tokens, quantized)
+            return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *metrics
 
         def add(sums: Any, tokens: jax.Array) -> Any:
-            grads, *found = jax.tree.map(jnp.add, sums, wide(tokens))
-            return (lax.with_sharding_constraint(grads, layout.state.params), *found), None
+            grads, *metrics = jax.tree.map(jnp.add, sums, in_float32(tokens))
+            return (lax.with_sharding_constraint(grads, layout.state.params), *metrics), None
 
-        (grads, means, counts), _ = lax.scan(add, wide(batches[0]), batches[1:])
-        return *jax.tree.map(lambda x: x / number, (grads, means)), counts
+        (grads, losses, counts), _ = lax.scan(add, in_float32(batches[0]), batches[1:])
+        return *jax.tree.map(lambda x: x / number, (grads, losses)), counts
 
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, dict]:
         whole = lax.with_sharding_constraint(state.params, layout.params)
@@ -235,8 +235,7 @@ def make_eval_step(model: Decoder, layout: Layout, objective: Objective) -> jax.
         return found | ({} if moe.topk_idx is None else {"topk_idx": moe.topk_idx})
 
     batch = NamedSharding(layout.everywhere.mesh, PartitionSpec(*layout.batch.spec[1:]))
-    shardings = (layout.state, batch)
-    return jax.jit(eval_step, in_shardings=shardings, out_shardings=layout.everywhere)
+    return jax.jit(eval_step, in_shardings=(layout.state, batch), out_shardings=layout.everywhere)
 
 
 def _inputs_and_targets(

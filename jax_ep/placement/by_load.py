@@ -127,7 +127,8 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 
 def _pack(load: Array, num_packs: int) -> Array:
     """Puts items [n], heaviest first, into the lightest pack with room; returns their packs."""
-    pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
+    pack = np.empty(len(load), int)
+    room = np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
     for item in np.argsort(-load, kind="stable"):
         lightest = np.argmin(np.where(room > 0, totals, np.inf))

@@ -70,7 +70,7 @@ def slots_on_rank(
     num_copies: jax.Array,
     slots_per_rank: int,
 ) -> jax.Array:
-    """Returns the result of `choose_slots` on the rank numbered `rank`, without checks."""
+    """Returns the result of `choose_slots`, of the same arguments, on `rank`, without checks."""
     num_experts = len(num_copies)
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
@@ -78,11 +78,11 @@ def slots_on_rank(
     if slots_of_expert.shape[1] == 1:
         only_slot = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only_slot, -1)
-    _, position = count_choices(choices, num_experts)  # of a choice, among its expert's
+    _, position = count_choices(choices, num_experts)  # of a choice, among those of its expert
     choices = jnp.where(is_choice, choices, 0)
 
     here = (slots_of_expert >= 0) & (slots_of_expert // slots_per_rank == rank)
-    slot_here = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)  # [E]; -1: on other ranks
+    slot_here = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)  # [E]; -1: none on this rank
     copy = (position + rank) % num_copies[choices]
     slots = jnp.where(slot_here[choices] >= 0, slot_here[choices], slots_of_expert[choices, copy])
     return jnp.where(is_choice, slots, -1)

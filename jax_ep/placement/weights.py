@@ -187,7 +187,7 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    leaves: list[jax.Array] = []  # of experts
+    leaves: list[jax.Array] = []  # those of experts, which this call collects
     _map_experts(leaves.append, tree, shape, size_name="P")
     for leaf in leaves:  # before any of them is donated
         if not _is_of_whole_bytes(leaf.dtype):
@@ -196,11 +196,12 @@ def redistribute(
                 f"more, but one of shape {np.shape(leaf)} has dtype {leaf.dtype}."
             )
     total = sum(leaf.nbytes for leaf in leaves)
-    done, moved_leaves = 0, dict[int, jax.Array]()
+    done = 0
+    # By the old leaf's id. A tree may hold the same array at several places; it is moved once.
+    moved_leaves: dict[int, jax.Array] = {}
 
     def move(leaf: jax.Array) -> jax.Array:
         nonlocal done
-        # A tree may hold the same array at several places; it is moved once.
         if id(leaf) not in moved_leaves:
             moved_leaves[id(leaf)] = _move(leaf, plan, mesh, axes, implementation)
         done += leaf.nbytes
@@ -254,8 +255,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
     for held, wanted in zip(old, new, strict=True):
         of_layer: list[list[int]] = [[] for _ in range(num_slots)]
         # Unchanged slots come first, so that the loads of copies below already count them.
-        unchanged_first = np.argsort(held != wanted, kind="stable")
-        for slot in unchanged_first:
+        for slot in np.argsort(held != wanted, kind="stable"):
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
                 # A slot that keeps its expert, or becomes empty, receives its own weights: every
@@ -280,9 +280,9 @@ def _mover(
     mesh: Mesh, spec: PartitionSpec, axis: int, implementation: Implementation
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the jitted function (leaf, plan of `_destinations`) -> leaf, which donates the leaf."""
-    # Rows are exchanged along the mesh axes that split the slots; there may be none.
     # The plan's axes of layers and slots are split over the mesh like those of the leaf.
     of_plan = PartitionSpec(*spec[: axis + 1])
+    # The mesh axes that split the slots, along which rows are exchanged; there may be none.
     axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
@@ -302,7 +302,8 @@ def _mover(
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
     """Returns the length of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
     # `shape` is that of the weights in one slot.
-    length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
+    length = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
     return length

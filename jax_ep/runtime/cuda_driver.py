@@ -28,7 +28,8 @@ def _libcuda() -> ctypes.CDLL | None:
 
 def cuda_version() -> str | None:
     """Returns the newest CUDA version that the driver supports, as "13.0"; None without a GPU."""
-    library, version = _libcuda(), ctypes.c_int()
+    library = _libcuda()
+    version = ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -46,7 +47,8 @@ def kernel_module_version() -> str | None:
 
 def attribute(ordinal: int | None, number: int) -> int | None:
     """Returns an attribute of a GPU by its number in the driver's enum CUdevice_attribute."""
-    library, handle, value = _libcuda(), ctypes.c_int(), ctypes.c_int()
+    library = _libcuda()
+    handle, value = ctypes.c_int(), ctypes.c_int()
     if library is None or ordinal is None:
         return None
     if library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
@@ -212,10 +214,7 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
-            "cuMemGetAddressRange_v2",
-            ctypes.byref(start),
-            ctypes.byref(num_bytes),
-            _u64(address),
+            "cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(num_bytes), _u64(address)
         )
     return start.value, num_bytes.value
 
@@ -223,8 +222,8 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
 def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
     """Fills memory that GPU `ordinal` can address with a 32-bit word; waits until it is done."""
     with _stream(ordinal) as stream:
-        count = _size(num_bytes // 4)
-        _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), count, stream)
+        words = _size(num_bytes // 4)
+        _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), words, stream)
 
 
 def write(ordinal: int, address: int, data: bytes) -> None:

@@ -178,14 +178,15 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
     if ranks_per_host is None:
         return list(sizes)
     # From the last axis on, a block has whole axes, then part of one axis, and 1 of the others.
-    parts, left = [], ranks_per_host
+    parts = []
+    remaining = ranks_per_host
     for size in reversed(sizes):
-        part = math.gcd(size, left)
-        if part not in (size, left):
+        part = math.gcd(size, remaining)
+        if part not in (size, remaining):
             return None
         parts.append(part)
-        left //= part
-    return parts[::-1] if left == 1 else None
+        remaining //= part
+    return parts[::-1] if remaining == 1 else None
 
 
 def _host_of(device: jax.Device) -> Any:

@@ -23,7 +23,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
     """
     mesh = jax.sharding.get_abstract_mesh()
     # By how much the mesh index grows along each axis.
-    strides, stride = {}, 1
+    strides = {}
+    stride = 1
     for name, size in reversed(mesh.shape.items()):
         strides[name] = stride
         stride *= size
@@ -33,11 +34,11 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | N
     # Each axis's stride, and the number of ranks along it; with `ranks_per_host`, of one host.
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     index, _ = jax_compat.match_varying((jax_compat.mesh_index(), like), axis_name)
-    base, gpus = _where(mesh.size)
+    base, gpus = _heaps_of_mesh(mesh.size)
     return Gpus(axes, gpus, mesh_index=index, base=base, timeout_s=environment.timeout_seconds())
 
 
-def _where(num_devices: int) -> tuple[int, tuple[int, ...]]:
+def _heaps_of_mesh(num_devices: int) -> tuple[int, tuple[int, ...]]:
     """Returns the address of GPU 0's heap, and for each mesh index its GPU's number on its host."""
     domain = domain_of(num_devices)
     # `runtime.availability` has refused kernels if the GPUs do not share memory.

@@ -125,11 +125,7 @@ def without_varying(kind: Any) -> Any:
 
 
 def result_type(
-    operand: Any,
-    shape: Sequence[int],
-    dtype: Any = None,
-    *,
-    varying: frozenset[str] | None = None,
+    operand: Any, shape: Sequence[int], dtype: Any = None, *, varying: frozenset[str] | None = None
 ) -> Any:
     """Returns the type of a primitive's result, which has the sharding of `operand`.
 
@@ -232,7 +228,8 @@ class Program:
         """
         # The function is traced as with check_vma=False. A kernel that writes to its operands takes
         # references, and Pallas refuses references to arrays that vary over mesh axes.
-        context, unchecked = self._context, contextlib.nullcontext()
+        context = self._context
+        unchecked = contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
             context, unchecked = context.replace(avals_in=kinds), _check_vma(False)

@@ -80,7 +80,8 @@ def domain() -> Domain | str:
 
 def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
     """Returns why GPUs share no memory with each other, or None; waits as `domain` does."""
-    devices, found = list(devices), domain()
+    devices = list(devices)
+    found = domain()
     if isinstance(found, str):
         return found
     numbers = found.numbers
@@ -199,8 +200,7 @@ def set_up(me: Participant) -> Domain | str:
     try:
         if me.others and me.store is None:
             raise Refused(_NO_STORE)
-        store = me.store if me.others else None
-        meeting = processes.Meeting(store, me.process, me.timeout_s)
+        meeting = processes.Meeting(me.store if me.others else None, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:
             cards = _members(meeting.introduce(_card(me), me.others), me.process)
             sharing = _Sharing(me, cards, undo)
@@ -252,9 +252,9 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
         ("uid", "user {}"),
     ):
         for other in others:
-            if (one := members[first_process][key]) != (two := members[other][key]):
-                one, two = text.format(one), text.format(two)
-                raise Refused(f"process {first_process} has {one}, and process {other} {two}")
+            first, second = (text.format(members[p][key]) for p in (first_process, other))
+            if first != second:
+                raise Refused(f"process {first_process} has {first}, and process {other} {second}")
     processes.raise_failure(members)
     owner: dict[str, int] = {}  # of each GPU, the process
     for p, card in members.items():
@@ -280,7 +280,8 @@ class _Sharing:
     ) -> None:
         # `cards` are the `_card`s by process. If the set-up fails, the callbacks that are added to
         # `undo` free all memory.
-        self._me, self._undo, self._alone = me, undo, len(cards) == 1
+        self._me, self._undo = me, undo
+        self._alone = len(cards) == 1
         # By number: each GPU's process, and its entry in that process's `_card`.
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
         # If there are several processes, all GPUs are numbered in the order of their PCI
@@ -349,8 +350,9 @@ class _Sharing:
         outcomes: Mapping[int, Message],
     ) -> Domain:
         """Makes the same `Domain` in all processes, from their results of `offer` and `accept`."""
-        every = [message, *(other for other, _ in messages.values())]
-        pools = {g: pool for offered in every for g, _heap, *pool in offered["offers"]}
+        of_all = [message, *(other for other, _ in messages.values())]
+        # Of each GPU, by number: the address and the bytes of its pool.
+        pools = {g: pool for each in of_all for g, _heap_bytes, *pool in each["offers"]}
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
         return Domain(
             base=self._base,
@@ -399,7 +401,7 @@ class _Sharing:
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
         """Lets GPUs of this process access XLA's memory pool on GPU g; returns (address, bytes)."""
         # Other processes map the pool by the file descriptor that is appended.
-        address, ordinal = self._me.array_address(device), device.local_hardware_id
+        address = self._me.array_address(device)
         try:
             handle = cuda_driver.retain(address)
         except cuda_driver.Error as error:
@@ -413,7 +415,7 @@ class _Sharing:
                 f"{error}"
             ) from error
         try:
-            start, num_bytes = cuda_driver.address_range(ordinal, address)
+            start, num_bytes = cuda_driver.address_range(device.local_hardware_id, address)
             without_access = {
                 number
                 for number, of_gpu in self.local.items()
@@ -490,8 +492,7 @@ def _array_address(device: jax.Device) -> int:
 
     # Another thread makes the array, since one made while this thread traces has no address.
     def make() -> int:
-        array = jax.device_put(np.zeros(1, np.int32), device)
-        return jax_compat.address_of(array)
+        return jax_compat.address_of(jax.device_put(np.zeros(1, np.int32), device))
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
