@@ -139,6 +139,8 @@ class _Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
+    """The kernel of `combine`."""
+
     num_tokens: int
     row: Row
     top_k: int

@@ -71,6 +71,8 @@ def combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
+    """The kernel of `combine`. A pair is a token of the block and its owner."""
+
     rows: Rows
     capacity: int  # the number of rows of y
     by_rank: bool  # whether y is rank-major, with one row for each pair
@@ -102,7 +104,6 @@ class _Combine:
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> fb.Scratch:
-        # A pair is a token and its owner.
         plan, stages = self.rows.plan, self.num_stages
         list_shape = self.num_pairs, self.rows_of_pair
         weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)

@@ -319,8 +319,8 @@ class TileMemory:
         """Emits this thread's four words of a tile as they were before the sender replaced any."""
         i32 = mosaic.integer_type(32)
         has_note = _any([mosaic.equal(word, _INSTEAD) for word in words])
-        found = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
-        with ir.InsertionPoint(found.then_block):
+        branch = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
             pointer = self._note(gpu, buffer)
 
             def ask() -> tuple[Value, list[Value]]:
@@ -337,9 +337,9 @@ class TileMemory:
                     for bit, word in zip(bits, words, strict=True)
                 ]
             )
-        with ir.InsertionPoint(found.else_block):
+        with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(words))
-        return list(found.results)
+        return list(branch.results)
 
     # Addresses in the memory of the low-latency protocol, in the heap of GPU `gpu`.
 
