@@ -82,11 +82,7 @@ class Directory:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        writable: bool = False,
-        may_be_empty: bool = False,
+        self, path: str | os.PathLike[str], *, writable: bool = False, may_be_empty: bool = False
     ):
         """Lists the tensors of a directory, from its index or its single safetensors file."""
         self.path = Path(path)
@@ -255,11 +251,7 @@ def create(file: Path, tensors: TensorTypes) -> None:
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # Spaces after the JSON let the tensors' bytes begin at a multiple of 8.
     encoded += b" " * (-len(encoded) % 8)

@@ -146,11 +146,11 @@ def _axes_by_type_and_rules(
         # The layer gathers along E only if expert axes split it, too.
         may_be_split = logical[i] is not None and (base or logical[i] != "exp")
         # Tokens must be spread over FSDP axes, which must divide the dimension and split no other.
-        fits = set(more) <= set(where.batch_axes) - used and not (
-            array.shape[i] % where.size(base + more) if more and may_be_split else 0
-        )
-        further.append(more if may_be_split and fits else ())
-        used |= set(further[-1])
+        fits = may_be_split and set(more) <= set(where.batch_axes) - used
+        if not fits or array.shape[i] % where.size(base + more):
+            more = ()
+        further.append(more)
+        used |= set(more)
     return tuple(large_axes(axes, where.mesh) for axes in further)
 
 

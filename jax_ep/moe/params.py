@@ -79,7 +79,7 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """`router_dim` is H', the last dimension of the calls' `router_x`; None without it."""
+    """Raises for options that do not fit; `router_dim` is the width of `router_x`, or None."""
     shared_dim, number = options.shared_dim, options.num_shared_experts
     checks.check_integer("num_shared_experts", number, least=0)
     checks.check_integer("lora_rank", options.lora_rank, least=0)
@@ -350,7 +350,8 @@ def _check_shared(params: MoEParams) -> None:
     given = [name for name in SHARED_WEIGHTS if getattr(params, name) is not None]
     if not given:
         return
-    needed, without = list(SHARED_WEIGHTS), ""
+    needed = list(SHARED_WEIGHTS)
+    without = ""
     if params.wi_1 is None:
         needed.remove("shared_wi_1")
         without = ", without shared_wi_1 where wi_1 is None"

@@ -272,11 +272,7 @@ def choose_experts(
     return Routing(topk_idx, weights, softmax[0] if return_softmax else probs)
 
 
-def routing_of_choices(
-    logits: jax.Array,
-    topk_idx: jax.Array,
-    options: RoutingOptions,
-) -> Routing:
+def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingOptions) -> Routing:
     """Weighs choices [T, K] by logits [T, E]; an id outside [0, E) has weight 0."""
     score, normalize = options.score, options.normalize
     num_experts = logits.shape[1]

@@ -255,8 +255,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
     for held, wanted in zip(old, new, strict=True):
         of_layer: list[list[int]] = [[] for _ in range(num_slots)]
         # Unchanged slots come first, so that the loads of copies below already count them.
-        unchanged_first = np.argsort(held != wanted, kind="stable")
-        for slot in unchanged_first:
+        for slot in np.argsort(held != wanted, kind="stable"):
             copies = np.flatnonzero(held == wanted[slot])
             if wanted[slot] < 0 or held[slot] == wanted[slot]:
                 # A slot that keeps its expert, or becomes empty, receives its own weights: every

@@ -214,10 +214,7 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
-            "cuMemGetAddressRange_v2",
-            ctypes.byref(start),
-            ctypes.byref(num_bytes),
-            _u64(address),
+            "cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(num_bytes), _u64(address)
         )
     return start.value, num_bytes.value
 

@@ -125,11 +125,7 @@ def without_varying(kind: Any) -> Any:
 
 
 def result_type(
-    operand: Any,
-    shape: Sequence[int],
-    dtype: Any = None,
-    *,
-    varying: frozenset[str] | None = None,
+    operand: Any, shape: Sequence[int], dtype: Any = None, *, varying: frozenset[str] | None = None
 ) -> Any:
     """Returns the type of a primitive's result, which has the sharding of `operand`.
 
