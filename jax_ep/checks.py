@@ -62,12 +62,9 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
     return size
 
 
-def check_mesh(mesh: Any, otherwise: str = "") -> None:
-    """`otherwise`, such as ", or None", is appended to the requirement in the message."""
+def check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh must be a jax.sharding.Mesh of devices{otherwise}, but is {described(mesh)}."
-        )
+        raise TypeError(f"mesh must be a jax.sharding.Mesh of devices, but is {described(mesh)}.")
 
 
 def check_array(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jax_ep.checks import as_axes
 from jax_ep.exchange.interface import Implementation
@@ -26,7 +26,7 @@ from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.fsdp import assign_axes
 from jax_ep.moe.held_experts import quantize_by_rules
 from jax_ep.moe.layer import run_layer
-from jax_ep.moe.mesh import AxisRules, axes_on_mesh, check_has_devices, shard
+from jax_ep.moe.mesh import AxisRules, axes_on_mesh, shard
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.params import (
     Initializer,
@@ -68,12 +68,12 @@ class MoE(nnx.Module):
     expert s modulo E, as in `jax_ep.placement.Placement.in_order`. With `selection_bias` there is
     gate.bias (`RouterState`), which only `update_bias` changes and every rank has.
 
-    If a mesh is set, or given as `mesh`, the parameters are created sharded: each logical axis over
-    the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
-    `expert_axis`, "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes
-    there, and any other over the mesh axis of its name, if any. No mesh axis splits two dimensions
-    of a parameter. Rules that contradict `fsdp_axes` raise an error in a call. The layer stores the
-    rules, and uses them in calls that are made outside `nnx.logical_axis_rules`.
+    Under `jax.set_mesh`, the parameters are created sharded: each logical axis over the mesh axes
+    that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over `expert_axis`,
+    "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes there, and any
+    other over the mesh axis of its name, if any. No mesh axis splits two dimensions of a parameter.
+    Rules that contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses
+    them in calls that are made outside `nnx.logical_axis_rules`.
 
     Args:
       hidden: H, the hidden size of a token.
@@ -157,7 +157,6 @@ class MoE(nnx.Module):
         sequence_axes: str | tuple[str, ...] | None = None,
         fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None,
         tensor_axis: str | tuple[str, ...] | None = None,
-        mesh: Mesh | AbstractMesh | None = None,
         implementation: Implementation = None,
         matmul_implementation: MatmulImplementation = None,
     ):
@@ -167,7 +166,7 @@ class MoE(nnx.Module):
         self.config = config
         check_config(config)
         check_parameter_options(options, router_dim)
-        if (mesh := _mesh_of_state(config)) is not None:
+        if (mesh := _mesh_of_state()) is not None:
             axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
         rules = spmd.get_logical_axis_rules()
         # Tuples, since NNX hashes static attributes.
@@ -241,20 +240,17 @@ def variables_of(layer: MoE) -> dict[str, nnx.Variable]:
     return {name: variable for name, variable in found.items() if variable is not None}
 
 
-def _mesh_of_state(config: MoEConfig) -> Mesh | AbstractMesh | None:
+def _mesh_of_state() -> AbstractMesh | None:
     """Returns the mesh on which the layer's arrays are created; None if they are not sharded."""
     ambient = jax.sharding.get_abstract_mesh()
-    if ambient.manual_axes or not nnx.using_eager_sharding():
+    if ambient.empty or ambient.manual_axes or not nnx.using_eager_sharding():
         return None
-    if not ambient.empty:
-        return ambient
-    if config.mesh is not None:
-        check_has_devices(config.mesh)
-    return config.mesh
+    return ambient
 
 
 def _bias(config: MoEConfig) -> RouterState:
-    zeros, mesh = jnp.zeros(config.num_choosable, jnp.float32), _mesh_of_state(config)
+    zeros = jnp.zeros(config.num_choosable, jnp.float32)
+    mesh = _mesh_of_state()
     return RouterState(zeros if mesh is None else shard(zeros, mesh, PartitionSpec()))
 
 
@@ -265,7 +261,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
-    mesh = _mesh_of_state(config)
+    mesh = _mesh_of_state()
     if mesh is None:
         return kind(value, out_sharding=axes, eager_sharding=False)
 
@@ -283,9 +279,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     if "exp" in axes:
         _check_divides(value, spec[0], mesh, config)
     all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    is_ambient = isinstance(mesh, AbstractMesh)  # config.mesh is a Mesh here
     # Flax would apply a given rule of "exp" even where this function has replaced it by None.
-    flax_can = is_ambient and all_auto and spec[0] == given.get(str(axes[0]), spec[0])
+    flax_can = all_auto and spec[0] == given.get(str(axes[0]), spec[0])
     if not flax_can:
         value = shard(value, mesh, PartitionSpec(*spec))
     # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
@@ -296,7 +291,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 def _default_rules(
     fsdp: Mapping[str | None, tuple[str, ...]],  # by logical axis, its axes of `fsdp_axes`
     given: Mapping[str, Any],
-    mesh: Mesh | AbstractMesh,
+    mesh: AbstractMesh,
     config: MoEConfig,
 ) -> dict[str, Any]:
     """Returns the mesh axes of each logical axis of a parameter that has no rule in `given`."""
@@ -328,7 +323,7 @@ def _without_repeats(
     return kept, [None if axis is None else rules[axis] for axis in kept]
 
 
-def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
+def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
     """Warns if a rule shards "exp" over `axes` of a mesh that lacks the expert axis."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
         warnings.warn(
@@ -339,13 +334,11 @@ def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> No
         )
 
 
-def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axes_of(mesh: AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 
-def _check_divides(
-    weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig
-) -> None:
+def _check_divides(weights: jax.Array, axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
     """Raises ValueError unless the ranks along `axes` divide the experts or slots."""
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -65,9 +64,10 @@ def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
             assert abstract.sharding.spec[0] in ("expert", ("expert",))
 
 
-def test_flax_finds_where_the_parameters_of_a_mesh_of_their_own_are():
+def test_flax_finds_where_the_parameters_are():
     devices = mesh((2, 4), ("data", "expert"))
-    module = layer(mesh=devices, kernel_init=jax.nn.initializers.ones)
+    with jax.set_mesh(devices):
+        module = layer(kernel_init=jax.nn.initializers.ones)
     params = nnx.state(module, nnx.Param)
     named = nnx.get_named_sharding(params, devices)
     same = jax.tree.map(lambda n, p: n.is_equivalent_to(p.sharding, p.ndim), named, params)
@@ -90,15 +90,12 @@ def test_a_layer_can_be_pickled_and_copied():
         assert_close(call(other, make_x()), call(module, make_x()))
 
 
-@pytest.mark.parametrize(
-    "kind, ambient",
-    quick([(AxisType.Auto, False), (AxisType.Explicit, True)], (AxisType.Auto, False)),
-)
-def test_all_state_is_on_the_mesh(kind, ambient, tmp_path):
+@pytest.mark.parametrize("kind", quick([AxisType.Auto, AxisType.Explicit], AxisType.Auto))
+def test_all_state_is_on_the_mesh(kind, tmp_path):
     """A layer that is restored onto its own shardings must run, eagerly and with new biases."""
     devices = mesh((2,), ("expert",), kind)
-    with jax.set_mesh(devices) if ambient else contextlib.nullcontext():
-        module = layer(selection_bias=True, mesh=None if ambient else devices)
+    with jax.set_mesh(devices):
+        module = layer(selection_bias=True)
         state = nnx.to_pure_dict(nnx.state(module))
         abstract = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state

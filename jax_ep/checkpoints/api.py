@@ -63,8 +63,8 @@ def load_moe_params(
         directory: a directory as published, with config.json and safetensors files.
         layer: the number of the decoder's layer, from 0.
         mesh: the mesh over which to spread the experts (along `expert_axis`) and their hidden width
-            F (along `tensor_axis`); it becomes the `mesh` of the configuration. None: the ambient
-            mesh, or else one device.
+            F (along `tensor_axis`), and under which the layer is called: `jax.set_mesh(mesh)`.
+            None: the ambient mesh, or else one device.
         param_dtype: the dtype of the parameters, floating and of 16 bits or more; the selection
             bias is always float32. None: the stored dtype, or bfloat16 for stored float8 and MXFP4.
             Quantized parameters dequantize to it. Give float32 to train them: bfloat16 parameters
@@ -73,7 +73,7 @@ def load_moe_params(
             None: none. "keep": those of routed and shared experts that the files hold as float8 or
             MXFP4, with the same bytes. "float8" (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4"
             (`jax_ep.formats.MXFP4`) or another `jax_ep.Format`: the routed experts', in this format
-            stored as [out, in] (`jax_ep.formats.Transposed`); bytes that the files hold so stay.
+            stored as [out, in] (`jax_ep.formats.Transposed`), with the files' bytes if they fit.
         partial: whether the block may have tensors that the layer does not hold, and that
             `load_others` returns.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
@@ -181,7 +181,7 @@ class PlannedLoad:
     block: Block
     config: MoEConfig
     arrays: dict[str, PlannedArray]
-    mesh: Mesh | None  # over which the arrays are split: config.mesh, or the ambient one
+    mesh: Mesh | None  # over which the arrays are split
 
     def check_call(self) -> None:
         """Traces a call of the layer, so that an unsupported one raises before loading."""
@@ -210,9 +210,7 @@ class PlannedLoad:
             config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
         )
         call = functools.partial(moe_layer, config=config, placement=placement)
-        # `check_arguments` refuses an `AbstractMesh`, which `jax.set_mesh` does not take.
-        mesh: Any = config.mesh
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             jax.eval_shape(call, MoEParams.of(**params), x, **inputs)
 
 
@@ -233,7 +231,7 @@ def plan_load(
             f"does not hold {', '.join(block.others().values())}: jax_ep.checkpoints.load_others "
             "returns them."
         )
-    config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
+    config = MoEConfig(**(dict(block.fields) | fields))
     check_config(config)
     for name in ("num_experts", "zero_experts", "identity_experts", "constant_experts"):
         if getattr(config, name) != (stored := block.fields.get(name, 0)):
@@ -364,7 +362,8 @@ def save_moe(
             raise OtherModelError(f"{error} {hint}") from None
         added = plan_block(directory, layer, replaces=True)
         assert added is not None
-        block, removed = added, added.in_its_modules()
+        block = added
+        removed = block.in_its_modules()
     given_others = {name: np.asarray(array) for name, array in (others or {}).items()}
     if given_others.keys() != block.others().keys() and (added or given_others):
         raise ValueError(

@@ -11,7 +11,7 @@ from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.expert_matmuls import QuantizedExperts, check_are_arrays, check_same_kind
-from jax_ep.moe.mesh import AxisRules, LayerMesh, check_sharding_of_experts
+from jax_ep.moe.mesh import AxisRules, LayerMesh, check_mesh_is_set, check_sharding_of_experts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS, MoEParams, check_params
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ADAPTERS, ROUTED_WEIGHTS
@@ -57,8 +57,8 @@ def check_on_mesh(
     """Raises for arguments that `check_call` lacks, and for what does not fit the mesh."""
     # `axis_rules` and `in_init` are as in `run_layer`.
     check_placement(placement, config.num_experts, config.num_slots, where.num_ranks())
-    check_sharding_of_experts(params.wi_0, config, where, axis_rules, in_init)
     check_experts(params, config, where)
+    check_sharding_of_experts(params.wi_0, config, where, axis_rules, in_init)
     _check_shared_experts(params, config, where)
     _check_quantized(quantized, params, config.matmul_dtype)
 
@@ -176,6 +176,7 @@ def check_placement(
 
 
 def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
+    check_mesh_is_set(params.wi_0, where)
     num_ranks = where.num_ranks()
     if config.num_held % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
 from jax_ep.exchange.interface import Implementation, check_is_between_hosts
@@ -145,8 +144,6 @@ class MoEConfig:
             expert and of the shared experts is split. Ranks along it hold the same tokens, or
             different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. A mesh must have
             this axis.
-        mesh: the mesh to run on where no ambient mesh is set; an abstract mesh needs an equal
-            ambient one.
         implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
             needs a mesh with `expert_axis`.
         matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
@@ -188,7 +185,6 @@ class MoEConfig:
     sequence_axes: str | tuple[str, ...] | None = None
     fsdp_axes: Mapping[str, str | tuple[str, ...]] | None = None
     tensor_axis: str | tuple[str, ...] | None = None
-    mesh: Mesh | AbstractMesh | None = None
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
@@ -246,7 +242,9 @@ class MoEConfig:
         """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it."""
         # As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
         # axis before it.
-        given, found, used = self.further_axes(), [], set[str]()
+        given = self.further_axes()
+        found: list[tuple[str, ...]] = []
+        used: set[str] = set()
         for logical in logical_axes:
             axes = given.get(logical or "", ())
             found.append(() if used & set(axes) else axes)
@@ -332,8 +330,6 @@ def _check_fields(config: MoEConfig) -> None:
         checks.as_axes(config.sequence_axes, "sequence_axes")
     if config.fsdp_axes is not None:
         _check_fsdp_axes(config.fsdp_axes)
-    if config.mesh is not None and not isinstance(config.mesh, AbstractMesh):
-        checks.check_mesh(config.mesh, ", or None for the ambient one")
 
 
 def _name_of(function: Any) -> Any:

@@ -37,19 +37,18 @@ def moe_layer(
     - Inside a `jax.shard_map` that binds `expert_axis`, it runs in that `shard_map`. x is this
       rank's tokens; wi_0, wi_1 and wo are this rank's experts, [E / N, ...] on N ranks, or all
       experts. Give `batch_axes` if the `shard_map` binds other axes too and has check_vma=False.
-    - Outside, it opens its own `shard_map` over the ambient mesh (`jax.set_mesh`), `config.mesh`,
-      or the mesh of a `with mesh:` statement. Experts are split over `expert_axis`. Tokens are
-      split over `batch_axes` along x's leading dimension, and with `sequence_axes` along its
-      sequence dimension, too. If the ranks do not divide these dimensions, all dimensions of x but
-      H are flattened, padded and split. With `expert_axis=()`, or its default on a mesh without
-      that axis, every rank has all experts (data parallelism). Any other axis that the mesh lacks
-      raises an error.
+    - Outside, it opens its own `shard_map` over the mesh of `jax.set_mesh` or of a `with mesh:`
+      statement. Experts are split over `expert_axis`. Tokens are split over `batch_axes` along x's
+      leading dimension, and with `sequence_axes` along its sequence dimension, too. If the ranks do
+      not divide these dimensions, all dimensions of x but H are flattened, padded and split. With
+      `expert_axis=()`, or its default on a mesh without that axis, every rank has all experts (data
+      parallelism). Any other axis that the mesh lacks raises an error.
     - Without a mesh, it runs unsharded.
 
-    The layer raises ValueError if every rank would have to gather all experts on each call: experts
-    are sharded over `expert_axis`, but no mesh is set. It warns if that may be so, because their
-    sharding is not known; if it sees that every rank holds all experts of a mesh with
-    `expert_axis`; and if an option that needs a mesh is given without one.
+    The layer raises ValueError if every rank would have to gather all experts on each call: wi_0 is
+    sharded, but no mesh is set. It warns if that may be so, because the sharding is not known; if
+    it sees that every rank holds all experts of a mesh with `expert_axis`; and if an option that
+    needs a mesh is given without one.
 
     With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
     computes them for the tokens of all n ranks. In the caller's `jax.shard_map`, pass each rank its
@@ -138,10 +137,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         # Without an expert axis, ranks exchange no rows, and the exchange kernels need a mesh.
         implementation = "xla"
     return dataclasses.replace(
-        config,
-        dtype=jnp.dtype(dtype),
-        router_dtype=router_dtype,
-        implementation=implementation,
+        config, dtype=jnp.dtype(dtype), router_dtype=router_dtype, implementation=implementation
     )
 
 

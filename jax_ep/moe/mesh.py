@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep.checks import as_axes, check_mesh
+from jax_ep.checks import as_axes
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import LOGICAL_AXES
@@ -110,18 +110,7 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
             batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
         return LayerMesh(expert_axes, batch_axes, mesh=None, tensor_axes=tensor_axes)
 
-    mesh: Mesh | AbstractMesh | None = config.mesh
-    if not ambient.empty:
-        if mesh is not None and mesh.shape != ambient.shape:
-            raise ValueError(
-                f"mesh must be None, or equal to the mesh of jax.set_mesh, {dict(ambient.shape)}, "
-                f"but is {dict(mesh.shape)}."
-            )
-        mesh = ambient
-    elif mesh is None:
-        mesh = jax_compat.mesh_of_with_statement()
-    else:
-        check_has_devices(mesh)
+    mesh = jax_compat.mesh_of_with_statement() if ambient.empty else ambient
     if mesh is None:
         return LayerMesh(expert_axes=(), batch_axes=())
     expert_axes, tensor_axes = axes_on_mesh(config, mesh)
@@ -130,15 +119,12 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
     return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes, sequence_axes)
 
 
-def check_has_devices(mesh: Mesh | AbstractMesh) -> None:
-    check_mesh(mesh, ", unless jax.set_mesh or jax.sharding.use_abstract_mesh sets one")
-
-
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
     """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack."""
     for logical, axes in config.further_axes().items():
         _check_has_axes(mesh, "fsdp_axes", axes, f" for {logical!r}")
-    found, bound = [], set(getattr(mesh, "manual_axes", ()))
+    found = []
+    bound = set(getattr(mesh, "manual_axes", ()))
     for name, axes in config.split_axes().items():
         present = [axis for axis in axes if axis in mesh.axis_names]
         if bound and present and not set(axes) <= bound:
@@ -147,9 +133,9 @@ def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
                 f"{mesh.manual_axes}; open it over all axes of the mesh {dict(mesh.shape)}."
             )
         if len(present) < len(axes):
-            # A mesh other than `config.mesh` may lack the default axes. Others may be misspelled.
+            # A mesh may lack the default axes. Others may be misspelled.
             is_default = axes == as_axes(getattr(MoEConfig, name) or ())
-            if present or not is_default or (config.mesh is not None and not bound):
+            if present or not is_default:
                 raise ValueError(
                     f"{name} {axes} must name axes of the mesh, but it has {dict(mesh.shape)}. Set "
                     f"{name} to axes of the mesh, or to {_NO_AXIS[name]}."
@@ -238,10 +224,12 @@ def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding
     array = wi_0.values if isinstance(wi_0, QuantizedArray) else wi_0
     concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding
-    spec, own_mesh = (None, None, None), jax.typeof(array).sharding.mesh
+    own_mesh = jax.typeof(array).sharding.mesh
+    spec: tuple[Any, ...] = (None, None, None)
     is_on_ranks = False
     if isinstance(sharding, NamedSharding):
-        spec, own_mesh = (*sharding.spec, None, None, None)[:3], sharding.mesh
+        own_mesh = sharding.mesh
+        spec = (*sharding.spec, None, None, None)[:3]
         is_on_ranks = own_mesh.size > 1
     mesh = mesh or own_mesh
     if isinstance(wi_0, QuantizedArray):
@@ -271,26 +259,34 @@ def _warn_of_options_of_meshes(config: MoEConfig) -> None:
     if given:
         warnings.warn(
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())} has no effect "
-            "without a mesh: call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh.",
+            "without a mesh: call the layer under jax.set_mesh(mesh).",
             stacklevel=5,
         )
 
 
+def check_mesh_is_set(wi_0: Any, where: LayerMesh) -> None:
+    """Raises ValueError if wi_0 is seen to be sharded, but there is no mesh to run on."""
+    if where.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    seen = _seen_sharding(wi_0, mesh=None)
+    if axes := [axis for part in seen.spec for axis in large_axes(part, seen.mesh)]:
+        raise ValueError(
+            f"wi_0 of shape {wi_0.shape} is sharded over {axes} of the mesh "
+            f"{dict(seen.mesh.shape)}, but no mesh is set: every rank would gather it all. Call "
+            "the layer under jax.set_mesh(mesh)."
+        )
+
+
 def _warns_that_no_mesh_is_set(wi_0: Any, config: MoEConfig, seen: _SeenSharding) -> bool:
-    """Returns whether it warned that wi_0 may be sharded; raises ValueError if it is."""
+    """Returns whether it warned that wi_0 may be sharded."""
     expert_axes = as_axes(config.expert_axis)
     axes = set(large_axes(expert_axes, seen.mesh))
-    if not axes:
-        return False
-    what = f"wi_0 of shape {wi_0.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
-    cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
-    if axes & set(large_axes(seen.spec[0], seen.mesh)):
-        raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
     if seen.is_whole or not axes - explicit_axes(seen.mesh):
         return False
     warnings.warn(
-        f"{what.format('on a mesh with')}: if it is sharded over that axis, every rank gathers it "
-        f"all on each call. {cure}",
+        f"wi_0 of shape {wi_0.shape} is on a mesh with expert_axis {expert_axes}, but no mesh is "
+        "set: if it is sharded over that axis, every rank gathers it all on each call. Call the "
+        "layer under jax.set_mesh(mesh).",
         stacklevel=5,
     )
     return True

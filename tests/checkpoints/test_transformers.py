@@ -449,7 +449,8 @@ def test_output_and_every_gradient(expected, name):
     _, dparams_want = checkpoints.load_moe_params(want.gradients, LAYER, partial=True)
     others = checkpoints.load_others(want.folder, LAYER)
     run = VARIANTS[name].run
-    got = output_and_gradients(params, others, want.x, want.cotangent, config, run)
+    with jax.set_mesh(on):
+        got = output_and_gradients(params, others, want.x, want.cotangent, config, run)
     out, dparams, dothers, dx = jax.tree.map(np.asarray, got)
     assert np.abs(want.out).mean() > 0.1
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

@@ -110,7 +110,6 @@ XLA_HOSTS: dict = dict(host_capacity_factor=0.5, implementation="xla")
         (dict(capacity_factor=np.ones(())), TypeError, "capacity_factor must .*array"),
         (dict(host_capacity_factor=0.0), ValueError, "host_capacity_factor must .* but is 0.0"),
         (XLA_HOSTS, ValueError, "host_capacity_factor needs .*two_level.* 0.5 with .*='xla'"),
-        (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation=Unhashable()), TypeError, "activation must be hashable.*unhashable"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
         (

@@ -213,9 +213,11 @@ def test_bad_matrices_are_named():
     narrow = {name: jnp.ones([96 if n == S else n for n in s]) for name, s in SHAPES.items()}
     with pytest.raises(ValueError, match=r"shared_wi_0 .*128.* \(128, 96\)"):
         jax_ep.moe_layer(params._replace(**narrow), x, CONFIG)
-    on = mesh((2, 2), ("expert", "tensor"))
     narrow = {name: w[:, :128] if "wi" in name else w[:128] for name, w in params._asdict().items()
               if name in SHARED_WEIGHTS}  # fmt: skip
-    with pytest.raises(ValueError, match=r"shared_wi_0 on a rank .*128.* \(128, 64\)"):
-        config = dataclasses.replace(CONFIG, mesh=on, tensor_axis="tensor")
+    config = dataclasses.replace(CONFIG, tensor_axis="tensor")
+    with (
+        jax.set_mesh(mesh((2, 2), ("expert", "tensor"))),
+        pytest.raises(ValueError, match=r"shared_wi_0 on a rank .*128.* \(128, 64\)"),
+    ):
         jax_ep.moe_layer(params._replace(**narrow), x, config)
