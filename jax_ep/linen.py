@@ -161,12 +161,11 @@ class MoE(nn.Module):
     matmul_implementation: MatmulImplementation = None
 
     def setup(self) -> None:
-        config, init = MoEConfig.of(self), self.gate_init
+        config = MoEConfig.of(self)
         check_config(config)
         check_parameter_options(ParameterOptions.of_layer(self))
-        if init is not None:
-            num_choosable = config.num_choosable
-            self.gate = Gate(num_choosable, self.selection_bias, init, self.param_dtype)
+        if (init := self.gate_init) is not None:
+            self.gate = Gate(config.num_choosable, self.selection_bias, init, self.param_dtype)
 
     @nn.compact
     def __call__(
@@ -185,7 +184,8 @@ class MoE(nn.Module):
         Returns the output, [..., H], and the `jax_ep.MoEMetrics` of all ranks' tokens. Raises
         ValueError or TypeError, naming it, if an argument or attribute does not fit.
         """
-        hidden, kernel, bias = _columns("x", x), None, None
+        hidden = _columns("x", x)
+        kernel = bias = None
         if self.gate_init is not None:
             kernel, bias = self.gate(hidden if router_x is None else _columns("router_x", router_x))
         config, options = MoEConfig.of(self), ParameterOptions.of_layer(self)
@@ -195,14 +195,13 @@ class MoE(nn.Module):
             for name, shape in shapes.items()
         }
         call = Call(x, mask, router_x, topk_idx, topk_weights)
-        rules = tuple(spmd.get_logical_axis_rules())
         return run_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
             call,
             config,
             placement,
             quantized_experts,
-            axis_rules=rules,
+            axis_rules=tuple(spmd.get_logical_axis_rules()),
             in_init=self.is_initializing(),
         )
 

@@ -127,8 +127,7 @@ def _weights(work: Work, seed: jax.Array) -> jax.Array | None:
 
 def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) -> Callable[..., Any]:
     """Returns the function (x, topk_idx) -> the result of `dispatch`."""
-    expert_major = work.layout == "expert"
-    options: Any = {"capacity": work.capacity} if expert_major else {"layout": "rank"}
+    options: Any = {"capacity": work.capacity} if work.layout == "expert" else {"layout": "rank"}
 
     def call(x, topk_idx):
         return dispatch(  # type: ignore[call-overload]

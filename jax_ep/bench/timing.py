@@ -86,12 +86,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        step: Callable[[Any], Any],
-        state: Any,
-        mesh: Mesh,
-        iterations: int,
-        unroll: int = 1,
+        self, step: Callable[[Any], Any], state: Any, mesh: Mesh, iterations: int, unroll: int = 1
     ):
         self.step, self.state, self.mesh, self.iterations = step, state, mesh, iterations
         self.compiled = self._compile_loop(_add_up, unroll)

@@ -55,11 +55,7 @@ def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def load_params(
-    directory: Path,
-    config: DecoderConfig,
-    mesh: Mesh,
-    param_dtype: Any,
-    shardings: Any = None,
+    directory: Path, config: DecoderConfig, mesh: Mesh, param_dtype: Any, shardings: Any = None
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 

@@ -242,7 +242,9 @@ class MoEConfig:
         """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it."""
         # As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
         # axis before it.
-        given, found, used = self.further_axes(), [], set[str]()
+        given = self.further_axes()
+        found: list[tuple[str, ...]] = []
+        used: set[str] = set()
         for logical in logical_axes:
             axes = given.get(logical or "", ())
             found.append(() if used & set(axes) else axes)

@@ -112,11 +112,7 @@ def run_one(
 
 
 def _by_platform(
-    on_gpu: Run,
-    on_any: Run,
-    experts: Experts,
-    operand: Any,
-    axes: tuple[str, ...],
+    on_gpu: Run, on_any: Run, experts: Experts, operand: Any, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Any]:
     """Returns `on_gpu` of the operands on a GPU, else `on_any`, which gives the gradient."""
     # Both take experts and `operand`, tokens or `RoutedTokens`, and return the output and a pytree

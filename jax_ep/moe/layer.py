@@ -137,10 +137,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
         # Without an expert axis, ranks exchange no rows, and the exchange kernels need a mesh.
         implementation = "xla"
     return dataclasses.replace(
-        config,
-        dtype=jnp.dtype(dtype),
-        router_dtype=router_dtype,
-        implementation=implementation,
+        config, dtype=jnp.dtype(dtype), router_dtype=router_dtype, implementation=implementation
     )
 
 

@@ -48,10 +48,9 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
         if matrix is None:
             continue
         held, rows, columns = matrix.shape
-        init: Any = jax.nn.initializers.zeros
-        shape = held, rank, columns
-        if name.endswith("a"):
-            init, shape = per_expert(default_kernel_init), (held, rows, rank)
+        is_a = name.endswith("a")
+        init: Any = per_expert(default_kernel_init) if is_a else jax.nn.initializers.zeros
+        shape = (held, rows, rank) if is_a else (held, rank, columns)
         make = jax.jit(init, static_argnums=(1, 2), out_shardings=_sharding_of(name, matrix))
         params = params._replace(**{name: make(next(keys), shape, matrix.dtype)})
     return params

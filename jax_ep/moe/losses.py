@@ -101,13 +101,12 @@ def load_balance_loss(
         raise ValueError(f"sequence_ids must be None for convention {convention!r}.")
     sums = balance_sums(probs, topk_idx, num_sequences=num_sequences, sequence_ids=sequence_ids)
     if not by_sequence:
-        pooled = sum_over_ranks(sums, axis_name)
-        return pooled_load_balance_loss(
-            pooled, convention=convention, expert_factors=expert_factors
-        )
+        sums = sum_over_ranks(sums, axis_name)
+        return pooled_load_balance_loss(sums, convention=convention, expert_factors=expert_factors)
     if sequence_ids is not None:
         # A rank has parts of sequences. Summed over ranks first, they become whole sequences.
-        sums, axis_name = sum_over_ranks(sums, axis_name), None
+        sums = sum_over_ranks(sums, axis_name)
+        axis_name = None
     return _mean_over_sequences(sums, expert_factors, axis_name)
 
 

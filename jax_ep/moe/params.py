@@ -79,7 +79,7 @@ class ParameterOptions:
 
 
 def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
-    """`router_dim` is H', the last dimension of the calls' `router_x`; None without it."""
+    """Raises for options that do not fit; `router_dim` is the width of `router_x`, or None."""
     shared_dim, number = options.shared_dim, options.num_shared_experts
     checks.check_integer("num_shared_experts", number, least=0)
     checks.check_integer("lora_rank", options.lora_rank, least=0)
@@ -276,11 +276,9 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> WeightInitializer:
     """Returns the initializer of any parameter but `gate`; in slots, it repeats the experts."""
-    kind = PARAMETERS[name].init
-    init: WeightInitializer
-    init = (
-        per_expert(options.kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
-    )
+    init = per_expert(options.kernel_init)
+    if (kind := PARAMETERS[name].init) != "kernel":
+        init = getattr(jax.nn.initializers, kind)
     if config.num_slots is None or name not in ROUTED_WEIGHTS:
         return init
     return _of_slots(init, config.num_experts)
@@ -350,7 +348,8 @@ def _check_shared(params: MoEParams) -> None:
     given = [name for name in SHARED_WEIGHTS if getattr(params, name) is not None]
     if not given:
         return
-    needed, without = list(SHARED_WEIGHTS), ""
+    needed = list(SHARED_WEIGHTS)
+    without = ""
     if params.wi_1 is None:
         needed.remove("shared_wi_1")
         without = ", without shared_wi_1 where wi_1 is None"

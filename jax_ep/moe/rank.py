@@ -129,11 +129,9 @@ def _with_sequence_ids(call: Call, num_sequences: int) -> Call:
 
 
 def _flattened(call: Call, where: LayerMesh) -> Call:
-    """Flattens the tokens' dimensions, padded with masked tokens to a multiple of the ranks.
-
-    The multiple is at least 1.
-    """
-    mesh, shape, parts = where.mesh, call.x.shape, where.size(where.batch_axes)
+    """Flattens the tokens' dimensions; pads with masked tokens, so that ranks get equally many."""
+    mesh, shape = where.mesh, call.x.shape
+    parts = where.size(where.batch_axes)  # each of which gets at least one token
     assert mesh is not None
     num_tokens = math.prod(shape[:-1])
     if checks.is_symbolic(num_tokens):
@@ -252,21 +250,24 @@ def _mask_tokens(call: Call, config: MoEConfig) -> tuple[Call, jax.Array]:
 
 
 def _route(
-    params: MoEParams, x: jax.Array, call: Call, config: MoEConfig
+    params: MoEParams, router_x: jax.Array, call: Call, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Chooses K experts for each token x [T, H'] and weighs them, or weighs the caller's choices.
+    """Chooses and weighs K experts for each token, or weighs the caller's choices.
 
-    Also returns the logits [T, E] float32; None without a gate, or with the caller's weights.
+    `router_x` [T, rows of the gate] is what the router reads. Also returns the logits [T, E]
+    float32; None without a gate, or with the caller's weights.
     """
-    mask, logits = call.mask, None
+    mask = call.mask
+    logits = None
     if call.topk_weights is None and params.gate is not None:
-        logits = routing.router_logits(x, params.gate, params.gate_bias, config.router_dtype)
+        logits = routing.router_logits(router_x, params.gate, params.gate_bias, config.router_dtype)
         if (cap := config.logit_softcap) is not None:
             logits = cap * jnp.tanh(logits / cap)
     options = config.routing_options()
     if call.topk_weights is not None:
         assert call.topk_idx is not None
         weights = call.topk_weights.astype(jnp.float32)
+        # The caller's weights of masked tokens may be NaN. A router's are finite: `router_x` is 0.
         if mask is not None:
             weights = jnp.where(mask[:, None], weights, 0.0)
         routed = Routing(expert_ids(call.topk_idx, config.num_choosable), weights)
@@ -274,7 +275,7 @@ def _route(
         assert logits is not None
         routed = routing.routing_of_choices(logits, call.topk_idx, options)
     elif config.router is not None:
-        routed = _checked_routing(config.router(x, logits), x.shape[0], config)
+        routed = _checked_routing(config.router(router_x, logits), router_x.shape[0], config)
     else:
         assert logits is not None
         k = int(config.num_experts_per_token)
@@ -282,9 +283,8 @@ def _route(
 
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
-        # An id that names no expert, such as -1, gets the factor 0 and adds to no gradient. The
-        # gradient is a sum over all choices. That of an indexed read would be a scatter-add, which
-        # adds them in another order each time on GPUs.
+        # An id that names no expert, such as -1, gets the factor 0 and adds to no gradient. An
+        # indexed read would have a scatter-add as its gradient, whose order varies on GPUs.
         scale = params.expert_scale.astype(jnp.float32)
         is_chosen = jax.nn.one_hot(topk_idx, scale.size, dtype=jnp.bool_)
         topk_weights *= jnp.sum(jnp.where(is_chosen, scale[None, None], 0.0), axis=-1)
@@ -294,6 +294,7 @@ def _route(
 
 
 def _checked_routing(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
+    """Checks what `config.router` returned; casts ids to int32, and weights to float32."""
     if not isinstance(routed, Routing):
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."
@@ -309,9 +310,9 @@ def _checked_routing(routed: Any, num_tokens: int, config: MoEConfig) -> Routing
         array = getattr(routed, name)
         if array is None and name == "probs":
             continue
-        name, shape = f"{name} of router", (num_tokens, size)
-        checks.check_array(name, array, 2, kind, str(list(shape)))
-        checks.check_shape(name, array, shape, f"shape {shape}")
+        shape = (num_tokens, size)
+        checks.check_array(f"{name} of router", array, 2, kind, str(list(shape)))
+        checks.check_shape(f"{name} of router", array, shape, f"shape {shape}")
     return Routing(
         expert_ids(routed.topk_idx, num_experts),
         routed.topk_weights.astype(jnp.float32),
@@ -334,8 +335,7 @@ def _run_routed_experts(
         experts = experts_of_rank(params, quantized, placement, config, where)
     # `dropped` has one count for each expert or slot of this rank.
     if config.token_chunks > 1:
-        matrices = (params.wi_0, params.wi_1, params.wo)
-        dtypes = {each.dtype for each in matrices if each is not None}
+        dtypes = {w.dtype for w in (params.wi_0, params.wi_1, params.wo) if w is not None}
         out, dropped = token_chunks.run(experts, routed, config, where, dtypes)
     else:
         out, dropped = few_tokens.run(experts, routed, config, where)

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
     logits: jax.Array  # [T, E]
     compared: jax.Array | None = None  # [T, E]: by which experts are compared; None: the logits
-    bias: jax.Array | None = None  # added to them, [1, E], or [T, E] in a batch
+    bias: jax.Array | None = None  # added to what is compared: [1, E], or [T, E] under `jax.vmap`
     # [T, E], from which the weights are computed; None: the softmax of the logits if `choose`
     # returns it and does not normalize, else the logits
     gathered: jax.Array | None = None
@@ -49,8 +49,8 @@ class Options:
 def choose(operands: Operands, options: Options) -> list[jax.Array]:
     """Chooses each token's k best experts, as `lax.top_k` does.
 
-    Returns their ids and the numbers that `weigh` takes of them, their weights, all [T, k], and any
-    softmax. All operands must vary (vma) over the same mesh axes.
+    Returns their ids, the numbers that `weigh` takes, and the weights, all [T, k], and the softmax
+    if `options` ask for it. All operands must vary (vma) over the same mesh axes.
     """
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     return _choose_p.bind(*given.values(), names=tuple(given), options=options)
@@ -59,7 +59,8 @@ def choose(operands: Operands, options: Options) -> list[jax.Array]:
 @choose.defjvp
 def _choose_jvp(options: Options, primals: Any, tangents: Any) -> Any:
     (operands,), (doperands,) = primals, tangents
-    results = topk_idx, chosen, _, *probs = choose(operands, options)
+    results = choose(operands, options)
+    topk_idx, chosen, _, *probs = results
     # The tangents of the results; the choice has none. `probs` is [softmax] or [].
     dprobs = []
     for softmax in probs:

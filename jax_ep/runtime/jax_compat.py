@@ -125,11 +125,7 @@ def without_varying(kind: Any) -> Any:
 
 
 def result_type(
-    operand: Any,
-    shape: Sequence[int],
-    dtype: Any = None,
-    *,
-    varying: frozenset[str] | None = None,
+    operand: Any, shape: Sequence[int], dtype: Any = None, *, varying: frozenset[str] | None = None
 ) -> Any:
     """Returns the type of a primitive's result, which has the sharding of `operand`.
 
@@ -236,7 +232,8 @@ class Program:
         unchecked = contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
-            context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
+            context = context.replace(avals_in=kinds)
+            unchecked = _check_vma(False)
         token = _current.set(self)
         try:
             with unchecked:

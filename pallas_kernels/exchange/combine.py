@@ -139,6 +139,8 @@ class _Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
+    """The kernel of `combine`."""
+
     num_tokens: int
     row: Row
     top_k: int
@@ -243,7 +245,7 @@ class _Combine:
         _, _, num_steps = self._range()
 
         def begin(step: jax.Array) -> None:
-            # Waits until peers have read the older sums that this step's sums will overwrite.
+            """Lists a step's rows, once peers have read the older sums that its sums overwrite."""
             if self.steps_per_block > self.receive_steps:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -364,7 +366,8 @@ class _Combine:
     ) -> None:
         """Sums this worker's tiles of a step, and stores them in the owners' receive buffers."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
-        rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
+        rank, block = fabric.rank(), lax.axis_index("block")
+        half = lax.rem(step, 2)  # that of the lists
         slot = lax.rem(step, self.receive_steps)  # the step's place in the receive buffer
         first_owner = fb.first_peer(fabric)
 

@@ -112,7 +112,8 @@ def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[
         distance = 1
         while distance < threads:
             other = mosaic.shuffle(largest, distance)
-            largest, distance = arith.maxui(largest, other), 2 * distance
+            largest = arith.maxui(largest, other)
+            distance *= 2
     scale = float8.scale(wire, largest)
     inverse = float8.branchless_reciprocal(scale)
     scaled = [

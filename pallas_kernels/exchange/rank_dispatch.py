@@ -95,6 +95,8 @@ def rank_dispatch(
 
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
+    """The kernel of `rank_dispatch`."""
+
     num_experts: int
     top_k: int
     # A list has for each of the K choices the expert's index at the rank, or -1, then the bits of K

@@ -468,7 +468,7 @@ def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
     out = np.empty_like(arrays[0].registers)
     for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
-        result = vectors[0]
+        result = vectors[0]  # whose elements are all replaced
         for i in range(vector_length_of(result)):
             element = function(*[vector.extract(register, [], [i]) for register in vectors])
             result = vector.insert(element, result, [], [i])

@@ -90,9 +90,9 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
 
 def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:
     """Returns the chosen groups' indices [S], and the same groups for `matrices[indices]`."""
-    # There, the matrix of tile i has index i. The last entry of the table has no group.
-    indices, tiles = groups.table[:-1, 0], jnp.arange(len(groups.table), dtype=jnp.int32)
-    group_column = tiles.at[-1].set(groups.table[-1, 0])
+    # There, the matrix of tile i has index i. The table's last entry has totals, which stay.
+    indices = groups.table[:-1, 0]
+    group_column = jnp.arange(len(groups.table), dtype=jnp.int32).at[-1].set(groups.table[-1, 0])
     table = jnp.concatenate([group_column[:, None], groups.table[:, 1:]], axis=1)
     return indices, ChosenGroups(table, groups.height)
 

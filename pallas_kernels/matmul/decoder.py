@@ -44,10 +44,10 @@ STEPS = 256, 192, 128, STEP
 _COLUMNS, APART = 64, 8
 # A thread loads four words of numbers at once.
 _QUAD = 4
-# The words of numbers of a column; with those of both scales; of both columns of a thread.
+# In a piece, the words of numbers of a column; with the word of its scales; of a thread's columns.
 _WORDS = NUMBER_BYTES // WORD_BYTES
-_LINE = _WORDS + 1
-_PER_THREAD = 2 * _LINE
+_WITH_SCALES = _WORDS + 1
+_PER_THREAD = 2 * _WITH_SCALES
 # The table of bytes: a word for each byte and lane.
 _BYTES = 256
 TABLE_BYTES = _BYTES * WARP * WORD_BYTES
@@ -92,8 +92,8 @@ class Decoder:
         return self.values.shape[-1] // NUMBER_BYTES
 
     @property
-    def lines(self) -> int:
-        """The number of lines of a stage, one for each column of a tile of each matrix."""
+    def stage_columns(self) -> int:
+        """The number of columns in a stage: `block_n` of each matrix, matrix by matrix."""
         return self.scales.shape[1] // self.pieces
 
     # ------------------------------------------------------------------- the loader warpgroup
@@ -101,7 +101,7 @@ class Decoder:
     @property
     def _columns_of_thread(self) -> int:
         """The number of columns whose scales a thread of the loader warpgroup stages."""
-        return self.lines // WARPGROUP
+        return self.stage_columns // WARPGROUP
 
     @property
     def _loaded_bytes(self) -> int:
@@ -129,6 +129,7 @@ class Decoder:
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             words = []
             for i in range(self._columns_of_thread):
+                # Column i of a thread is number i * 128 + its index among the stage's columns.
                 matrix, first = divmod(i * WARPGROUP, self.block_n)
                 of_thread = arith.andi(
                     mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
@@ -154,22 +155,22 @@ class Decoder:
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
         """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
-        count, of_stage = self._columns_of_thread * self._words_of_column, self.scales.shape[1]
+        count = self._columns_of_thread * self._words_of_column
+        words_of_stage = self.scales.shape[1]
         # Of how many pieces a word has the codes, two of each.
         pairs_of_word = self.pieces // self._words_of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
             word = mosaic.integer_type(32)
-            first = mosaic.add(
-                mosaic.mul(mosaic.scalar(stage), of_stage), mosaic.warpgroup_thread()
-            )
-            (codes,) = mosaic.registers(codes)
+            start_of_stage = mosaic.mul(mosaic.scalar(stage), words_of_stage)
+            first = mosaic.add(start_of_stage, mosaic.warpgroup_thread())
+            (words,) = mosaic.registers(codes)
             for i in range(self._columns_of_thread):
                 for piece in range(self.pieces):
                     word_index, pair = divmod(piece, pairs_of_word)
-                    two_codes = vector.extract(codes, [], [i * self._words_of_column + word_index])
+                    two_codes = vector.extract(words, [], [i * self._words_of_column + word_index])
                     two_codes = arith.shrui(two_codes, mosaic.i32(16 * pair))
-                    at = mosaic.add(first, piece * self.lines + i * WARPGROUP)
+                    at = mosaic.add(first, piece * self.stage_columns + i * WARPGROUP)
                     place = mosaic.pointer_at(scales, at, word)
                     llvm.store(_scales_of(two_codes), place)
             mosaic.barrier()
@@ -180,81 +181,83 @@ class Decoder:
 
     def fill_table(self, computer: jax.Array) -> None:
         """Fills half of the table, and waits until the other warpgroup has filled the rest."""
-        # Each warp fills the entries of `of_warp` bytes, and each lane its own copy of them.
+        # Each warp fills the entries of `warp_bytes` bytes, and each lane its own copy of them.
         num_warps = WARPGROUP // WARP
-        of_warp = _BYTES // (COMPUTERS * num_warps)
+        warp_bytes = _BYTES // (COMPUTERS * num_warps)
 
         def fill(i: jax.Array, _: None) -> None:
             def emit(table: Value, first: Any) -> None:
                 warp = arith.divui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
-                byte = mosaic.add(mosaic.scalar(first), mosaic.mul(warp, of_warp))
+                byte = mosaic.add(mosaic.scalar(first), mosaic.mul(warp, warp_bytes))
                 word = mosaic.integer_type(32)
                 place = mosaic.pointer_at(table, _entry(byte), word)
                 llvm.store(_bfloat16_of_byte(byte), place)
 
-            first = computer * (num_warps * of_warp) + i
+            first = computer * (num_warps * warp_bytes) + i
             mosaic.inline(emit, [self.staged.table, first])
 
-        lax.fori_loop(0, of_warp, fill, None)
+        lax.fori_loop(0, warp_bytes, fill, None)
         threads = COMPUTERS * WARPGROUP
         mosaic.inline(lambda: mosaic.asm(f"bar.sync {_TABLE_BARRIER}, {threads};", "~{memory}"), [])
 
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
-        # The result has words of each of a thread's two columns: its numbers, and two scales.
-        # A stage has a line for each column of each matrix's tile, with its numbers of all pieces.
-        # Four words of a line are a quad.
-        first_line = jnp.int32(matrix * self.block_n + first)
-        pieces, lines = self.pieces, self.lines
+        # The result has, for each of a thread's two columns, words of numbers and one of scales.
+        # Four words of a column's numbers are a quad.
+        first_of_part = jnp.int32(matrix * self.block_n + first)
+        pieces, stage_columns = self.pieces, self.stage_columns
 
-        def emit(values: Value, scales: Value, table: Value, stage: Any, first_line: Any) -> Any:
-            line_of_stage = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_line))
+        def emit(values: Value, scales: Value, table: Value, stage: Any, first_of_part: Any) -> Any:
+            # The thread's first column, counted in the stage.
+            column = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_of_part))
             word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
 
-            def start_of(ref: Value, line: Value, words: int) -> Value:
-                at = mosaic.mul(line, words)
+            def start_of(ref: Value, column: Value, words: int) -> Value:
+                at = mosaic.mul(column, words)
                 return mosaic.pointer_at(ref, at, word)
 
-            line_of_values = mosaic.add(line_of_stage, mosaic.mul(stage, lines))
-            of_values = start_of(values, line_of_values, _WORDS * pieces)
-            staged = mosaic.add(mosaic.mul(stage, pieces), piece)
-            line_of_scales = mosaic.add(line_of_stage, mosaic.mul(staged, lines))
-            of_scales = start_of(scales, line_of_scales, 1)
+            column_of_values = mosaic.add(column, mosaic.mul(stage, stage_columns))
+            of_values = start_of(values, column_of_values, _WORDS * pieces)
+            piece_of_ring = mosaic.add(mosaic.mul(stage, pieces), piece)
+            column_of_scales = mosaic.add(column, mosaic.mul(piece_of_ring, stage_columns))
+            of_scales = start_of(scales, column_of_scales, 1)
             # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(q, mosaic.i32(0x4440))
-            table, words = own_table(table), []
-            # The thread's line modulo 8, which gives the swizzle of the line's quads.
-            down = arith.shrui(
-                arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1)), mosaic.i32(2)
-            )
+            table_of_lane = own_table(table)
+            lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
+            # The thread's column modulo 8.
+            down = arith.shrui(lane, mosaic.i32(2))
+            words = []
             for half in range(2):
-                # The thread's second column is `APART` lines after the first.
+                # The thread's second column is `APART` columns after the first.
                 of_half = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
                     quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
                     place = mosaic.add(of_half, mosaic.mul(quad, _QUAD))
-                    for four in _load_words(of_values, place, _QUAD):
-                        words.append(look_up(table, four, selector))
+                    for eight_numbers in _load_words(of_values, place, _QUAD):
+                        words.append(look_up(table_of_lane, eight_numbers, selector))
                 words += _load_words(of_scales, mosaic.i32(half * APART), count=1)
-            of_all = mosaic.vector_type(len(words), word)
-            words = vector.from_elements(of_all, words)
-            return mosaic.array_of([words], _LOADED, _PER_THREAD, is_signed=True)
+            all_words = vector.from_elements(mosaic.vector_type(len(words), word), words)
+            return mosaic.array_of([all_words], _LOADED, _PER_THREAD, is_signed=True)
 
         values = self.values, plgpu.RefType(transforms_of_numbers(pieces))
-        operands = [values, self.scales, self.staged.table, stage, first_line]
+        operands = [values, self.scales, self.staged.table, stage, first_of_part]
         return mosaic.inline(emit, operands, mosaic.in_registers(_LOADED, jnp.int32, _PER_THREAD))
 
     def decode(self, loaded: jax.Array) -> Any:
         """Decodes the result of `load`: returns [64, 64] bfloat16 in the layout WGMMA."""
 
         def emit(loaded: Any) -> Any:
-            (words,) = mosaic.registers(loaded)
-            words = [vector.extract(words, [], [i]) for i in range(_PER_THREAD)]
+            (all_words,) = mosaic.registers(loaded)
+            words = [vector.extract(all_words, [], [i]) for i in range(_PER_THREAD)]
             # The caller has waited until the tensor cores no longer read the result's registers.
             # The compiler must not move code that overwrites them before this wait.
             words = mosaic.opaque(words)
-            first, second = (_scaled(words[i : i + _WORDS], words[i + _WORDS]) for i in (0, _LINE))
+            first, second = (
+                _scaled(words[start : start + _WORDS], words[start + _WORDS])
+                for start in (0, _WITH_SCALES)
+            )
             # Pairs of both columns alternate.
             return _operand([pair for both in zip(first, second, strict=True) for pair in both])
 
@@ -265,27 +268,27 @@ class Decoder:
 
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     """Returns the Mosaic transforms of the values in the ring's stages."""
-    # Swizzled, so that the threads of a warp load from different banks. Lines of one or three
+    # Swizzled, so that the threads of a warp load from different banks. Columns of one or three
     # pieces need no swizzle for that.
     if pieces not in (2, 4):
         return ()
-    line = pieces * NUMBER_BYTES
-    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line)
+    column_bytes = pieces * NUMBER_BYTES
+    return plgpu.TilingTransform((8, column_bytes)), plgpu.SwizzleTransform(column_bytes)
 
 
-def place_of_quad(index: int, line: Value, pieces: int) -> Value:
-    """Emits the swizzled place of quad `index`, four words of numbers, in line `line` modulo 8."""
+def place_of_quad(index: int, column: Value, pieces: int) -> Value:
+    """Emits where a column, given modulo 8, has quad `index`, four words of numbers: its place."""
     quad = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
         return quad
-    # Lines of two pieces have 64 bytes, and each two of them the same swizzle.
-    return arith.xori(quad, line if pieces == 4 else arith.shrui(line, mosaic.i32(1)))
+    # Columns of two pieces have 64 bytes, and each two of them the same swizzle.
+    return arith.xori(quad, column if pieces == 4 else arith.shrui(column, mosaic.i32(1)))
 
 
 def own_table(table: Value) -> Value:
     """Emits the address of the first word of this lane's copy of the table."""
-    of_lane = mosaic.mul(_entry(mosaic.i32(0)), WORD_BYTES)
-    return mosaic.add(mosaic.address(table, 32), of_lane)
+    bytes_before = mosaic.mul(_entry(mosaic.i32(0)), WORD_BYTES)
+    return mosaic.add(mosaic.address(table, 32), bytes_before)
 
 
 def look_up(own_table: Value, word: Value, selector: Value) -> Value:
@@ -340,15 +343,17 @@ def _scaled(pairs: Sequence[Value], scales: Value) -> list[Value]:
 def _operand(pairs: Sequence[Value]) -> Any:
     """Returns the array [64, 64] of which a thread holds `pairs` of bfloat16 in words."""
     kind = mosaic.element_type(jnp.bfloat16)
-    one = mosaic.vector_type(1, mosaic.integer_type(32))
-    of_two = mosaic.vector_type(2, kind)
-    registers = [vector.bitcast(of_two, vector.from_elements(one, [pair])) for pair in pairs]
+    one_word = mosaic.vector_type(1, mosaic.integer_type(32))
+    two_numbers = mosaic.vector_type(2, kind)
+    words = [vector.from_elements(one_word, [pair]) for pair in pairs]
+    registers = [vector.bitcast(two_numbers, word) for word in words]
     return mosaic.tensor_core_array(registers, (_COLUMNS, STEP), kind)
 
 
 def _entry(byte: Value) -> Value:
-    of_lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-    return mosaic.add(mosaic.mul(byte, WARP), of_lane)
+    """Emits the index in the table of a byte's entry in this lane's copy."""
+    lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
+    return mosaic.add(mosaic.mul(byte, WARP), lane)
 
 
 # The low and the high bytes of the float4 numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bfloat16.

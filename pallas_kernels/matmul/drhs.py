@@ -74,10 +74,10 @@ class DrhsTiles:
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
         """Returns tile sizes with as many pipeline stages as fit into shared memory, at most 6."""
-        # In bytes: the kernel's `chunks`, and a stage of the ring.
-        chunks = 2 * BLOCK_M * CHUNK
-        stage = 2 * STEP * (BLOCK_M + block_n)
-        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - chunks) // stage
+        # Of the kernel's `buffers`, and of a stage of the ring.
+        buffer_bytes = 2 * BLOCK_M * CHUNK
+        stage_bytes = 2 * STEP * (BLOCK_M + block_n)
+        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - buffer_bytes) // stage_bytes
         return cls(block_n, min(stages, 6), band)
 
 
@@ -130,7 +130,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32."""
     # The columns are the number of steps, the first row of the first step (a multiple of 8), the
     # group's first row, and the row after its last. An empty group has a step, too: all rows of it
-    # are cleared, so that the group's matrix becomes zero. Its first row must exist, too.
+    # are cleared, so that the group's matrix becomes zero. This step's first row must exist.
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // STEP), 1)
@@ -149,24 +149,24 @@ class _Drhs(Kernel):
 
     def scratch_types(self) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
-        chunks = (COMPUTERS, CHUNK, CHUNK)
+        buffers = (COMPUTERS, CHUNK, CHUNK)
         clearing_warpgroups = 1 if self.has_loader else COMPUTERS
         return dict(
             ring=OperandRing.types(self.dtype, self.tiles.num_stages, left, right),
             cleared=plgpu.Barrier(
                 num_arrivals=clearing_warpgroups, num_barriers=self.tiles.num_stages
             ),
-            chunks=plgpu.SMEM(chunks, self.dtype, transforms=swizzled(self.dtype)),
+            buffers=plgpu.SMEM(buffers, self.dtype, transforms=swizzled(self.dtype)),
         )
 
-    def __call__(self, lhs: Any, *refs: Any, ring: OperandRing, cleared: Any, chunks: Any) -> None:
+    def __call__(self, lhs: Any, *refs: Any, ring: OperandRing, cleared: Any, buffers: Any) -> None:
         grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
         loader = _Loader(self, ring, cleared, table, lhs, grads)
         tiles = self.block_tiles(self.num_tiles)
         feeder = Feeder(loader, tiles, ring.empty, ring.num_stages, self.has_loader)
 
         def compute(number: jax.Array) -> None:
-            _Computer(self, ring, cleared, table, outs, chunks.at[number], number, feeder).run()
+            _Computer(self, ring, cleared, table, outs, buffers.at[number], number, feeder).run()
 
         self.take_roles(lambda: loader.run(feeder), compute)
 
@@ -183,26 +183,27 @@ class _Drhs(Kernel):
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
         """Returns output tile number `index`, from the result of `_group_steps`."""
         # The tiles of all outputs at one position follow each other.
-        position, which = quotient_and_rest(index, jnp.int32(self.num_grads))
+        position, grad_index = quotient_and_rest(index, jnp.int32(self.num_grads))
         tiles_of_group = jnp.int32(self._tile_rows * self.tile_columns)
         group, tile_of_group = quotient_and_rest(position, tiles_of_group)
         row, left_edge = self.tile_position(tile_of_group, jnp.int32(self._tile_rows))
-        steps = (table[group, i] for i in range(4))
-        return _Tile(which, group, row * BLOCK_M, left_edge, *steps)
+        top = row * BLOCK_M
+        steps, first, begin, end = (table[group, i] for i in range(4))
+        return _Tile(grad_index, group, top, left_edge, steps, first, begin, end)
 
 
 class _Tile(NamedTuple):
     """An output tile, and the rows of lhs and grad over which its sum runs. All are int32."""
 
-    which: jax.Array  # the index of the array `grad`, and of the output
+    grad_index: jax.Array  # of the array `grad`, and of its output
     group: jax.Array
     # The tile's first row and column in the group's matrix [K, N].
     top: jax.Array
     left_edge: jax.Array
-    # Steps of 64 rows, and the first row of the first step, a multiple of 8.
+    # The number of steps of 64 rows, and the first row of the first step, a multiple of 8.
     steps: jax.Array
     first: jax.Array
-    # The group's rows.
+    # The group's rows, [begin, end).
     begin: jax.Array
     end: jax.Array
 
@@ -236,7 +237,7 @@ class _Loader(Loader):
 
     def run(self, feeder: Feeder) -> None:
         """Does the work of a loader warpgroup: fills the ring's stages, and later clears them."""
-        # Of steps that do not exist, before the first and after the last, no row is to be cleared.
+        # Steps that do not exist, before the first and after the last, have no row to clear.
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         # How many later steps are filled before a step is cleared.
         lag = self.ring.num_stages - 2
@@ -290,7 +291,7 @@ class _Loader(Loader):
         inner = pl.ds(aligned(tile.first + step * STEP), STEP)
         rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
-        right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.which)
+        right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.grad_index)
         self.ring.fill(number, TileSource([self.lhs.at[inner, rows]]), [right])
 
 
@@ -308,7 +309,7 @@ def clear(
 class _Held(NamedTuple):
     """A compute warpgroup's half of a finished output tile, [64, block_n], until it is stored."""
 
-    which: jax.Array
+    grad_index: jax.Array
     group: jax.Array
     top: jax.Array
     left_edge: jax.Array
@@ -324,8 +325,8 @@ class _Computer:
     cleared: Any
     table: Any
     outs: Sequence[Any]
-    # [64, 64] in shared memory, through which this warpgroup stores 64 columns at a time.
-    chunk: Any
+    # [64, 64] in shared memory, through which this warpgroup stores 64 columns, a chunk, at a time.
+    buffer: Any
     number: jax.Array  # of the warpgroup, 0 or 1
     feeder: Feeder
 
@@ -334,7 +335,7 @@ class _Computer:
         values = zeros(self._shape, kernel.dtype)
         # The tile held at first lies below the output, so nothing of it is stored.
         below = jnp.int32(kernel.height)
-        before_first = _Held(which=zero, group=zero, top=below, left_edge=zero, values=values)
+        before_first = _Held(grad_index=zero, group=zero, top=below, left_edge=zero, values=values)
         look_up = functools.partial(kernel.look_up, self.table)
         carry = zero, self.feeder.start(), before_first
         used, _, last = self.feeder.tiles.walk(look_up, self._compute_tile, carry)
@@ -348,16 +349,17 @@ class _Computer:
     def _compute_tile(
         self, tile: _Tile, _: Any, carry: tuple[jax.Array, Feed | None, _Held]
     ) -> Any:
-        """Computes a half tile and stores that of the tile before; returns the new carry."""
+        """Computes a half tile, and stores the half tile computed before; returns the new carry."""
         used, feed, before = carry
         multiply = functools.partial(self._multiply, tile)
-        # A chunk of it is stored in each step, and the rest after the last step.
+        # A chunk of `before` is stored in each step, and the rest after the last step.
         store_before = functools.partial(self._store, before)
         steps = Steps(used, tile.steps, self.feeder, feed, meanwhile=store_before)
         total, feed = self.ring.accumulate(steps, 1, self._shape, multiply)
         self._store_from(before, tile.steps)
         top = tile.top + self.number * CHUNK
-        held = _Held(tile.which, tile.group, top, tile.left_edge, total.astype(self.kernel.dtype))
+        values = total.astype(self.kernel.dtype)
+        held = _Held(tile.grad_index, tile.group, top, tile.left_edge, values)
         return used + tile.steps, feed, held
 
     def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, step: jax.Array) -> None:
@@ -377,27 +379,28 @@ class _Computer:
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
         """Stores the half tile `held` to its output, except the chunks before number `chunk`."""
-        num_left = jnp.maximum(len(self._columns) - chunk, 0)
+        num_left = jnp.maximum(len(self._first_columns) - chunk, 0)
         lax.fori_loop(0, num_left, lambda i, _: self._store(held, chunk + i), None)
 
     @property
-    def _columns(self) -> range:
+    def _first_columns(self) -> range:  # of each chunk
         return range(0, self.kernel.tiles.block_n, CHUNK)
 
     def _store(self, held: _Held, chunk: jax.Array) -> None:
         """Stores chunk number `chunk` of the half tile `held`, if there is one in the output."""
         kernel = self.kernel
 
-        def write(first: int) -> None:
-            self.chunk[...] = held.values[:, first : first + CHUNK]
+        def write_to_buffer(first_column: int) -> None:
+            self.buffer[...] = held.values[:, first_column : first_column + CHUNK]
 
-        @pl.when((held.top < kernel.height) & (chunk < len(self._columns)))
+        @pl.when((held.top < kernel.height) & (chunk < len(self._first_columns)))
         def _():
+            # The copy of the chunk before must have read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # Only constant indices can select registers, so each chunk has code of its own.
-            run_one([functools.partial(write, first) for first in self._columns], chunk)
+            run_one([functools.partial(write_to_buffer, i) for i in self._first_columns], chunk)
             rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
             columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)
-            copy = functools.partial(store_or_add, self.chunk, adds=kernel.adds)
+            copy = functools.partial(store_or_add, self.buffer, adds=kernel.adds)
             destinations = [out.at[held.group, rows, columns] for out in self.outs]
-            lax.switch(held.which, [functools.partial(copy, each) for each in destinations])
+            lax.switch(held.grad_index, [functools.partial(copy, each) for each in destinations])

@@ -26,7 +26,7 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import Scaled
-from pallas_kernels.matmul.gate_gradient import bfloat16s, gradients_of_row, sum_of_words
+from pallas_kernels.matmul.gate_gradient import bfloat16s, gradients_of_row
 from pallas_kernels.matmul.quantized_tiles import (
     BFLOAT16,
     PTX_TYPE,
@@ -63,11 +63,11 @@ _PIECE = 16
 _PIECES = BLOCK // _PIECE
 # Arrays of 32-bit numbers in shared memory: for each turn, result and row of a patch, the words of
 # each thread, with some padding; from _FACTORS on, 1 / scale for each row of dgate and of dup; from
-# _TOTALS on, the largest magnitude in each warp and turn, for all three results.
+# _LARGEST on, the largest magnitude in each warp and turn, for all three results.
 _OF_ROW = _THREADS * _WORDS + _PIECES * _WORDS
 _FACTORS = _TURNS * _RESULTS * _ROWS * _OF_ROW
-_TOTALS = _FACTORS + _WITH_ROWS * BLOCK
-_SHARED = _TOTALS + _RESULTS * _TURNS * _WARPS
+_LARGEST = _FACTORS + _WITH_ROWS * BLOCK
+_SHARED = _LARGEST + _RESULTS * _TURNS * _WARPS
 
 
 def gate_gradient(
@@ -95,71 +95,73 @@ def gate_gradient(
       each; and the sums of dhidden * h over each row and 128 columns, [R, F / 128] float32.
     """
     num_rows, width = dhidden.shape
-    num_row_blocks, tiles = blocks.shape[0], width // BLOCK
+    num_row_blocks, tile_columns = blocks.shape[0], width // BLOCK
     height = num_row_blocks * BLOCK
 
     sizes = dict(num_rows=num_rows, width=width, height=height)
 
     def emit(memrefs: Any, tile: Tile) -> None:
-        of_thread = _Tile(**vars(tile), gating=gating, **sizes)
-        of_thread.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
+        tile_of_block = _Tile(**vars(tile), gating=gating, **sizes)
+        tile_of_block.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
-    values = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
-    # The next matmuls take the scales of rows transposed.
-    of_rows = jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32)
+    rows = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
+    # The next matmuls take the scales of rows transposed. The sums of rows have the same shape.
+    of_rows = jax.ShapeDtypeStruct((tile_columns, num_rows), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
-    of_blocks = jax.ShapeDtypeStruct((num_row_blocks, tiles), jnp.float32)
+    of_blocks = jax.ShapeDtypeStruct((num_row_blocks, tile_columns), jnp.float32)
     results = on_tiles(
         "gate_gradient_float8",
         [dhidden, *gate, *up, weights],
         blocks,
-        [*[values, of_rows] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, of_rows],
+        [*[rows, of_rows] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, of_rows],
         emit,
         width=width,
         num_warps=_WARPS,
         num_shared=_SHARED,
     )
     # The results are pairs of values and scales, but for the last.
-    dgate, dgate_scales, dup, dup_scales, *turned, dweights = results
-    columns = tuple(TransposedRows(*turned[i : i + 2]) for i in range(0, 2 * _RESULTS, 2))
-    return (Scaled(dgate, dgate_scales.T), Scaled(dup, dup_scales.T)), columns, dweights.T
+    dgate, dgate_scales, dup, dup_scales, *parts, row_sums = results
+    columns = tuple(TransposedRows(*parts[i : i + 2]) for i in range(0, 2 * _RESULTS, 2))
+    return (Scaled(dgate, dgate_scales.T), Scaled(dup, dup_scales.T)), columns, row_sums.T
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile(Tile):
     """A tile that a thread block computes; results have [width, height] when transposed."""
 
-    gating: Elementwise
+    gating: Elementwise  # the result of `gate_gradient.gradient_of`
     num_rows: int
     width: int
     height: int
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
         """Emits the code of one thread: computes, quantizes and stores its part of the tile."""
-        # `outs`: values and scales of dgate, of dup, and of all three transposed; sums of rows.
+        # Values and scales of the rows of dgate and of dup, and then of all three transposed.
+        values, scales = outs[:-1:2], outs[1:-1:2]
         down, across = mosaic.divided(mosaic.thread(), _ACROSS)
         # The first column and row of the thread's patch in the tile.
-        patch_column = mosaic.mul(across, _COLUMNS)
+        column = mosaic.mul(across, _COLUMNS)
 
         def row_of(turn: Value) -> Value:
             return mosaic.add(mosaic.mul(turn, _ROWS_OF_TURN), mosaic.mul(down, _ROWS))
 
         with mosaic.repeat(_TURNS) as turn:
-            self.compute(ins, outs, shared, turn, row_of(turn), patch_column)
+            row_outs = [*scales[:_WITH_ROWS], outs[-1]]
+            self.compute(ins, row_outs, shared, turn, row_of(turn), column)
         mosaic.block_barrier()
-        self.finish_transposed(shared, outs)
+        self.finish_transposed(shared, scales[_WITH_ROWS:])
         mosaic.block_barrier()
         with mosaic.repeat(_TURNS) as turn:
-            self.store_rows(outs, shared, turn, row_of(turn), patch_column)
+            self.store_rows(values[:_WITH_ROWS], shared, turn, row_of(turn), column)
         mosaic.block_barrier()
-        self.store_columns(outs, shared)
+        self.store_columns(values[_WITH_ROWS:], shared)
 
     def compute(
-        self, ins: Any, outs: Any, shared: Any, turn: Value, row: Value, column: Value
+        self, ins: Any, row_outs: Any, shared: Any, turn: Value, top: Value, column: Value
     ) -> None:
-        """Computes the thread's patch of a turn, from (row, column) on; keeps it in `shared`."""
-        # It also keeps the largest magnitude of each warp and 1 / scale of each row in `shared`,
-        # and stores the scales and the sums of rows.
+        """Computes the thread's patch of a turn, from (top, column) on; keeps it in `shared`."""
+        # It also keeps the largest magnitude of each warp and 1 / scale of each row in `shared`. To
+        # `row_outs` it stores the scales of rows of dgate and of dup, and sums of dhidden * h.
         f32, word = mosaic.float_type(), mosaic.integer_type(32)
         warp, lane = mosaic.divided(mosaic.thread(), WARP)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
@@ -167,7 +169,7 @@ class _Tile(Tile):
         # largest[result][row] is the bits of the largest magnitude of a row of a result.
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
-        for i, operands in enumerate(self.load(ins, row, left)):
+        for i, operands in enumerate(self.load(ins, top, left)):
             results, row_sum = self.compute_row(*operands)
             sums.append(arith.bitcast(word, row_sum))
             for result, words in enumerate(results):
@@ -179,14 +181,14 @@ class _Tile(Tile):
         with mosaic.when(mosaic.equal(lane, 0)):
             at = mosaic.add(mosaic.mul(turn, _WARPS), warp)
             for result, size in enumerate(largest_of_warp):
-                share(shared, mosaic.add(at, _total_of(result)), [size])
+                share(shared, mosaic.add(at, _place_of_largest(result)), [size])
 
         # The threads that have elements of the same rows find each row's largest magnitudes and its
         # sum. The first `_ROWS` of them then have those of a row each.
-        sizes = [_of_rows(largest[i], arith.maxui) for i in range(_WITH_ROWS)]
-        total = _of_rows(sums, sum_of_words)
+        sizes = [_combined_row(largest[i], arith.maxui) for i in range(_WITH_ROWS)]
+        total = _combined_row(sums, _sum_of_words)
         across = arith.divui(column, mosaic.i32(_COLUMNS))
-        row = mosaic.add(row, _row_of(across))
+        row = mosaic.add(top, _index_of_combined_row(across))
         scales_and_factors = [scale_of(size) for size in sizes]
         with mosaic.when(mosaic.below(across, _ROWS)):
             for result, (_, factor) in enumerate(scales_and_factors):
@@ -195,12 +197,14 @@ class _Tile(Tile):
             with mosaic.when(mosaic.below(row, self.count)):
                 scales = [scale for scale, _ in scales_and_factors]
                 numbers = [*scales, arith.bitcast(f32, total)]
-                row = mosaic.add(self.first, row)
-                for number, out in zip(numbers, (outs[1], outs[3], outs[-1]), strict=True):
-                    llvm.store(number, pointer_to(out, self.column, self.num_rows, row, size=4))
+                row_of_out = mosaic.add(self.first, row)
+                for number, out in zip(numbers, row_outs, strict=True):
+                    place = pointer_to(out, self.column, self.num_rows, row_of_out, size=4)
+                    llvm.store(number, place)
 
     def store_rows(self, outs: Any, shared: Any, turn: Value, row: Value, column: Value) -> None:
         """Rounds the patch that `compute` has kept, stores its rows, and keeps it transposed."""
+        # `outs` are the rows of dgate and of dup.
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
         for result in range(_RESULTS):
             numbers = [
@@ -209,14 +213,13 @@ class _Tile(Tile):
             ]
             if result < _WITH_ROWS:
                 factors = shared_numbers(shared, mosaic.add(row, _FACTORS + result * BLOCK), _ROWS)
-                start = pointer_to(
-                    outs[2 * result], mosaic.add(self.first, row), self.width, left, size=1
-                )
+                row_of_out = mosaic.add(self.first, row)
+                start = pointer_to(outs[result], row_of_out, self.width, left, size=1)
                 for i, factor in enumerate(factors):
                     with mosaic.when(mosaic.below(mosaic.add(row, i), self.count)):
                         words = rounded_words(numbers[i], [factor] * _COLUMNS)
                         mosaic.store_numbers(words, past(start, i * self.width))
-            (factor,) = shared_numbers(shared, mosaic.i32(_total_of(result)), count=1)
+            (factor,) = shared_numbers(shared, mosaic.i32(_place_of_largest(result)), count=1)
             by_columns = [number for four in zip(*numbers, strict=True) for number in four]
             # A word has the four rows of a column. The words replace two rows of the patch.
             words = rounded_words(by_columns, [factor] * len(by_columns))
@@ -225,29 +228,27 @@ class _Tile(Tile):
                 share(shared, at, words[i : i + _WORDS])
 
     def store_columns(self, outs: Any, shared: Any) -> None:
-        """Stores the transposed results, which `store_rows` has left in shared memory."""
+        """Stores the transposed results `outs`, which `store_rows` has left in shared memory."""
         thread = mosaic.thread()
         # The thread's first column in the tile, and the first of the 16 rows of its pieces.
-        piece, first = (
-            arith.remui(thread, mosaic.i32(_PIECES)),
-            arith.divui(thread, mosaic.i32(_PIECES)),
-        )
+        piece = arith.remui(thread, mosaic.i32(_PIECES))
+        first = arith.divui(thread, mosaic.i32(_PIECES))
         row = mosaic.mul(piece, _PIECE)
         turn, row_of_turn = mosaic.divided(row, _ROWS_OF_TURN)
         top = mosaic.add(mosaic.mul(self.block, BLOCK), row)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), first)
-        # The thread whose patch has the column and the piece's first rows, and where in its patch
-        # the word with the column is.
+        # The thread whose patch has the column and the piece's first rows, and where that patch now
+        # has the word with the column: in which of its rows, and at which of the row's words.
         down = arith.divui(row_of_turn, mosaic.i32(_ROWS))
         across, column = mosaic.divided(first, _COLUMNS)
         owner = mosaic.add(mosaic.mul(down, _ACROSS), across)
-        slot, word = mosaic.divided(column, _WORDS)
+        row_of_patch, word = mosaic.divided(column, _WORDS)
         # The block's threads store this many columns at a time.
         at_once = _THREADS // _PIECES
         for result in range(_RESULTS):
-            start = pointer_to(outs[4 + 2 * result], left, self.height, top, size=1)
+            start = pointer_to(outs[result], left, self.height, top, size=1)
             base = mosaic.add(_place_of(turn, result, 0, owner), word)
-            base = mosaic.add(base, mosaic.mul(slot, _OF_ROW))
+            base = mosaic.add(base, mosaic.mul(row_of_patch, _OF_ROW))
             for i in range(0, BLOCK, at_once):
                 # Further columns are those of the next patches to the right, and the piece's other
                 # rows those of the next patches below.
@@ -304,7 +305,7 @@ class _Tile(Tile):
         ]
         return words, arith.select(exists, total, mosaic.f32(0.0))
 
-    def finish_transposed(self, shared: Any, outs: Any) -> None:
+    def finish_transposed(self, shared: Any, scales: Any) -> None:
         """Computes and stores the scale of each transposed result, from the warps' maxima."""
         word = mosaic.integer_type(32)
         warp, lane = mosaic.divided(mosaic.thread(), WARP)
@@ -312,20 +313,20 @@ class _Tile(Tile):
         for result in range(_RESULTS):
             # One warp finds the scale of each result, and keeps 1 / scale for `store_rows`.
             with mosaic.when(mosaic.equal(warp, result)):
-                base = mosaic.i32(_total_of(result))
+                base = mosaic.i32(_place_of_largest(result))
                 # Each lane reads a maximum; some lanes read the same.
                 at = mosaic.add(base, arith.remui(lane, mosaic.i32(_TURNS * _WARPS)))
                 largest = mosaic.warp_max(word_at(shared, at))
                 with mosaic.when(mosaic.equal(lane, 0)):
                     scale, factor = scale_of(largest)
                     share(shared, base, [arith.bitcast(word, factor)])
-                    at = pointer_to(outs[5 + 2 * result], self.block, tiles, self.column, size=4)
-                    llvm.store(scale, at)
+                    place = pointer_to(scales[result], self.block, tiles, self.column, size=4)
+                    llvm.store(scale, place)
 
 
-def _total_of(result: int) -> int:
+def _place_of_largest(result: int) -> int:
     """Returns where a result's largest magnitudes of all warps begin, later 1 / scale."""
-    return _TOTALS + result * _TURNS * _WARPS
+    return _LARGEST + result * _TURNS * _WARPS
 
 
 def _own_place(turn: Value, result: int, row: int) -> Value:
@@ -343,15 +344,23 @@ def _place_of(turn: Value, result: int, row: int, thread: Value) -> Value:
     return mosaic.add(start, mosaic.mul(mosaic.add(thread, piece), _WORDS))
 
 
-def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """Combines each row's word over the `_ACROSS` threads of a patch's rows; returns one row's."""
-    # `_row_of` tells whose word it is.
-    across, distance = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS)), 1
+def _sum_of_words(a: Value, b: Value) -> Value:
+    f32 = mosaic.float_type()
+    total = arith.addf(arith.bitcast(f32, a), arith.bitcast(f32, b))
+    return arith.bitcast(mosaic.integer_type(32), total)
+
+
+def _combined_row(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """Combines each row's word over the `_ACROSS` threads that share rows; returns one result."""
+    # `words` has a word for each row of this thread's patch. `_index_of_combined_row` tells which
+    # row's result a thread gets.
+    across = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS))
+    distance = 1
     while distance < _ACROSS:
         if len(words) > 1:
             # Of two threads, one goes on with one half of the rows, and the other with the rest.
             half, has_upper = len(words) // 2, _is_odd(across, distance)
-            pairs = [*zip(words[:half], words[half:], strict=True)]
+            pairs = list(zip(words[:half], words[half:], strict=True))
             sent = [arith.select(has_upper, low, high) for low, high in pairs]
             words = [arith.select(has_upper, high, low) for low, high in pairs]
         else:
@@ -362,9 +371,10 @@ def _of_rows(words: list[Value], combine: Callable[[Value, Value], Value]) -> Va
     return words[0]
 
 
-def _row_of(across: Value) -> Value:
-    """Returns the row of a patch whose word `_of_rows` returns in the thread of index `across`."""
-    row, distance = mosaic.i32(0), 1
+def _index_of_combined_row(across: Value) -> Value:
+    """Returns the row of a patch whose result thread `across` gets from `_combined_row`."""
+    row = mosaic.i32(0)
+    distance = 1
     while distance < _ROWS:
         half = mosaic.i32(_ROWS // distance // 2)
         row = mosaic.add(row, arith.select(_is_odd(across, distance), half, mosaic.i32(0)))

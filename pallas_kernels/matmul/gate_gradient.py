@@ -95,37 +95,36 @@ def gate_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Tile(Tile):
-    gating: Elementwise
+    gating: Elementwise  # the result of `gradient_of`
     num_rows: int
     width: int
 
     def emit(self, weights: Any, dhidden: Any, gate: Any, up: Any, sums: Any) -> None:
         """Emits the code of one thread; overwrites dhidden, gate and up, and stores rows' sums."""
-        f32, word = mosaic.float_type(), mosaic.integer_type(32)
         # The thread's row among those handled at once, and its place among the threads of a row.
         down, across = mosaic.divided(mosaic.thread(), _ACROSS)
+        # The thread's first column in the arrays.
         left = mosaic.add(mosaic.mul(self.column, BLOCK), mosaic.mul(across, _COLUMNS))
         with mosaic.repeat(BLOCK // _ROWS_AT_ONCE) as step:
             exists, row = self.find(mosaic.add(mosaic.mul(step, _ROWS_AT_ONCE), down))
             places = [
                 pointer_to(each, row, self.width, left, size=2) for each in (dhidden, gate, up)
             ]
-            weight = llvm.load(f32, pointer_to(weights, row, 1, mosaic.i32(0), size=4))
+            weight_place = pointer_to(weights, row, 1, mosaic.i32(0), size=4)
+            weight = llvm.load(mosaic.float_type(), weight_place)
             words = [load_words(place, _WORDS) for place in places]
             grads, *pre = map(BFLOAT16.numbers, words)
-            (dgate, dup, hidden), total = gradients_of_row(self.gating, grads, pre, weight)
+            (dgate, dup, weighted), total = gradients_of_row(self.gating, grads, pre, weight)
             with mosaic.when(exists):
-                for place, numbers in zip(places, (hidden, dgate, dup), strict=True):
+                for place, numbers in zip(places, (weighted, dgate, dup), strict=True):
                     pairs = zip(numbers[::2], numbers[1::2], strict=True)
                     mosaic.store_numbers([bfloat16s(*pair) for pair in pairs], place)
             # The threads of a row add up their sums, and the first of them stores the result.
-            total, distance = arith.bitcast(word, total), 1
-            while distance < _ACROSS:
-                total, distance = sum_of_words(total, mosaic.shuffle(total, distance)), 2 * distance
+            total = mosaic.warp_sum(total, _ACROSS)
             with mosaic.when(exists):
                 with mosaic.when(mosaic.equal(across, 0)):
                     at = pointer_to(sums, self.column, self.num_rows, row, size=4)
-                    llvm.store(arith.bitcast(f32, total), at)
+                    llvm.store(total, at)
 
 
 def gradients_of_row(
@@ -133,24 +132,19 @@ def gradients_of_row(
 ) -> tuple[tuple[list[Value], list[Value], list[Value]], Value]:
     """Computes elements (dgate, dup, w * h) of a row, and their sum of dhidden * h, in float32.
 
-    `grads` are elements of dhidden, and `pre` has the same elements of gate and of up.
+    `gating` is `gradient_of(act)`, and `weight` is w. `grads` are elements of dhidden, `pre` those
+    of gate and those of up.
     """
     results: tuple[list[Value], list[Value], list[Value]] = [], [], []
     total = mosaic.f32(0.0)
     for grad, *arguments in zip(grads, *pre, strict=True):
-        weighted = arith.mulf(grad, weight)  # the gradient of h
+        dh = arith.mulf(grad, weight)
         # Approximate functions take fewer instructions, and err far less than bfloat16 rounds.
-        hidden, dgate, dup = gating.emit(*arguments, weighted, approximate=True)
+        hidden, dgate, dup = gating.emit(*arguments, dh, approximate=True)
         total = arith.addf(total, arith.mulf(grad, hidden))
         for elements, number in zip(results, (dgate, dup, arith.mulf(hidden, weight)), strict=True):
             elements.append(number)
     return results, total
-
-
-def sum_of_words(a: Value, b: Value) -> Value:
-    f32 = mosaic.float_type()
-    total = arith.addf(arith.bitcast(f32, a), arith.bitcast(f32, b))
-    return arith.bitcast(mosaic.integer_type(32), total)
 
 
 def bfloat16s(low: Value, high: Value) -> Value:

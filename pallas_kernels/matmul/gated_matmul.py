@@ -106,7 +106,7 @@ class _GatedProduct(Product):
     """The kernel of `gated_matmul`; the gated product is its last output."""
 
     gating: Elementwise
-    keep: bool
+    keep: bool  # whether the two products are outputs, too
     has_biases: bool
 
     num_matrices = 2
@@ -159,6 +159,7 @@ class _GatedProduct(Product):
         return self.gated([bias[columns] for bias in biases], *products)
 
     def gated(self, biases: Sequence[jax.Array], *products: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the outputs, [columns, rows] like the products; the biases are [columns]."""
         wide = [product.astype(jnp.float32) for product in products]
         for i, bias in enumerate(biases):
             wide[i] += lax.broadcast_in_dim(bias, wide[i].shape, (0,))
@@ -227,14 +228,13 @@ class _OneProduct(Computer):
         used, feed = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
-        steps = self.kernel.steps
-        own = Steps(used, steps, self.feeder, feed)
-        total, feed = self.matrices.sum_products(self._share, height_index, self._shape, own)
+        steps = Steps(used, self.kernel.steps, self.feeder, feed)
+        total, feed = self.matrices.sum_products(self._share, height_index, self._shape, steps)
         product = total.astype(self.kernel.dtype)
-        count = self.passed.product.shape[1]
-        first_rows = product[:, :count]
+        num_first = self.passed.product.shape[1]
+        first_rows = product[:, :num_first]
         # Mosaic has no arrays without elements. If all rows are passed at once, these are not used.
-        other_rows = product[:, count:] if self._both_store else product
+        other_rows = product[:, num_first:] if self._both_store else product
 
         @pl.when(self.number == 1)
         def _pass():
@@ -246,7 +246,7 @@ class _OneProduct(Computer):
             if self._both_store:
                 plgpu.barrier_wait(self.passed.answered)
                 product_0 = register_tiles.read_registers(self.passed.product)
-                below = position._replace(top=position.top + count)
+                below = position._replace(top=position.top + num_first)
                 self._store(below, biases, product_0, other_rows)
 
         @pl.when(self.number == 0)
@@ -258,7 +258,7 @@ class _OneProduct(Computer):
             plgpu.barrier_arrive(self.passed.answered)
             self._store(position, biases, first_rows, product_1)
 
-        return used + steps, feed
+        return used + self.kernel.steps, feed
 
     def _store(self, position: Position, biases: Sequence[jax.Array], *products: jax.Array) -> None:
         """Applies the gating function to rows of both products, and stores them at `position`."""

@@ -99,15 +99,18 @@ class Tiles:
         is K of matrices in MXFP4, or None. For these, the step is the longest that leaves room for
         3 stages.
         """
-        # The bytes of a column in 64 of K, and of the decoder's table; steps, the longest first.
-        column_bytes, table_bytes, steps = 2 * STEP, 0, [STEP]
+        room = SHARED_MEMORY_BYTES - OTHER_BYTES
+        column_bytes = 2 * STEP  # of a matrix's column in 64 of K
+        steps = [STEP]
         if mxfp4_depth is not None:
             from pallas_kernels.matmul import decoder
 
-            column_bytes, table_bytes = decoder.COLUMN_BYTES, decoder.TABLE_BYTES
+            room -= decoder.TABLE_BYTES
+            column_bytes = decoder.COLUMN_BYTES
+            # The longest is the first.
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
-        room = SHARED_MEMORY_BYTES - OTHER_BYTES - table_bytes
+        # Of 64 of K, and then of a step.
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
@@ -416,10 +419,10 @@ class Matrices:
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
             def of_height(height: int) -> None:
                 rows = transposed(self.ring.left.at[stage, :height])
-                for i, (matrix, first) in enumerate(share):
-                    left = i * self.kernel.tiles.block_m
-                    columns = self._columns(stage, matrix, first)
-                    plgpu.wgmma(accumulator.at[:, left : left + height], columns, rows)
+                for i, (matrix, first_column) in enumerate(share):
+                    side = i * self.kernel.tiles.block_m
+                    columns = self._columns(stage, matrix, first_column)
+                    plgpu.wgmma(accumulator.at[:, side : side + height], columns, rows)
 
             heights = self.kernel.tiles.heights
             lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
@@ -517,10 +520,10 @@ class Computer:
         used, feed, (position_before, held) = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
-        steps = self.kernel.steps
-        own_steps = jnp.where(exists, steps, 0)
+        most_steps = self.kernel.steps
+        num_steps = jnp.where(exists, most_steps, 0)
         num_chunks = self.store.num_chunks
-        per_step = -(-num_chunks // steps)
+        per_step = -(-num_chunks // most_steps)
 
         def store_held(step: jax.Array) -> None:
             def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
@@ -528,15 +531,15 @@ class Computer:
 
             self.store.chunks(step * per_step, per_step, position_before, results)
 
-        own = Steps(used, own_steps, self.feeder, feed)
+        steps = Steps(used, num_steps, self.feeder, feed)
         if self.kernel.holds:
-            own = own._replace(meanwhile=store_held, least=steps)
+            steps = steps._replace(meanwhile=store_held, least=most_steps)
         part, block_m = self._shape
         shape = part, self.kernel.num_matrices * block_m
-        total, feed = self.matrices.sum_products(self._share, height_index, shape, own)
+        total, feed = self.matrices.sum_products(self._share, height_index, shape, steps)
         results = functools.partial(self.kernel.results, total, biases)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
             self.store.chunks(0, num_chunks, position, results)
-        return used + own_steps, feed, (position, held)
+        return used + num_steps, feed, (position, held)

@@ -63,20 +63,20 @@ class BlockTiles:
     ) -> Any:
         """Runs `body` on each tile, and looks up the next one meanwhile, to hide the latency.
 
-        `body(look_up(tile), exists, carry)` computes a tile, and returns the next carry. With
-        `once_more`, it also runs once after the last tile, with `exists` False, to store the last
-        tile if it stores a tile while it computes the next one. Returns the last carry.
+        `body(look_up(index), exists, carry)` computes the tile of an index, and returns the next
+        carry. With `once_more`, it also runs once after the last tile, with `exists` False, to
+        store the last tile if it stores a tile while it computes the next. Returns the last carry.
         """
 
-        def turn(i: jax.Array, state: Any) -> Any:
+        def one_tile(turn: jax.Array, state: Any) -> Any:
             tile, carry = state
-            following = look_up(self.index(i + 1))
-            exists = i < self.count if once_more else True
+            following = look_up(self.index(turn + 1))
+            exists = turn < self.count if once_more else True
             return following, body(tile, exists, carry)
 
         state = look_up(self.index(0)), carry
-        _, carry = lax.fori_loop(0, self.count + int(once_more), turn, state)
-        return carry
+        _, last_carry = lax.fori_loop(0, self.count + int(once_more), one_tile, state)
+        return last_carry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +90,12 @@ class Mxfp4Matrices(Matrices):
 
         def add_by_warps(totals: jax.Array, stage: jax.Array) -> jax.Array:
             # `add_products` multiplies all pieces of K, and takes columns in the order of their
-            # products' places.
-            in_order = sorted(parts, key=lambda part: part[0])
-            columns = [matrix_and_first for _, (piece, *matrix_and_first) in in_order if piece == 0]
+            # products' places, from left to right and then from top to bottom.
+            columns = [
+                (matrix, left_edge + top)
+                for top in range(0, tiles.part, CHUNK)
+                for matrix, left_edge in share
+            ]
 
             def of_height(height: int) -> jax.Array:
                 return warp_products.add_products(totals, left, stage, decoder, columns, height)
@@ -100,22 +103,26 @@ class Mxfp4Matrices(Matrices):
             branches = [functools.partial(of_height, height) for height in tiles.heights]
             return lax.switch(height_index, branches)
 
+        def load(stage: jax.Array, part: _Part) -> jax.Array:
+            return decoder.load(stage, part.piece, part.matrix, part.first_column)
+
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
             def of_height(height: int) -> None:
                 """Decodes part by part, while the tensor cores multiply the part before."""
-                sources = [source for _, source in parts]
-                loaded = decoder.load(stage, *sources[0])
-                for i, ((top, side), (piece, _, _)) in enumerate(parts):
+                loaded = load(stage, parts[0])
+                for i, part in enumerate(parts):
                     # The tensor cores may read registers until their matmul is complete. Before a
                     # part is decoded to registers, all matmuls but the last one must be complete;
                     # with one part in a step also the last one, which reads the same registers.
                     plgpu.wgmma_wait(min(len(parts) - 1, 1))
                     columns = decoder.decode(loaded)
-                    position = slice(top, top + CHUNK), slice(side, side + height)
-                    rows = left.at[stage, :height, piece * STEP : (piece + 1) * STEP]
-                    plgpu.wgmma(accumulator.at[position], columns, transposed(rows))
+                    products = accumulator.at[
+                        part.top : part.top + CHUNK, part.side : part.side + height
+                    ]
+                    inner = slice(part.piece * STEP, (part.piece + 1) * STEP)
+                    plgpu.wgmma(products, columns, transposed(left.at[stage, :height, inner]))
                     if i + 1 < len(parts):
-                        loaded = decoder.load(stage, *sources[i + 1])
+                        loaded = load(stage, parts[i + 1])
 
             lax.switch(height_index, [functools.partial(of_height, each) for each in tiles.heights])
 
@@ -132,14 +139,23 @@ def _by_warps(tiles: Tiles) -> bool:
     return tiles.block_m <= warp_products.MOST_ROWS
 
 
-def _parts(tiles: Tiles, share: Share) -> list[tuple[tuple[int, int], tuple[int, Any, Any]]]:
-    # A part of 64 columns by 64 of K is (where its product is in the accumulator, (piece of K,
-    # matrix, first column)).
+class _Part(NamedTuple):
+    """A part of 64 columns by 64 of K of a matrix, and the place of its product."""
+
+    # The first row and column of the product in the accumulator.
+    top: int
+    side: int
+    piece: int  # of K
+    matrix: Any
+    first_column: Any
+
+
+def _parts(tiles: Tiles, share: Share) -> list[_Part]:
     return [
-        ((first, i * tiles.block_m), (piece, matrix, left + first))
+        _Part(top, i * tiles.block_m, piece, matrix, left_edge + top)
         for piece in range(tiles.step // STEP)
-        for i, (matrix, left) in enumerate(share)
-        for first in range(0, tiles.part, CHUNK)
+        for i, (matrix, left_edge) in enumerate(share)
+        for top in range(0, tiles.part, CHUNK)
     ]
 
 

@@ -202,14 +202,14 @@ class _Patch:
 
     def load(self, source: Any) -> list[list[Value]]:
         """Loads the words of each row, with NaN for infinities, and zeros past the tile's rows."""
-        rows, size = [], self.packed.size
+        rows = []
         for i in range(_rows_of(self.packed)):
             row = mosaic.add(self.place.row, i)
             if self.is_full:
-                exists, row = None, mosaic.add(self.tile.first, row)
+                exists, source_row = None, mosaic.add(self.tile.first, row)
             else:
-                exists, row = self.tile.find(row)
-            at = pointer_to(source, row, self.width, self.left, size)
+                exists, source_row = self.tile.find(row)
+            at = pointer_to(source, source_row, self.width, self.left, self.packed.size)
             words = self.packed.load(at, _COLUMNS)
             if exists is not None:
                 words = [arith.select(exists, word, mosaic.i32(0)) for word in words]
@@ -282,8 +282,8 @@ class _Patch:
 def _store_columns(words: Sequence[Value], start: Value, height: int, first: int) -> None:
     """Stores four columns of a patch, given a word of each row; `start` is that of column 0."""
     squares = [transposed_bytes(words[i : i + PER_WORD]) for i in range(0, len(words), PER_WORD)]
-    for i, of_column in enumerate(zip(*squares, strict=True)):
-        mosaic.store_numbers(of_column, past(start, (first + i) * height))
+    for i, words_of_column in enumerate(zip(*squares, strict=True)):
+        mosaic.store_numbers(words_of_column, past(start, (first + i) * height))
 
 
 def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
@@ -322,8 +322,9 @@ class _Transposed(Tile):
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
         """Emits the code of one thread, whose patch begins at (`row`, `column`) of the tile."""
-        (num_rows, num_columns), f32 = _TRANSPOSED, mosaic.float_type()
-        thread, _, lane, _, row, column = place_of(*_TRANSPOSED)
+        num_rows, num_columns = _TRANSPOSED
+        f32 = mosaic.float_type()
+        thread, _, lane, _, row, column = place_of(num_rows, num_columns)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
 
         words = [self.load_words(values, mosaic.add(row, i), left) for i in range(num_rows)]
@@ -332,8 +333,8 @@ class _Transposed(Tile):
         share(shared, thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
         mosaic.block_barrier()
         # Each warp finds the largest scale. Positive float32 numbers compare like their bits.
-        of_lane = [word_at(shared, mosaic.add(lane, start)) for start in range(0, BLOCK, WARP)]
-        bits = mosaic.warp_max(max_of(of_lane))
+        scales_of_lane = [word_at(shared, mosaic.add(lane, i)) for i in range(0, BLOCK, WARP)]
+        bits = mosaic.warp_max(max_of(scales_of_lane))
         largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
         inverse = float8.reciprocal(largest)
         factors = [
@@ -347,22 +348,22 @@ class _Transposed(Tile):
 
         row_of_out = mosaic.add(mosaic.mul(self.block, BLOCK), row)
         start = pointer_to(out, left, self.height, row_of_out, size=1)
-        for word in range(num_columns // PER_WORD):
+        for j in range(num_columns // PER_WORD):
             rounded = [
-                rounded_words(float8.widened(PTX_TYPE, words[i][word]), [factor] * PER_WORD)[0]
+                rounded_words(float8.widened(PTX_TYPE, words[i][j]), [factor] * PER_WORD)[0]
                 for i, factor in enumerate(factors)
             ]
-            _store_columns(rounded, start, self.height, word * PER_WORD)
+            _store_columns(rounded, start, self.height, j * PER_WORD)
 
     def load_words(self, values: Any, row: Value, left: Value) -> list[Value]:
         """Loads 16 float8 values of a row, from column `left` on; zeros past the block."""
-        exists, row = self.find(row)
-        words = load_words(
-            pointer_to(values, row, self.width, left, size=1), _TRANSPOSED[1] // PER_WORD
-        )
+        exists, source_row = self.find(row)
+        start = pointer_to(values, source_row, self.width, left, size=1)
+        words = load_words(start, _TRANSPOSED[1] // PER_WORD)
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:
-        exists, row = self.find(row)
-        at = pointer_to(scales, row, self.width // BLOCK, self.column, size=4)
+        """Loads the scale of the tile's row `row`, or 0 past the block."""
+        exists, source_row = self.find(row)
+        at = pointer_to(scales, source_row, self.width // BLOCK, self.column, size=4)
         return arith.select(exists, llvm.load(mosaic.float_type(), at), mosaic.f32(0.0))

@@ -58,30 +58,27 @@ def on_tiles(
     Returns:
       The updated arrays `into`, and then the results of the types `out_type`.
     """
-    tiles, num_operands = width // BLOCK, len(operands)
+    tiles = width // BLOCK
 
     def emit_tile(*values: Any) -> None:
+        # The last four are the fields of `Tile`.
         emit(values[:-4], Tile(*map(mosaic.scalar, values[-4:])))
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         block, column = quotient_and_rest(lax.axis_index("block"), jnp.int32(tiles))
+        memrefs = [*refs, *scratch.values()]
         if blocks is None:
-            numbers, arrays = [block, column, block * BLOCK, jnp.int32(BLOCK)], [*refs]
+            first, count = block * BLOCK, jnp.int32(BLOCK)
+            mosaic.inline(emit_tile, [*memrefs, block, column, first, count])
         else:
-            of_blocks = refs[num_operands]
-            numbers = [block, column, of_blocks[block, 0], of_blocks[block, 1]]
-            arrays = [*refs[:num_operands], *refs[num_operands + 1 :]]
+            of_blocks = memrefs.pop(len(operands))
+            first, count = of_blocks[block, 0], of_blocks[block, 1]
 
-        def run() -> None:
-            mosaic.inline(emit_tile, [*arrays, *scratch.values(), *numbers])
-
-        if blocks is None:
-            run()
-        else:
             # The condition on `first` always holds. It makes the kernel load `first` together with
             # `count`, not after the branch.
-            _, _, first, count = numbers
-            pl.when((count > 0) & (first >= 0))(run)
+            @pl.when((count > 0) & (first >= 0))
+            def _() -> None:
+                mosaic.inline(emit_tile, [*memrefs, block, column, first, count])
 
     num_row_blocks = operands[0].shape[0] // BLOCK if blocks is None else blocks.shape[0]
     shared = dict(shared=plgpu.SMEM((num_shared,), jnp.float32)) if num_shared else {}
@@ -94,8 +91,8 @@ def on_tiles(
         auto_barriers=False,  # the emitted code has its own
         kernel_name=name,
     )
-    arrays = [*operands, *(() if blocks is None else (blocks,))]
-    updated, results = update_in_place(into, lambda refs: call(*arrays, *refs))
+    inputs = [*operands] if blocks is None else [*operands, blocks]
+    updated, results = update_in_place(into, lambda refs: call(*inputs, *refs))
     return [*updated, *results]
 
 
@@ -173,14 +170,15 @@ def share(ref: Any, at: Value, numbers: list[Value]) -> None:
 
 
 def shared_words(ref: Any, at: Value, count: int) -> list[Value]:
-    return shared_numbers(ref, at, count, mosaic.integer_type(32))
+    """Loads up to 4 consecutive words from `ref[at:]` in shared memory."""
+    word = mosaic.integer_type(32)
+    return mosaic.load_numbers(mosaic.pointer_at(ref, at, word), count, word)
 
 
-def shared_numbers(ref: Any, at: Value, count: int, element: Any = None) -> list[Value]:
-    """Loads up to 4 consecutive numbers, float32 by default, from `ref[at:]` in shared memory."""
-    element = element or mosaic.float_type()
-    pointer = mosaic.pointer_at(ref, at, element)
-    return mosaic.load_numbers(pointer, count, element)
+def shared_numbers(ref: Any, at: Value, count: int) -> list[Value]:
+    """Loads up to 4 consecutive float32 numbers from `ref[at:]` in shared memory."""
+    f32 = mosaic.float_type()
+    return mosaic.load_numbers(mosaic.pointer_at(ref, at, f32), count, f32)
 
 
 def bits_of_e8m0(code: Value, fraction_bits: int) -> Value:
@@ -214,8 +212,8 @@ def rounded_words(numbers: Sequence[Value], factors: Sequence[Value]) -> list[Va
     """Multiplies float32 numbers by their factors, and packs them as float8, four in a word."""
     words = []
     for i in range(0, len(numbers), PER_WORD):
-        word = slice(i, i + PER_WORD)
-        pairs = zip(numbers[word], factors[word], strict=True)
+        of_word = slice(i, i + PER_WORD)
+        pairs = zip(numbers[of_word], factors[of_word], strict=True)
         four = [arith.mulf(number, factor) for number, factor in pairs]
         words.append(float8.packed(PTX_TYPE, four))
     return words
@@ -223,15 +221,17 @@ def rounded_words(numbers: Sequence[Value], factors: Sequence[Value]) -> list[Va
 
 def load_words(pointer: Value, count: int) -> list[Value]:
     """Loads adjacent 32-bit words: one, two, or a multiple of four."""
-    at_once, found = min(count, _MOST_WORDS), []
+    at_once = min(count, _MOST_WORDS)
+    words = []
     for i in range(0, count, at_once):
-        found += mosaic.load_numbers(past(pointer, 4 * i), at_once)
-    return found
+        words += mosaic.load_numbers(past(pointer, 4 * i), at_once)
+    return words
 
 
 def transposed_bytes(rows: Sequence[Value]) -> list[Value]:
     """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
-    (a, b, c, d), chosen = rows, mosaic.chosen_bytes
+    a, b, c, d = rows
+    chosen = mosaic.chosen_bytes
     # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
     pairs = [
         (chosen(a, b, order), chosen(c, d, order))
@@ -263,8 +263,8 @@ class Packed:
 
     def numbers(self, words: Sequence[Value]) -> list[Value]:
         """Converts the numbers of words to float32."""
-        f32, size = mosaic.float_type(), self.size
-        if size == 4:
+        f32 = mosaic.float_type()
+        if self.size == 4:
             return [arith.bitcast(f32, word) for word in words]
         numbers = []
         if self.dtype == jnp.bfloat16:

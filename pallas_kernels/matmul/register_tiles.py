@@ -44,10 +44,10 @@ def store_rows(out: Any, values: jax.Array, target: Target, layout: Any) -> None
             # One store of a register's words, without a branch, if the row is in the range.
             count = mosaic.vector_length_of(register) // 2
             words = vector.bitcast(mosaic.vector_type(count, word), register)
-            places = ", ".join(f"${i + 2}" for i in range(count))
+            operands = ", ".join(f"${i + 2}" for i in range(count))
             mosaic.asm(
                 "{ .reg .pred p; setp.ne.b32 p, $1, 0; "
-                f"@p st.global{'' if count == 1 else f'.v{count}'}.b32 [$0], {{{places}}}; }}",
+                f"@p st.global{'' if count == 1 else f'.v{count}'}.b32 [$0], {{{operands}}}; }}",
                 "l" + ",r" * (1 + count),
                 llvm.ptrtoint(mosaic.integer_type(64), mosaic.pointer_at(out, offset)),
                 arith.extui(word, inside),
@@ -78,19 +78,19 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = map(mosaic.scalar, scalars)
         byte, half, word, wide = map(mosaic.integer_type, (8, 16, 32, 64))
-        # A line is the 16 bytes that a thread copies from `room` to `out` at a time.
-        line, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
-        shift, seven, fifteen, row_bytes = map(mosaic.i32, (4, 7, 15, 128))
+        # A thread copies a unit of 16 bytes from `room` to `out` at a time.
+        unit_type, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
+        four, seven, fifteen = map(mosaic.i32, (4, 7, 15))
 
         def in_room(row: Value, column: Value) -> Value:
-            # Units of 16 bytes are swizzled, so that a warp's threads access different banks.
-            unit = arith.xori(arith.shrui(column, shift), arith.andi(row, seven))
-            offset = arith.ori(arith.shli(unit, shift), arith.andi(column, fifteen))
-            return mosaic.add(mosaic.mul(row, row_bytes), offset)
+            # Returns where `room` has byte `column` of a row. Units are swizzled, so that a warp's
+            # threads access different banks.
+            unit = arith.xori(arith.shrui(column, four), arith.andi(row, seven))
+            offset = arith.ori(arith.shli(unit, four), arith.andi(column, fifteen))
+            return mosaic.add(mosaic.mul(row, 128), offset)
 
         registers = list(mosaic.placed_registers(values))
-        of_number = mosaic.i32(size)
-        offsets = [in_room(row, mosaic.mul(column, of_number)) for _, (row, column) in registers]
+        offsets = [in_room(row, mosaic.mul(column, size)) for _, (row, column) in registers]
         # A register has a pair of neighbouring numbers of a row, float32 if `out` is float8.
         for (pair, _), offset in zip(registers, offsets, strict=True):
             if size == 1:
@@ -117,15 +117,15 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
         rows = [mosaic.add(first, i) for i in range(0, 16, 4)]
         offsets = [in_room(row, column) for row in rows]
         places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
-        lines = [llvm.load(line, place, alignment=16) for place in places]
-        for i, (row, loaded) in enumerate(zip(rows, lines, strict=True)):
+        units = [llvm.load(unit_type, place, alignment=16) for place in places]
+        for i, (row, unit) in enumerate(zip(rows, units, strict=True)):
             mosaic.asm(
                 "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
                 " @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
                 "l,r,r,r,r,r",
                 mosaic.add(start, 4 * i * stride),
                 arith.extui(word, mosaic.within(row, begin, end)),
-                *[vector.extract(loaded, [], [j]) for j in range(4)],
+                *[vector.extract(unit, [], [j]) for j in range(4)],
             )
         # The warp's next call overwrites its rows in `room`.
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
@@ -256,6 +256,7 @@ def each_zero_chunk(
     def one_chunk(i: jax.Array, _: None) -> None:
         row, column = quotient_and_rest(worker + i * workers, chunk_columns)
         top = (first_chunk_row + row) * height
+        # The range of rows to zero may begin above the chunk, and end below it.
         zero(Target(top, column * columns, start - top, num_rows - top))
 
     chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
@@ -299,8 +300,10 @@ def read_registers(room: Any) -> jax.Array:
         # The words must have arrived before the barrier.
         words = mosaic.opaque(words)
         mosaic.barrier()
-        of_two, one = mosaic.vector_type(2, kind), mosaic.vector_type(1, word)
-        pairs = [vector.bitcast(of_two, vector.from_elements(one, [each])) for each in words]
+        two_numbers, one_word = mosaic.vector_type(2, kind), mosaic.vector_type(1, word)
+        pairs = [
+            vector.bitcast(two_numbers, vector.from_elements(one_word, [each])) for each in words
+        ]
         return mosaic.tensor_core_array(pairs, shape, kind)
 
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)

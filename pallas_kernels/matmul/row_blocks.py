@@ -46,16 +46,16 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
 def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Cuts each group's rows into the blocks of 128 rows that `TransposedRows` consists of.
 
-    Groups are cut off at `num_rows`.
+    `group_sizes` are [L] int32. Groups are cut off at `num_rows`.
 
     Returns:
-      blocks: [P / 128, 2] int32: each block's first row in the array, and its number of rows: 128,
-        but less in a group's last block, and 0 past the last group.
+      blocks: [P / 128, 2] int32, where P is `padded_rows(num_rows, L)`: each block's first row in
+        the array, and its number of rows: 128, less in a group's last block, 0 past the last group.
       group_blocks: [L, 2] int32, each group's first block and number of blocks.
     """
     num_groups = group_sizes.shape[0]
     starts, ends = row_ranges(group_sizes, num_rows)
-    counts = -((starts - ends) // BLOCK)
+    counts = -((starts - ends) // BLOCK)  # rounded up
     block_ends = jnp.cumsum(counts, dtype=jnp.int32)
     first_blocks = block_ends - counts
     block = jnp.arange(padded_rows(num_rows, num_groups) // BLOCK, dtype=jnp.int32)

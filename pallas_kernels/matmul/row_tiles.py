@@ -82,7 +82,7 @@ def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
 # Jitted, so that a program with several matmuls traces the kernel only once.
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) -> jax.Array:
-    """Computes the result of `row_tiles` by a kernel; there is room for `most` tiles."""
+    """Computes the table of `row_tiles` by a kernel; it has room for `most` tiles."""
     num_groups, num_heights = group_sizes.shape[0], heights.shape[0]
 
     def kernel(sizes: Any, all_heights: Any, table: Any) -> None:
@@ -90,9 +90,9 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
         group = lax.axis_index("block")
         heights = [all_heights[i] for i in range(num_heights)]
 
-        def write(entry, *values):
-            for column, value in enumerate(values):
-                table[entry, column] = value
+        def write(entry, *numbers):
+            for column, number in enumerate(numbers):
+                table[entry, column] = number
 
         zero = jnp.int32(0)
         start, tiles_before = _rows_and_tiles_before(sizes, group, heights[-1], num_rows)
@@ -148,20 +148,20 @@ def _rows_and_tiles_before(
 
     def emit(sizes: Any, *numbers: Any) -> list[Any]:
         end_group, height = (mosaic.scalar(number) for number in numbers)
-        zero, most = mosaic.i32(0), mosaic.i32(num_rows)
+        zero, most_rows = mosaic.i32(0), mosaic.i32(num_rows)
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         first = mosaic.mul(lane, groups_of_thread)
 
         def added(a: Value, b: Value) -> Value:
             # Adds numbers of rows, cut off at `num_rows`.
-            return arith.minsi(mosaic.add(a, b), most)
+            return arith.minsi(mosaic.add(a, b), most_rows)
 
         group_rows = []
         for i in range(groups_of_thread):
             group = mosaic.add(first, i)
             # Groups from `end_group` on have no rows here; indices past the last group are clamped.
             within = arith.minui(group, mosaic.i32(num_groups - 1))
-            size = arith.minsi(arith.maxsi(mosaic.element_at(sizes, within), zero), most)
+            size = arith.minsi(arith.maxsi(mosaic.element_at(sizes, within), zero), most_rows)
             group_rows.append(arith.select(mosaic.below(group, end_group), size, zero))
         # The rows of this thread's groups and, after the loop, also of all threads before.
         inclusive = functools.reduce(added, group_rows)
@@ -178,9 +178,9 @@ def _rows_and_tiles_before(
             # The first tile begins at a multiple of 8 rows, up to 7 rows above the group.
             above = arith.andi(start, mosaic.i32(ROW_ALIGNMENT - 1))
             to_cover = mosaic.add(above, arith.subi(end, start))
-            to_cover = mosaic.add(to_cover, arith.subi(height, mosaic.i32(1)))
-            of_group = arith.divui(to_cover, height)
-            tiles = mosaic.add(tiles, arith.select(mosaic.equal(start, end), zero, of_group))
+            rounded_up = mosaic.add(to_cover, arith.subi(height, mosaic.i32(1)))
+            group_tiles = arith.divui(rounded_up, height)
+            tiles = mosaic.add(tiles, arith.select(mosaic.equal(start, end), zero, group_tiles))
             start = end
         # The last thread has the rows of all groups before `end_group`.
         rows = mosaic.warp_max(start)

@@ -58,7 +58,7 @@ class Position(NamedTuple):
 class Store:
     """Stores what one compute warpgroup computes: half of the columns of each output tile."""
 
-    outs: Sequence[Any]
+    outs: Sequence[Any]  # references to arrays [R, N]
     # [buffers, 32, 64] of the outputs' dtype, swizzled.
     buffers: Any
     # The most rows of a tile, and the columns of it that this warpgroup stores.
@@ -83,9 +83,10 @@ class Store:
         # Only constant indices can select registers, so the code that writes a chunk to a buffer is
         # emitted once for each chunk; the code that copies a buffer to the output once.
         chunks, num_buffers = self._chunks(), self.buffers.shape[0]
-        row, column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
+        chunk_row, chunk_column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
         inside = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
-        top, left_edge = position.top + row * STORED_ROWS, position.left_edge + column * CHUNK
+        top = position.top + chunk_row * STORED_ROWS
+        left_edge = position.left_edge + chunk_column * CHUNK
         begin = jnp.clip(position.begin - top, 0, STORED_ROWS)
         end = jnp.where(inside, jnp.clip(position.end - top, 0, STORED_ROWS), begin)
         buffers = [
@@ -120,14 +121,14 @@ class Store:
         at_once = [(target.begin == 0) & (target.end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
             pl.when(whole)(functools.partial(self._copy_whole, buffers, target, height))
-        some = jnp.logical_not(functools.reduce(jnp.logical_or, at_once))
-        pl.when(some)(lambda: self._copy_rows(buffers, target))
+        has_other_rows = jnp.logical_not(functools.reduce(jnp.logical_or, at_once))
+        pl.when(has_other_rows)(lambda: self._copy_rows(buffers, target))
 
     def _copy_whole(self, buffers: Sequence[Any], target: Target, height: int) -> None:
         columns = pl.ds(pl.multiple_of(target.left, CHUNK), CHUNK)
-        where = pl.ds(aligned(target.top), height), columns
+        rows = pl.ds(aligned(target.top), height)
         for buffer, out in zip(buffers, self.outs, strict=True):
-            plgpu.copy_smem_to_gmem(buffer.at[:height], out.at[where])
+            plgpu.copy_smem_to_gmem(buffer.at[:height], out.at[rows, columns])
 
     def _copy_rows(self, buffers: Sequence[Any], target: Target) -> None:
         """Copies rows of the buffers, which may begin and end anywhere, to the outputs."""
@@ -139,14 +140,14 @@ class Store:
             target_of_rows = Target(top + row, left, begin - row, end - row)
             register_tiles.store_rows(out, values, target_of_rows, EIGHT_ROWS)
 
-        for pair in zip(buffers, self.outs, strict=True):
+        for buffer, out in zip(buffers, self.outs, strict=True):
             stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
             first = lax.div(begin, jnp.int32(ROW_ALIGNMENT))
-            lax.fori_loop(first, stop, functools.partial(eight_rows, *pair), None)
+            lax.fori_loop(first, stop, functools.partial(eight_rows, buffer, out), None)
 
     def zeros_from(self, start: jax.Array, worker: jax.Array, num_workers: int) -> None:
         """Zeroes the outputs' rows from `start` on: warpgroup `worker`'s share of `num_workers`."""
-        # A buffer is zeroed once the copies from it are done; each chunk is copied from there.
+        # A buffer is zeroed once the copies from it are done. Each chunk is a copy of this buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out, buffer = self.outs[0], self.buffers.at[0]
         register_tiles.store_transposed(buffer, zeros((CHUNK, STORED_ROWS), out.dtype))

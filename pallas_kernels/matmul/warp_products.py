@@ -55,9 +55,9 @@ _ROWS = ROW_ALIGNMENT
 _COLUMN_BYTES = WORD_BYTES
 # Rows are stored as tiles of 8 rows by a block of 32 of K, swizzled, so that 8 threads load 16
 # bytes from different banks at once.
-_LINE_BYTES = 2 * _BLOCK
-_TILE_BYTES = _ROWS * _LINE_BYTES
-ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_LINE_BYTES)
+_TILE_ROW_BYTES = 2 * _BLOCK
+_TILE_BYTES = _ROWS * _TILE_ROW_BYTES
+ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_TILE_ROW_BYTES)
 
 
 def add_products(
@@ -81,15 +81,19 @@ def add_products(
 
     def emit(*operands: Any) -> Any:
         # The sums stay in registers from the first piece to the last one of the step.
-        values, scales, table, rows, stage, *lines, totals = operands
-        thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
+        *memrefs, stage = operands[:5]
+        *first_columns, totals = operands[5:]
+        thread = _Thread(decoder, memrefs, mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
         numbers = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
         # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of its first
         # column, and then of its second, 8 later.
         sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
         per_part = block_m // _ROWS
-        columns = [thread.first_column(mosaic.scalar(line)) for line in lines]
+        # The thread's first column in each part; it also has the one 8 later.
+        columns = [
+            mosaic.add(mosaic.scalar(first), mosaic.tensor_core_row()) for first in first_columns
+        ]
         for piece in range(pieces):
             # part_scales[part][i][block] is the scale of a block of column i of the thread's two.
             part_scales = [thread.load_scales(column, piece) for column in columns]
@@ -107,13 +111,13 @@ def add_products(
         ]
         return mosaic.tensor_core_array(pairs, totals_shape, mosaic.float_type())
 
-    # The number of each part's first column among a stage's lines; see `Decoder.lines`.
-    lines = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
+    # Each part's first column, counted in a stage, through the tiles of all matrices.
+    first_columns = [jnp.int32(matrix * decoder.block_n + first) for matrix, first in parts]
     operands = [
         (decoder.values, plgpu.RefType(transforms_of_numbers(pieces))),
         *(decoder.scales, decoder.staged.table),
         (left, plgpu.RefType(ROW_TRANSFORMS)),
-        *(stage, *lines),
+        *(stage, *first_columns),
         (totals, plgpu.Layout.WGMMA),
     ]
     result = plgpu.ShapeDtypeStruct(totals_shape, jnp.float32, layout=plgpu.Layout.WGMMA)
@@ -121,57 +125,62 @@ def add_products(
 
 
 class _Thread:
-    """The loads of a thread of a warpgroup, from a stage and the table in shared memory."""
+    """The loads of a thread of a warpgroup, from a stage and the table in shared memory.
+
+    Columns are counted in the stage, through the tiles of all matrices.
+    """
 
     def __init__(self, decoder: Decoder, memrefs: Sequence[Value], stage: Value, block_m: int):
+        # `values` are [stages, stage_columns, pieces * 32] uint8, `scales` [stages, pieces,
+        # stage_columns] words of two bfloat16, and `rows` [stages, block_m, pieces * 64] bfloat16.
         values, scales, table, rows = memrefs
-        self.pieces, self.lines = decoder.pieces, decoder.lines
-        self.line_bytes = self.pieces * NUMBER_BYTES
-        lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-        # Of 8 rows, and of the warp's first 8 columns, the thread has number `down`; `quad` is q.
-        self.down, quad = arith.shrui(lane, mosaic.i32(2)), arith.andi(lane, mosaic.i32(3))
-        # Where the thread's word is in a block of a column, in bytes.
-        self.word = mosaic.mul(quad, WORD_BYTES)
+        self.pieces, self.stage_columns = decoder.pieces, decoder.stage_columns
+        self.column_bytes = self.pieces * NUMBER_BYTES
         self.stage = stage
-        self.values, self.scales = (mosaic.address(each, 32) for each in (values, scales))
-        self.table = own_table(table)
+        lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
+        # Of 8 rows, and of the warp's first 8 columns, the thread has number `down`.
+        self.down = arith.shrui(lane, mosaic.i32(2))
+        q = arith.andi(lane, mosaic.i32(3))
+        # Where the thread's word is in a block of a column, in bytes.
+        self.word_offset = mosaic.mul(q, WORD_BYTES)
+        self.values_address = mosaic.address(values, 32)
+        self.scales_address = mosaic.address(scales, 32)
+        self.table = own_table(table)  # the address of the lane's copy of it
         # Row r of a tile holds its 16-byte part p at place p XOR (r / 2).
-        place = arith.xori(quad, arith.shrui(self.down, mosaic.i32(1)))
-        # The number of tiles side by side in a stage.
-        self.tiles_of_rows = self.pieces * _BLOCKS
-        # The address of the thread's 16 bytes in the stage's first tile.
-        self.rows = mosaic.add(
+        place = arith.xori(q, arith.shrui(self.down, mosaic.i32(1)))
+        # The number of tiles of rows side by side in a stage.
+        self.tiles_across = self.pieces * _BLOCKS
+        # The address of the thread's 16 bytes in the stage's first tile of rows.
+        self.rows_address = mosaic.add(
             mosaic.address(rows, 32),
-            mosaic.mul(stage, block_m // _ROWS * self.tiles_of_rows * _TILE_BYTES),
-            mosaic.mul(self.down, _LINE_BYTES),
+            mosaic.mul(stage, block_m // _ROWS * self.tiles_across * _TILE_BYTES),
+            mosaic.mul(self.down, _TILE_ROW_BYTES),
             mosaic.mul(place, VECTOR_BYTES),
         )
 
-    def first_column(self, line: Value) -> Value:
-        return mosaic.add(line, mosaic.tensor_core_row())
-
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
         """Loads 8 numbers of a row of tile `tile` in a block: four words of two bfloat16."""
-        at = (tile * self.tiles_of_rows + piece * _BLOCKS + block) * _TILE_BYTES
-        return _load(self.rows, at, count=4)
+        offset = (tile * self.tiles_across + piece * _BLOCKS + block) * _TILE_BYTES
+        return _load(self.rows_address, offset, count=4)
 
     def load_scales(self, column: Value, piece: int) -> list[list[Value]]:
-        """Loads the two scales of a piece, as float32, for each of both columns."""
-        of_piece = mosaic.mul(
-            mosaic.add(mosaic.mul(self.stage, self.pieces), mosaic.i32(piece)), self.lines
-        )
-        at = mosaic.mul(mosaic.add(of_piece, column), WORD_BYTES)
-        start = mosaic.add(self.scales, at)
+        """Loads a piece's two scales, as float32, of columns `column` and `column` + 8 each."""
+        piece_of_ring = mosaic.add(mosaic.mul(self.stage, self.pieces), mosaic.i32(piece))
+        index = mosaic.add(mosaic.mul(piece_of_ring, self.stage_columns), column)
+        start = mosaic.add(self.scales_address, mosaic.mul(index, WORD_BYTES))
         loaded = [_load(start, i * APART * WORD_BYTES, count=1)[0] for i in range(2)]
         return [BFLOAT16.numbers([word]) for word in loaded]
 
     def load_pairs(self, column: Value, piece: int, block: int, i: int) -> list[Value]:
         """Loads this thread's numbers of a block of column `column + 8 * i`: four pairs."""
-        line = mosaic.add(mosaic.mul(self.stage, self.lines), column)
-        start = mosaic.add(self.values, mosaic.mul(line, self.line_bytes), self.word)
+        column_of_ring = mosaic.add(mosaic.mul(self.stage, self.stage_columns), column)
+        offset = mosaic.mul(column_of_ring, self.column_bytes)
+        start = mosaic.add(self.values_address, offset, self.word_offset)
+        # The 16 bytes of a block are swizzled among those of the column.
         place = place_of_quad(piece * _BLOCKS + block, self.down, self.pieces)
         start = mosaic.add(start, mosaic.mul(place, VECTOR_BYTES))
-        (word,) = _load(start, i * APART * self.line_bytes, count=1)
+        (word,) = _load(start, i * APART * self.column_bytes, count=1)
+        # The table has the pair of numbers in each byte of the word.
         return [look_up(self.table, word, mosaic.i32(0x4440 + j)) for j in range(_COLUMN_BYTES)]
 
 
@@ -191,6 +200,7 @@ def _added(
     scales: Sequence[Value],
 ) -> list[Value]:
     """Returns `totals` plus a block's products of two columns and rows, times the scales."""
+    # `pairs` has four words of each column, and `scales` the scale of each; `rows` are four words.
     sums = [mosaic.f32(0.0)] * 4
     for i in range(0, _COLUMN_BYTES, 2):
         # In the instruction's order: numbers of both columns, then further ones of both.

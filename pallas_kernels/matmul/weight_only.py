@@ -231,15 +231,17 @@ class _Sizes:
         )
 
 
-def _compute_block(sizes: _Sizes, refs: Sequence[Any], group: Any, block: Any, first: Any) -> None:
-    """Computes a block's columns of the output's rows from `first` on, round by round."""
+def _compute_block(
+    sizes: _Sizes, refs: Sequence[Any], group: Any, block: Any, first_row: Any
+) -> None:
+    """Computes a block's columns of the output's rows from `first_row` on, round by round."""
 
-    def compute(number: Any, scales_rows: bool) -> None:
+    def compute(round_of_block: Any, scales_rows: bool) -> None:
         def emit(*values: Any) -> None:
             scalars = map(mosaic.scalar, values[-3:])
             _Thread(sizes, values[:-3], *scalars).run(scales_rows)
 
-        mosaic.inline(emit, [*refs, group, block * sizes.rounds + number, first])
+        mosaic.inline(emit, [*refs, group, block * sizes.rounds + round_of_block, first_row])
 
     # Rows are scaled in the first round, and stay in shared memory.
     compute(0, scales_rows=True)
@@ -251,11 +253,16 @@ class _Thread:
     """A thread in a round, in which its block computes `strips` strips. Emits the thread's code."""
 
     def __init__(
-        self, sizes: _Sizes, memrefs: Sequence[Value], group: Value, number: Value, first: Value
+        self,
+        sizes: _Sizes,
+        memrefs: Sequence[Value],
+        group: Value,
+        round_number: Value,  # among the rounds of all blocks of the group
+        first_row: Value,  # of the output
     ) -> None:
-        # `memrefs` are input rows, matrices, biases, output and scratch. `number` is that of the
-        # round among those of all blocks of the group, and `first` the output's first row.
-        self.sizes, self.group, self.round_number, self.first = sizes, group, number, first
+        self.sizes, self.group = sizes, group
+        self.round_number, self.first_row = round_number, first_row
+        # Input rows, matrices and biases, output, and scratch.
         self.source, *operands, self.out, self.rows, self.scales, self.sums = memrefs
         num_parts = 2 * sizes.num_matrices
         self.biases = operands[num_parts:]
@@ -326,8 +333,8 @@ class _Thread:
         _, _, row, number = self.part_of_chunk(start)
         inside = mosaic.below(number, self.sizes.depth)
         number = arith.select(inside, number, mosaic.i32(0))
-        row = row if self.sizes.shared_rows else mosaic.add(self.first, row)
-        address = _address(self.source, row, self.sizes.depth, number, size=2)
+        source_row = row if self.sizes.shared_rows else mosaic.add(self.first_row, row)
+        address = _address(self.source, source_row, self.sizes.depth, number, size=2)
         words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
@@ -345,7 +352,8 @@ class _Thread:
         inverse = arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
         scaled = [arith.mulf(each, inverse) for each in numbers]
         # Of each 8 numbers of a row, the order is that of `_Matrices.decode`.
-        is_float8, row_length = self.sizes.is_float8, self.sizes.chunks * _CHUNK
+        is_float8 = self.sizes.is_float8
+        row_length = self.sizes.chunks * _CHUNK
         pairs = [(0, 1), (2, 3)] if is_float8 else [(0, 2), (1, 3)]
         byte = mosaic.mul(mosaic.add(mosaic.mul(row, row_length), number), 2)
         if not is_float8:
@@ -365,28 +373,29 @@ class _Thread:
         # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
         # at the places of thread `down` / 2 of a quad.
         sizes = self.sizes
-        of_thread, row = mosaic.divided(self.down, _TOGETHER)
+        thread_of_quad, row_of_two = mosaic.divided(self.down, _TOGETHER)
         count = min(_TOGETHER, sizes.num_rows - first)
-        row = arith.minui(mosaic.add(row, first), mosaic.i32(first + count - 1))
+        row = arith.minui(mosaic.add(row_of_two, first), mosaic.i32(first + count - 1))
         chunk = mosaic.add(self.split, step * sizes.splits)
         if (step + 1) * sizes.splits > sizes.chunks:
             chunk = arith.minui(chunk, mosaic.i32(sizes.chunks - 1))
         # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
         in_chunk = mosaic.mul(self.across, 16 if sizes.is_float8 else 32)
-        at = mosaic.add(mosaic.mul(row, sizes.chunks), chunk)
-        at = mosaic.mul(mosaic.add(mosaic.mul(at, _CHUNK), in_chunk), 2)
+        chunk_of_rows = mosaic.add(mosaic.mul(row, sizes.chunks), chunk)
+        at = mosaic.mul(mosaic.add(mosaic.mul(chunk_of_rows, _CHUNK), in_chunk), 2)
         # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
-        is_own = mosaic.equal(of_thread, self.across)
+        is_own = mosaic.equal(thread_of_quad, self.across)
         if (inside := self.inside(step)) is not None:
             is_own = arith.andi(is_own, inside)
-        at = arith.select(is_own, at, mosaic.i32(sizes.zeros))
+        start = arith.select(is_own, at, mosaic.i32(sizes.zeros))
+        # In bytes, from the first half of the words to the second.
         apart = mosaic.i32(2 * 64 if sizes.is_float8 else 2 * 16)
         apart = arith.select(is_own, apart, mosaic.i32(0))
         words = []
         for i in range(2):
-            start = mosaic.add(at, apart) if i else at
+            start_of_half = mosaic.add(start, apart) if i else start
             for j in range(0, 32, VECTOR_BYTES):
-                words += _load_shared(self.rows, mosaic.add(start, j))
+                words += _load_shared(self.rows, mosaic.add(start_of_half, j))
         row_scales = [
             mosaic.element_at(self.scales, mosaic.add(chunk, (first + i) * sizes.chunks))
             for i in range(count)
@@ -435,29 +444,31 @@ class _Thread:
         """Computes number `index` of the round's results from the warps' sums, and stores it."""
         # `index` is (strip * T + row) * 16 + column of the strip.
         sizes = self.sizes
-        index, down = mosaic.divided(index, _COLUMNS)
-        strip, row = mosaic.divided(index, sizes.num_rows)
-        column = mosaic.add(self.column_of(strip), down)
-        biases, narrow = iter(self.biases), mosaic.element_type(jnp.bfloat16)
+        row_of_strips, column_of_strip = mosaic.divided(index, _COLUMNS)
+        strip, row = mosaic.divided(row_of_strips, sizes.num_rows)
+        column = mosaic.add(self.column_of(strip), column_of_strip)
+        biases = iter(self.biases)
+        bfloat16 = mosaic.element_type(jnp.bfloat16)
         numbers = []
         for i, has_bias in enumerate(sizes.has_bias):
             of_warps = []
             for split in range(sizes.splits):
                 warp = mosaic.add(mosaic.mul(strip, sizes.splits), split)
-                at = self.index_of_sum(warp, i, row, down)
+                at = self.index_of_sum(warp, i, row, column_of_strip)
                 of_warps.append(mosaic.element_at(self.sums, at))
-            rounded = arith.truncf(narrow, functools.reduce(arith.addf, of_warps))
+            rounded = arith.truncf(bfloat16, functools.reduce(arith.addf, of_warps))
             number = arith.extf(mosaic.float_type(), rounded)
             if has_bias:
                 number = arith.addf(number, self.load_bias(next(biases), column))
             numbers.append(number)
         result = numbers[0] if sizes.gating is None else sizes.gating.emit(*numbers)[0]
         with mosaic.when(mosaic.below(column, sizes.width)):
-            row = mosaic.add(self.first, row)
-            pointer = pointer_to(self.out, row, sizes.width, column, size=2)
-            llvm.store(arith.truncf(narrow, result), pointer)
+            out_row = mosaic.add(self.first_row, row)
+            pointer = pointer_to(self.out, out_row, sizes.width, column, size=2)
+            llvm.store(arith.truncf(bfloat16, result), pointer)
 
     def load_bias(self, memref: Value, column: Value) -> Value:
+        """Loads the group's bias of a column, from [L, N], as float32."""
         kind, width = mosaic.element_of(memref), self.sizes.width
         # The last block may reach past the last column.
         column = arith.minui(column, mosaic.i32(width - 1))
@@ -474,40 +485,44 @@ class _Matrices:
     """A thread's numbers of one array of matrices, and its sums of products with them."""
 
     def __init__(self, thread: _Thread, values: Value, scales: Value) -> None:
-        self.thread, sizes, split = thread, thread.sizes, thread.split
+        self.thread = thread
+        sizes = thread.sizes
         last = mosaic.i32(sizes.width - _COLUMNS)
         column = arith.minui(thread.column_of(thread.strip), last)
         # All groups' columns are numbered one after the other.
-        of_group = mosaic.mul(thread.group, sizes.width)
-        thread_column = mosaic.add(of_group, mosaic.add(column, thread.down))
+        group_column = mosaic.mul(thread.group, sizes.width)
+        thread_column = mosaic.add(group_column, mosaic.add(column, thread.down))
         # The bytes of a chunk, and of a column.
         self.chunk_bytes = _CHUNK // sizes.format.numbers_per_value
         self.column_bytes = sizes.depth * self.chunk_bytes // _CHUNK
-        begin = mosaic.add(
-            mosaic.mul(split, self.chunk_bytes), mosaic.mul(thread.across, VECTOR_BYTES)
+        # `values` and `scales` are the addresses of the thread's first vector and scale.
+        first_byte = mosaic.add(
+            mosaic.mul(thread.split, self.chunk_bytes), mosaic.mul(thread.across, VECTOR_BYTES)
         )
-        self.values = _address(values, thread_column, self.column_bytes, begin, size=1)
+        self.values = _address(values, thread_column, self.column_bytes, first_byte, size=1)
         if sizes.is_float8:
-            block = arith.divui(mosaic.add(of_group, column), mosaic.i32(_CHUNK))
-            self.scales = _address(scales, block, sizes.chunks, split, size=4)
+            block = arith.divui(mosaic.add(group_column, column), mosaic.i32(_CHUNK))
+            self.scales = _address(scales, block, sizes.chunks, thread.split, size=4)
         else:
             # The scales of a column: up to four for each chunk, one for each thread of a quad.
             self.column_scales = sizes.depth // sizes.format.block[1]
-            begin = mosaic.add(mosaic.mul(split, _QUAD), thread.across)
-            self.scales = _address(scales, thread_column, self.column_scales, begin, size=1)
+            first_scale = mosaic.add(mosaic.mul(thread.split, _QUAD), thread.across)
+            self.scales = _address(scales, thread_column, self.column_scales, first_scale, size=1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(sizes.num_rows)]
         self.loaded: list[_Columns] = []  # of each step
 
     def load(self, step: int) -> None:
         """Starts to load a step's words of the thread's two columns, and scales, in MXFP4 codes."""
-        sizes, inside = self.thread.sizes, self.thread.inside(step)
+        sizes = self.thread.sizes
+        inside = self.thread.inside(step)
+        # Counted from the warp's first chunk.
         chunk = step * sizes.splits
         columns = []
         for i in range(2):
             words = []
-            for at in range(0, self.chunk_bytes, _QUAD * VECTOR_BYTES):
-                start = chunk * self.chunk_bytes + at + i * _APART * self.column_bytes
+            for byte in range(0, self.chunk_bytes, _QUAD * VECTOR_BYTES):
+                start = chunk * self.chunk_bytes + byte + i * _APART * self.column_bytes
                 words += _load(_LOAD_ONCE, 4, "r", self.values, start, inside)
             if inside is not None:
                 words = [arith.select(inside, word, mosaic.i32(0)) for word in words]
@@ -539,21 +554,21 @@ class _Matrices:
         self,
         decoded: _Columns,
         row_words: Sequence[Value],
-        scales_of_rows: Sequence[Value],
+        row_scales: Sequence[Value],
         first: int,
     ) -> None:
         """Multiplies decoded columns by rows, two at most, from `first` on; adds to the totals."""
-        (left, right), scales = decoded
+        (left, right), scales = decoded  # of the thread's two columns
         # sums[2 * i + row] is that of the thread's column i and one of the two rows.
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
             four = [left[i], right[i], left[i + 1], right[i + 1]]
             sums = tensor_cores.add_warp_product(four, row_words[i : i + 2], sums, jnp.float16)
-        for row, of_row in enumerate(scales_of_rows):
+        for row, row_scale in enumerate(row_scales):
             if not self.thread.sizes.is_float8:
-                of_row = arith.mulf(of_row, mosaic.f32(_FLOAT4))
+                row_scale = arith.mulf(row_scale, mosaic.f32(_FLOAT4))
             for i in range(2):
-                scaled = arith.mulf(sums[2 * i + row], of_row)
+                scaled = arith.mulf(sums[2 * i + row], row_scale)
                 total = self.totals[first + row][i]
                 self.totals[first + row][i] = llvm.intr_fma(scaled, scales[i], total)
 
