@@ -249,7 +249,8 @@ def _mesh_of_state() -> AbstractMesh | None:
 
 
 def _bias(config: MoEConfig) -> RouterState:
-    zeros, mesh = jnp.zeros(config.num_choosable, jnp.float32), _mesh_of_state()
+    zeros = jnp.zeros(config.num_choosable, jnp.float32)
+    mesh = _mesh_of_state()
     return RouterState(zeros if mesh is None else shard(zeros, mesh, PartitionSpec()))
 
 

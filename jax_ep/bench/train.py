@@ -157,7 +157,8 @@ class TrainBench(runner.Bench):
         return sorted({min(self.args.fsdp, num_devices), num_devices})
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
-        args, on_cpus = self.args, devices[0].platform == "cpu"
+        args = self.args
+        on_cpus = devices[0].platform == "cpu"
         args.sequence = args.sequence or (64 if on_cpus else 4096)
         args.batch = args.batch or (1 if on_cpus else 2)
         self.configs = {}

@@ -73,7 +73,7 @@ def load_moe_params(
             None: none. "keep": those of routed and shared experts that the files hold as float8 or
             MXFP4, with the same bytes. "float8" (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4"
             (`jax_ep.formats.MXFP4`) or another `jax_ep.Format`: the routed experts', in this format
-            stored as [out, in] (`jax_ep.formats.Transposed`); bytes that the files hold so stay.
+            stored as [out, in] (`jax_ep.formats.Transposed`), with the files' bytes if they fit.
         partial: whether the block may have tensors that the layer does not hold, and that
             `load_others` returns.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
@@ -362,7 +362,8 @@ def save_moe(
             raise OtherModelError(f"{error} {hint}") from None
         added = plan_block(directory, layer, replaces=True)
         assert added is not None
-        block, removed = added, added.in_its_modules()
+        block = added
+        removed = block.in_its_modules()
     given_others = {name: np.asarray(array) for name, array in (others or {}).items()}
     if given_others.keys() != block.others().keys() and (added or given_others):
         raise ValueError(

@@ -340,10 +340,9 @@ class Block:
         shape = tuple(part.stop - part.start for part in region)
         values = np.empty(shape, arrays[tensor.params[0]].dtype)
         for param, array in arrays.items():
-            taken, letters = whole, self.axes(param)
-            if expert is not None:
-                # `values` has this expert only, and the array lacks the axis E.
-                taken, letters = {**whole, "E": slice(0, 1)}, letters[1:]
+            # With `expert`, `values` has this expert only, and the array lacks the axis E.
+            taken = whole if expert is None else {**whole, "E": slice(0, 1)}
+            letters = self.axes(param) if expert is None else self.axes(param)[1:]
             where, order = _place(tensor, param, taken, self.sizes)
             array = _in_order(array, letters, order)
             values[where] = array.reshape(values[where].shape)

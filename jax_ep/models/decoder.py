@@ -141,7 +141,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def rotary(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Applies the rotary embedding of `cos_and_sin` to x [..., S, heads, D] ("RoFormer", 2021)."""
     # Rotates each value i of a head with value i + D / 2.
-    (cos, sin), (a, b) = angles, jnp.split(x, 2, axis=-1)
+    cos, sin = angles
+    a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 

@@ -296,8 +296,7 @@ class Float8Matmuls(ExpertMatmuls):
         results = float8.gate_gradient(
             self.unit, dhidden, pre, row_weights, blocks, self.implementation
         )
-        dweights = None if weights is None else results.dweights
-        return results.hidden, results.dpre, dweights
+        return results.hidden, results.dpre, None if weights is None else results.dweights
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         blocks, group_blocks = row_blocks(group_sizes, rows.shape[0])

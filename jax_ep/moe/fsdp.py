@@ -70,10 +70,10 @@ def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
     if where.mesh is None:
         return
     for logical, axes in given.items():
-        if same := [axis for axis in axes if axis not in where.batch_axes]:
+        if wrong := [axis for axis in axes if axis not in where.batch_axes]:
             raise ValueError(
                 f"fsdp_axes must name axes over which the tokens are spread, batch_axes "
-                f"{where.batch_axes}, but has {same} for {logical!r}."
+                f"{where.batch_axes}, but has {wrong} for {logical!r}."
             )
 
 
@@ -85,7 +85,7 @@ def _axes_by_option(
     logical = LOGICAL_AXES[name]
     further = config.further_axes_of(logical)
     by_rules = assign_axes(logical, axis_rules)
-    ruled = {name for name, _ in axis_rules}
+    ruled = {logical_axis for logical_axis, _ in axis_rules}
     # `base` are the expert or tensor axes of a dimension, `more` its FSDP axes.
     dims = zip(logical, array.shape, where.axes_of(name), further, by_rules, strict=True)
     for axis, size, base, more, axes_by_rules in dims:

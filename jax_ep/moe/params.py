@@ -276,11 +276,9 @@ def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
 
 def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> WeightInitializer:
     """Returns the initializer of any parameter but `gate`; in slots, it repeats the experts."""
-    kind = PARAMETERS[name].init
-    init: WeightInitializer
-    init = (
-        per_expert(options.kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
-    )
+    init = per_expert(options.kernel_init)
+    if (kind := PARAMETERS[name].init) != "kernel":
+        init = getattr(jax.nn.initializers, kind)
     if config.num_slots is None or name not in ROUTED_WEIGHTS:
         return init
     return _of_slots(init, config.num_experts)

@@ -112,7 +112,7 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits x into `count` bfloat16 parts, each the rounded rest; three hold float32 exactly."""
+    """Splits x into `count` bfloat16 parts, each the rounded rest; one if x is bfloat16 already."""
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -284,8 +284,7 @@ def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingO
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     # To normalize, `weigh` takes logits or logarithms of scores; -inf stands for a score of 0.
     weights = top_k.weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
-    probs = _probs(score, logits)
-    return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
+    return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), _probs(score, logits))
 
 
 def _probs(score: str, logits: jax.Array) -> jax.Array:

@@ -122,15 +122,13 @@ def _all_chunks_bwd(config, where, saved, cotangents):
         # Biases and adapters.
         others = {name: getattr(experts, name) for name in sums if name not in matrices}
 
-        def output(sums_of_matrices: Any, others: Any, *of_tokens: jax.Array) -> jax.Array:
+        def output(sums_of_matrices: Any, others: Any, tokens: Any, weights: Any) -> jax.Array:
             with_sums = experts._replace(**others, sums=sums_of_matrices or None)
-            tokens, weights = of_tokens
-            chunk = dataclasses.replace(routed, tokens=tokens, topk_weights=weights)
-            return few_tokens.run(with_sums, chunk, config, where)[0]
+            given = dataclasses.replace(routed, tokens=tokens, topk_weights=weights)
+            return few_tokens.run(with_sums, given, config, where)[0]
 
         sums_of_matrices = tuple(sums[name] for name in matrices)
-        of_tokens = routed.tokens, routed.topk_weights
-        _, vjp = jax.vjp(output, sums_of_matrices, others, *of_tokens)
+        _, vjp = jax.vjp(output, sums_of_matrices, others, routed.tokens, routed.topk_weights)
         # The gradients of the matrices' sums are the new sums; see `Experts`.
         new_sums, dothers, dtokens, dweights = vjp(dout)
         with jax.named_scope("experts"):

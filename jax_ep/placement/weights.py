@@ -324,7 +324,7 @@ def _move_rows(
 
     def move(i: jax.Array, rows: jax.Array) -> jax.Array:
         layer, start = i // pieces, i % pieces * piece
-        zero = jnp.zeros_like(layer)
+        zero = jnp.zeros_like(layer)  # since all indices must have one dtype
         begin = (layer, zero, start, zero)
         x = lax.dynamic_slice(rows, begin, (1, num_slots, piece, columns))
         slots = lax.dynamic_index_in_dim(plan, layer, keepdims=False)
@@ -371,6 +371,7 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: 
 
 
 def _of_experts(path: Any) -> bool:
+    """Returns whether a key in the path of a leaf names one of `ROUTED_WEIGHTS`."""
     # A key may also be a tuple of names, or names joined by "/" or ".", in flattened dictionaries.
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))

@@ -232,7 +232,8 @@ class Program:
         unchecked = contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
-            context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
+            context = context.replace(avals_in=kinds)
+            unchecked = _check_vma(False)
         token = _current.set(self)
         try:
             with unchecked:
