@@ -407,8 +407,9 @@ class Float8Kernel(Kernel):
             totals, feed = carry
             stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
-            tiles = scratch["left"], scratch["right"], stage, row, first_half
-            product = tensor_cores.start_float8_product(*tiles)
+            product = tensor_cores.start_float8_product(
+                scratch["left"], scratch["right"], stage, row, first_half
+            )
             # While the tensor cores compute the first product, load stages and scales.
             feed = computer.feeder.follow(used + n, feed)
             row_scales = None
@@ -420,7 +421,7 @@ class Float8Kernel(Kernel):
                 for i in range(self.num_scales)
             ]
             totals = tensor_cores.add_float8_products(
-                totals, product, *tiles, num_halves, row_scales, block_scales
+                totals, product, num_halves, row_scales, block_scales
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return totals, feed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,41 +41,47 @@ def add_warp_product(
     return [llvm.extractvalue(f32, new_sums, [i]) for i in range(4)]
 
 
+class StartedProduct(NamedTuple):
+    """A product of float8 tiles, to which the tensor cores may still write."""
+
+    # [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
+    product: jax.Array
+    # Both tiles, as operands of `mosaic.inline`, their offsets in bytes, and their types in PTX.
+    operands: list[Any]
+    kinds: list[str]
+
+
 def start_float8_product(
     left: Any, right: Any, stage: jax.Array, row: Any, first: Any
-) -> jax.Array:
-    """Starts to multiply 64 rows of a float8 tile by a block of another tile.
-
-    A *block* is the transpose of 128 rows of `right`.
+) -> StartedProduct:
+    """Starts to multiply 64 rows of a float8 tile by a *block*: 128 rows of another, transposed.
 
     Args:
       left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
       right: [stages, 128 * blocks, 128] float8 in shared memory, swizzled like `left`.
       row: the first of the 64 rows of left[stage], a multiple of 8.
       first: the block of right[stage] to multiply by.
-
-    Returns:
-      The product, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`, to which the tensor cores
-      write until `add_float8_products` has waited for it.
     """
-    tiles, offsets, kinds = _operands_of_product(left, right, stage, row, first)
+    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
+    # In bytes: a row of a tile has 128.
+    offsets = [
+        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
+        for ref, begin in ((left, row), (right, first * _COLUMNS))
+    ]
+    operands = [(left, tile), (right, tile), *offsets]
+    kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
     emit = functools.partial(_emit_start_of_float8_product, kinds)
-    return mosaic.inline(emit, [*tiles, *offsets], _PRODUCT)
+    return StartedProduct(mosaic.inline(emit, operands, _PRODUCT), operands, kinds)
 
 
 def add_float8_products(
     totals: Sequence[jax.Array],
-    product: jax.Array,
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
-    first: Any,
+    started: StartedProduct,
     count: Any,
     row_scales: jax.Array | None,
     block_scales: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
-    """Multiplies 64 rows of a float8 tile by other tiles, and adds the scaled products to totals.
+    """Adds scaled products of 64 rows of a float8 tile and the blocks of another one to totals.
 
     The tensor cores compute the product with one block after the other, this function waits until
     it is complete, and each thread then multiplies its elements of the product by their scales and
@@ -83,40 +89,23 @@ def add_float8_products(
 
     Args:
       totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
-      product: the product with the first block, as `start_float8_product` of the same operands
-        returned it. What runs between the two calls may not take it.
-      first, count: the blocks of right[stage] to multiply: at least 1, at most one for each total.
+      started: the product with the first block.
+      count: how many blocks to multiply by, from the first on: at least 1, at most one a total.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of block[first + i], or several, of equally
-        many columns each.
+      block_scales: for each total, the float32 scale of its block, or several, of equally many
+        columns each.
 
     Returns:
-      The new totals. totals[i] grew by left[stage, row : row + 64] @ block[first + i] times the
-      scales of rows and block, if i < count.
+      The new totals. totals[i] grew by the product with the i-th block times the scales of rows and
+      block, if i < count.
     """
-    tiles, offsets, kinds = _operands_of_product(left, right, stage, row, first)
-    num = len(totals)
-    emit = functools.partial(_emit_float8_products, num, len(block_scales), kinds)
-    old_totals = [(total, plgpu.Layout.WGMMA) for total in totals]
-    operands = [*tiles, *offsets, (product, plgpu.Layout.WGMMA), jnp.int32(count)]
-    operands += [*old_totals, *block_scales]
+    num, layout = len(totals), plgpu.Layout.WGMMA
+    emit = functools.partial(_emit_float8_products, num, len(block_scales), started.kinds)
+    operands = [*started.operands, (started.product, layout), jnp.int32(count)]
+    operands += [*((total, layout) for total in totals), *block_scales]
     if row_scales is not None:
-        operands.append((row_scales, plgpu.Layout.WGMMA.reduce(1)))
+        operands.append((row_scales, layout.reduce(1)))
     return tuple(mosaic.inline(emit, operands, [_PRODUCT] * num))
-
-
-def _operands_of_product(
-    left: Any, right: Any, stage: jax.Array, row: Any, first: Any
-) -> tuple[list[Any], list[jax.Array], list[str]]:
-    """Returns both tiles as operands of `mosaic.inline`, their offsets, and their types in PTX."""
-    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    # In bytes: a row of a tile has 128.
-    offsets = [
-        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
-        for ref, begin in ((left, row), (right, first * _COLUMNS))
-    ]
-    kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    return [(left, tile), (right, tile)], offsets, kinds
 
 
 def _emit_start_of_float8_product(

@@ -197,11 +197,11 @@ def _zero_rows_outside(
 
 def _start_float8_product(
     left: Any, right: Any, stage: jax.Array, row: Any, first: Any
-) -> jax.Array:
+) -> tensor_cores.StartedProduct:
     product = _float8_product(left, right, stage, row, first)
     # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
-    return product
+    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], [])
 
 
 def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: Any) -> jax.Array:
@@ -211,16 +211,12 @@ def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: An
 
 def _add_float8_products(
     totals: Sequence[jax.Array],
-    product: jax.Array,
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
-    first: Any,
+    started: tensor_cores.StartedProduct,
     count: Any,
     row_scales: jax.Array | None,
     block_scales: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
+    product, (left, right, stage, row, first), _ = started
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
     # [totals, 128]: the scale of each column.
     columns = 128 * len(totals) // len(block_scales)
