@@ -237,14 +237,14 @@ class _Kernel:
         first_token, num_tokens = self.sender.range()
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
-        step_token = first_token + step * step_tokens  # the step's first
+        first_of_step = first_token + step * step_tokens
         # Without this rank's own tokens, which the sender writes to all their rows.
         others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
         if not others:
             return jnp.int32(0)
         sources = [(source, fabric.mine(rows), source) for source in others]
         window = self.sender.step_window
-        start = window.start(step_token * top_k)
+        start = window.start(first_of_step * top_k)
         fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_rows, sources))
 
         def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
@@ -252,7 +252,7 @@ class _Kernel:
             for source in others:
                 places, num_places = [], jnp.int32(0)
                 for choice in range(top_k):
-                    row = scratch.step_rows[source, (step_token + i) * top_k - start + choice]
+                    row = scratch.step_rows[source, (first_of_step + i) * top_k - start + choice]
                     kept = self.kept(row)
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     num_places = num_places + kept.astype(jnp.int32)

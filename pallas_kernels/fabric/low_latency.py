@@ -169,11 +169,11 @@ class Endpoint:
         """Returns the number of the tile buffer of GPU `receiver` for tile `index` of `sender`."""
         # `calls` selects the set of buffers for even or odd calls.
         num_gpus = self.channels.memory.num_gpus
-        senders = memory_map.num_senders(num_gpus)
+        num_senders = memory_map.num_senders(num_gpus)
         # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
         # no buffers are needed for the receiver itself.
-        number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
-        set_of_sender = (calls & 1) * senders + number
+        number = lax.rem(sender - receiver + num_senders, jnp.int32(num_senders + 1))
+        set_of_sender = (calls & 1) * num_senders + number
         channel = set_of_sender * memory_map.MAX_WORKERS + self._worker
         return channel * memory_map.tiles_of_channel(num_gpus) + index
 
