@@ -42,13 +42,10 @@ class Format:
     are hashable; equal formats store equal numbers in the same way.
     """
 
-    # Of the numbers' type, such as "float8_e4m3fn" or "mxfp4".
-    name: str
-    # Of the values.
-    dtype: np.dtype
+    name: str  # of the numbers' type, such as "float8_e4m3fn" or "mxfp4"
+    dtype: np.dtype  # of the values
     scale_dtype: np.dtype
-    # (rows, columns)
-    block: tuple[int, int]
+    block: tuple[int, int]  # (rows, columns)
 
     quantized: ClassVar[bool] = True
     # An element of the array of values stores this many neighbouring numbers of the last axis.
@@ -93,8 +90,9 @@ class Format:
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
         """Returns (columns, dtype) of the values and of the scales of a row of `hidden` numbers."""
-        parts = (self.values_shape, self.dtype), (self.scales_shape, self.scale_dtype)
-        return [(shape_of((hidden,))[0], part_dtype) for shape_of, part_dtype in parts]
+        (value_columns,) = self.values_shape((hidden,))
+        (scale_columns,) = self.scales_shape((hidden,))
+        return [(value_columns, self.dtype), (scale_columns, self.scale_dtype)]
 
     def row_bytes(self, hidden: int, dtype: DType) -> int:
         """Returns the bytes of a stored row of `hidden` numbers of `dtype`, with its scales."""

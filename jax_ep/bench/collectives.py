@@ -64,10 +64,10 @@ class CollectivesBench(runner.Bench):
         return [count for count in (2, 4, 8) if count <= num_devices] or [1]
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
-        args, on_gpu = self.args, devices[0].platform == "gpu"
+        args = self.args
         if args.write_table:
             read_table(args.write_table)  # raises before the measurements if it is damaged
-        args.rows = args.rows or (_GPU_ROWS if on_gpu else _CPU_ROWS)
+        args.rows = args.rows or (_GPU_ROWS if devices[0].platform == "gpu" else _CPU_ROWS)
         self._check_flags(ranks)
         self.facts = {"nccl_nvls_enable": os.environ["NCCL_NVLS_ENABLE"]}
         return [self._rows(op, num_ranks) for num_ranks in ranks for op in args.ops]

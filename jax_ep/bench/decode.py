@@ -43,7 +43,7 @@ FORMATS = {
         matmul_dtype=jnp.float8_e4m3fn, bytes_per_number=1 + 4 / 128**2, tolerance=4 * 2**-4
     ),
     # Each 32 weights have a scale of one byte. Published models store matrices transposed. Rounding
-    # to MXFP4 changes a random number by 1/8 on average, and the tolerance is that of two matmuls.
+    # to MXFP4 changes a random number by 1/8 on average, and the tolerance allows for two matmuls.
     "mxfp4": Format(
         matmul_dtype=None,
         bytes_per_number=0.5 + 1 / 32,
@@ -81,7 +81,8 @@ class DecodeBench(runner.Bench):
     )
 
     def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[list[Row]]:
-        args, on_cpus = self.args, devices[0].platform == "cpu"
+        args = self.args
+        on_cpus = devices[0].platform == "cpu"
         self.shapes = layer_bench.chosen_shapes(args, ranks)
         self.measure_bandwidths(devices[:1])
         batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
@@ -115,7 +116,7 @@ class DecodeBench(runner.Bench):
         config, mesh = self.config(row), expert_mesh(row["ranks"])
         tokens = -(-row["batch"] // mesh.size)
         size = tokens, self.shapes[row["shape"]].hidden
-        # The stream 4: `random_params` draws the streams 1 to 3.
+        # `random_params` draws from the seeds `seed` + 100, 200 and 300.
         make = on_ranks(lambda seed: random_rows(seed + 400, size, jnp.bfloat16), mesh)
         state = shared, make(rank_seeds(mesh.size))
 
@@ -148,7 +149,8 @@ class DecodeBench(runner.Bench):
         # So a stack of several layers is compared only with stacks of the same number format.
         alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
         work = tuple(row[key] for key in alike)
-        outputs, tolerance = loop.outputs(), FORMATS[row["format"]].tolerance
+        outputs = loop.outputs()
+        tolerance = FORMATS[row["format"]].tolerance
         expected, other_tolerance = self.first.setdefault(work, (outputs, tolerance))
         runner.agree(outputs, expected, max(other_tolerance, tolerance), exceptions=1e-4)
         return True

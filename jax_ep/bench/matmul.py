@@ -171,7 +171,7 @@ class MatmulBench(runner.Bench):
     def prepare(self, row: Row) -> tuple[Operands, Float8Operands | None]:
         operands = random_operands(self.sizes[row["case"]])
         has_float8 = any(dtype != "none" for dtype in self.args.matmul_dtype)
-        return operands, quantized(operands) if has_float8 else None
+        return operands, to_float8(operands) if has_float8 else None
 
     def build(self, row: Row, shared: tuple[Operands, Float8Operands | None]) -> Loop:
         name, op, dtype = row["implementation"], row["op"], row["matmul_dtype"]
@@ -276,7 +276,8 @@ def random_operands(case: Case) -> Operands:
 
 
 @jax.jit
-def quantized(operands: Operands) -> Float8Operands:
+def to_float8(operands: Operands) -> Float8Operands:
+    """Quantizes operands, with a leading axis of one rank, to forms that float8 matmuls take."""
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
     rows, matrices = float8.quantize_rows, float8.quantize_matrices
@@ -347,9 +348,10 @@ def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands],
 
 
 def dense_operation(op: str, matmul_dtype: str) -> Callable[[Any], jax.Array]:
-    """Returns XLA's dense matmul of as many rows, of one product, that is `op`'s yardstick."""
+    """Returns the yardstick of `op`: one dense matmul by XLA, of all rows and a single matrix."""
 
     def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        # Contracts the last axes: the operands of float8 are stored for this.
         dims = (((1,), (1,)), ((), ()))
         return lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.bfloat16)
 

@@ -120,13 +120,13 @@ def plot(
         len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained"
     )
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        found = [row for row in rows if group(row)[0] == panel]
-        groups = list(dict.fromkeys(group(row)[1] for row in found))
+        in_panel = [row for row in rows if group(row)[0] == panel]
+        groups = list(dict.fromkeys(group(row)[1] for row in in_panel))
         for i, name in enumerate(bars):
-            own = [row for row in found if bar(row) == name]
+            of_program = [row for row in in_panel if bar(row) == name]
             offset = (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
-            places = [groups.index(group(row)[1]) + offset for row in own]
-            times = [row["wall"]["median_us"] if "wall" in row else 0.0 for row in own]
+            places = [groups.index(group(row)[1]) + offset for row in of_program]
+            times = [row["wall"]["median_us"] if "wall" in row else 0.0 for row in of_program]
             drawn = axis.bar(places, times, 0.8 / len(bars), color=f"C{i}", label=name)
             labels = [f"{time:.4g}" if time else "failed" for time in times]
             axis.bar_label(drawn, labels, fontsize=7, rotation=90, padding=2)
@@ -139,15 +139,15 @@ def plot(
     plt.close(figure)
 
 
-def save_json(path: str | None, found: dict[str, Any]) -> None:
-    """Writes `found`, with the command and versions, as JSON to the file of --json, if any.
+def save_json(path: str | None, facts: dict[str, Any]) -> None:
+    """Writes `facts`, with the command and versions, as JSON to the file of --json, if any.
 
     Call it before printing, which fails if a pipe's reader, such as `head`, has ended.
     """
     if path is not None:
         command = ["python", "-m", "jax_ep", *sys.argv[1:]]
-        found = {"command": command, "versions": versions(), **found}
-        Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        record = {"command": command, "versions": versions(), **facts}
+        Path(path).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def progress(text: str) -> None:

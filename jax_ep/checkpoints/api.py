@@ -73,7 +73,7 @@ def load_moe_params(
             None: none. "keep": those of routed and shared experts that the files hold as float8 or
             MXFP4, with the same bytes. "float8" (`jax_ep.formats.FLOAT8_MATRICES`), "mxfp4"
             (`jax_ep.formats.MXFP4`) or another `jax_ep.Format`: the routed experts', in this format
-            stored as [out, in] (`jax_ep.formats.Transposed`); bytes that the files hold so stay.
+            stored as [out, in] (`jax_ep.formats.Transposed`), with the files' bytes if they fit.
         partial: whether the block may have tensors that the layer does not hold, and that
             `load_others` returns.
         progress: called as progress(bytes loaded, bytes to load), both of this process. None draws
@@ -223,7 +223,7 @@ def plan_load(
     fields: dict[str, Any],
     partial: bool = False,
 ) -> PlannedLoad:
-    """Plans what `load_moe_params` loads; raises its errors but those of a call of the layer."""
+    """Plans what `load_moe_params` loads, and raises its errors, except for a call of the layer."""
     block = open_block(directory, layer)
     if block.others() and not partial:
         raise ValueError(
@@ -362,7 +362,8 @@ def save_moe(
             raise OtherModelError(f"{error} {hint}") from None
         added = plan_block(directory, layer, replaces=True)
         assert added is not None
-        block, removed = added, added.in_its_modules()
+        block = added
+        removed = block.in_its_modules()
     given_others = {name: np.asarray(array) for name, array in (others or {}).items()}
     if given_others.keys() != block.others().keys() and (added or given_others):
         raise ValueError(
@@ -523,7 +524,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _check_options(block: Block, config: MoEConfig) -> None:
-    """Raises OtherModelError if a layer's options are not those of the stored model."""
+    """Raises OtherModelError if a layer's options differ from the stored model's."""
     # Only numbers, strings and booleans are compared: a dtype does not make another model.
     for name, stored in block.fields.items():
         if isinstance(stored, bool | int | float | str) and getattr(config, name) != stored:

@@ -79,8 +79,7 @@ def load_model(
         layers: the numbers of the layers to load; None: all. Weights that belong to no layer are
             loaded in any case.
         param_dtype: the dtype of all parameters, as in `jax_ep.checkpoints.load_moe_params`.
-            Integers that a block has besides its layer stay so; other float8 weights are
-            dequantized.
+            Integers keep their dtype. Float8 weights outside of MoE blocks are dequantized.
         partial: whether MoE blocks may have tensors that the layer does not hold
             (`jax_ep.checkpoints.load_others`). They become `weights`.
         sharding: a function (name, shape) -> `jax.sharding.Sharding` for `weights`. None: they are
@@ -155,8 +154,7 @@ def _read_weight(
 
 def holds_model(path: Path) -> bool:
     """Returns whether a directory has files of a model, even of one that is not complete."""
-    patterns = CONFIG, "*.safetensors*", "*.bin*"
-    return any(any(path.glob(pattern)) for pattern in patterns)
+    return any(any(path.glob(pattern)) for pattern in (CONFIG, "*.safetensors*", "*.bin*"))
 
 
 def save_model(

@@ -317,19 +317,17 @@ def adding(
 def _metadata(
     directory: Directory, metadata: Mapping[str, Any], tensors: TensorTypes, kept: Iterable[str]
 ) -> dict[str, Any]:
-    """Returns an index's "metadata" for new `tensors` and the old ones `kept`, given the old."""
-    # If a file is missing, as after a partial download, "total_size" changes by differences alone.
-    replaced = [directory.entry(name) for name in directory.files.keys() - set(kept)]
-    sizes = {name: (math.prod(shape), dtype.itemsize) for name, (dtype, shape) in tensors.items()}
-    added = sum(count * itemsize for count, itemsize in sizes.values())
+    """Returns an index's updated "metadata": `tensors` are new, and only `kept` old ones remain."""
+    removed = [directory.entry(name) for name in directory.files.keys() - set(kept)]
+    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
     out = dict(metadata)
     if all((directory.path / file).exists() for file in set(directory.files.values())):
-        out["total_size"] = added + sum(directory.entry(name).num_bytes for name in kept)
-    elif "total_size" in out:
-        out["total_size"] += added - sum(entry.num_bytes for entry in replaced)
+        out["total_size"] = added_bytes + sum(directory.entry(name).num_bytes for name in kept)
+    elif "total_size" in out:  # some `kept` cannot be read, as after a partial download
+        out["total_size"] += added_bytes - sum(entry.num_bytes for entry in removed)
     if "total_parameters" in out:
-        out["total_parameters"] += sum(count for count, _ in sizes.values())
-        out["total_parameters"] -= sum(math.prod(entry.shape) for entry in replaced)
+        out["total_parameters"] += sum(math.prod(shape) for _, shape in tensors.values())
+        out["total_parameters"] -= sum(math.prod(entry.shape) for entry in removed)
     return out
 
 

@@ -37,6 +37,7 @@ def run(args: Args) -> int:
         raise Error(f"--hosts: {args.hosts} does not divide --ranks={args.ranks}")
     if args.host_capacity is not None and args.hosts == 1:
         raise Error("--host_capacity: needs several hosts, such as --hosts=2")
+    # The arguments of `memory.workspace_bytes` that have the names of flags, and the others.
     same = ("host_capacity", "hidden", "num_experts", "top_k", "dtype", "capacity")
     sizes: dict[str, Any] = {key: getattr(args, key) for key in same}
     sizes |= {"num_tokens": args.tokens, "num_ranks": args.ranks, "num_hosts": args.hosts}

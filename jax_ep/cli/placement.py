@@ -124,10 +124,10 @@ def traffic(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts the rows of one step's recorded choices [layers, tokens, K]; -1 for no expert.
 
-    Each rank has tokens // N tokens; those past N times that are left out. Returns the rows that
-    each rank's experts compute, one for each choice, [layers, N]; the rows that each rank receives
-    from others, one for each token, [layers, N]; and the share of pairs (a token's choice in a
-    layer, its choice in the next layer) whose experts are on different ranks, [layers - 1].
+    Each of N ranks has tokens // N tokens; the remainder is left out. Returns the rows that each
+    rank's experts compute, one for each choice, [layers, N]; the rows that each rank receives from
+    others, one for each token, [layers, N]; and the share of pairs (a token's choice in a layer,
+    its choice in the next layer) whose experts are on different ranks, [layers - 1].
     """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape

@@ -178,7 +178,7 @@ class DecoderConfig:
         attention = 2 * self.hidden * (queries + keys) + 2 * self.head_dim * self.qk_norm
         experts = self.num_experts_per_token + self.parameters.num_shared_experts
         moe = self.hidden * self.num_experts + experts * 3 * self.hidden * self.mlp_dim
-        layer = attention + moe + 2 * self.hidden
+        layer = attention + moe + 2 * self.hidden  # with both norms of the hidden states
         return self.num_layers * layer + self.hidden + self.vocab * self.hidden
 
     def training_flops_per_token(self, seq_len: int) -> float:

@@ -147,10 +147,10 @@ def make_train_step(
     """Returns the jitted training step: (state, token ids [A, B, S + 1]) -> (next state, metrics).
 
     The state is donated. A step has A microbatches of B sequences, which run one after the other.
-    Gradients, and in the metrics "loss" (nats per token), are means over microbatches;
-    "load_balance_loss" and "router_z_loss", without their factors, also over layers. "num_dropped",
-    the float32 number of dropped (token, choice) pairs, is a sum over both, and "expert_counts"
-    [layers, E] over microbatches. "grad_norm" is the Euclidean norm of all gradients.
+    Gradients are means over microbatches. So are the metrics "loss" (nats per token) and, over
+    layers too and without their factors, "load_balance_loss" and "router_z_loss". Sums are
+    "num_dropped", the float32 number of all dropped (token, choice) pairs, and "expert_counts"
+    [layers, E]. "grad_norm" is the Euclidean norm of all gradients.
     """
 
     def loss_fn(params: Params, biases: Any, tokens: jax.Array, quantized: Any) -> Any:
@@ -171,8 +171,8 @@ def make_train_step(
     def microbatch(state: TrainState, tokens: jax.Array, quantized: Any = None) -> Any:
         # Returns the gradients, the dict of losses and the dict of counts.
         grad_fn = jax.grad(loss_fn, has_aux=True)
-        grads, found = grad_fn(state.params, state.biases, tokens, quantized)
-        return lax.with_sharding_constraint(grads, layout.state.params), *found
+        grads, metrics = grad_fn(state.params, state.biases, tokens, quantized)
+        return lax.with_sharding_constraint(grads, layout.state.params), *metrics
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:
         # Returns the means of gradients and losses over microbatches, and the sums of counts.

@@ -330,6 +330,7 @@ def check_operands(
     unit: HiddenUnit,
     matmul_dtype: Any,
 ) -> None:
+    """Raises TypeError or ValueError unless dtypes and shapes are those that `expert_mlp` needs."""
     matrices = QuantizedExperts._fields
     arrays = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
     # wi_0 and wo are required, so they are checked even if they are None.

@@ -123,7 +123,8 @@ def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
     """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack."""
     for logical, axes in config.further_axes().items():
         _check_has_axes(mesh, "fsdp_axes", axes, f" for {logical!r}")
-    found, bound = [], set(getattr(mesh, "manual_axes", ()))
+    found = []
+    bound = set(getattr(mesh, "manual_axes", ()))
     for name, axes in config.split_axes().items():
         present = [axis for axis in axes if axis in mesh.axis_names]
         if bound and present and not set(axes) <= bound:
@@ -219,14 +220,16 @@ class _SeenSharding(NamedTuple):
 
 
 def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
-    """Reads the sharding of wi_0; `mesh` is that of the call, or None."""
+    """Reads the sharding of wi_0; `mesh` is the mesh of the call, or None."""
     array = wi_0.values if isinstance(wi_0, QuantizedArray) else wi_0
     concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding
-    spec, own_mesh = (None, None, None), jax.typeof(array).sharding.mesh
+    own_mesh = jax.typeof(array).sharding.mesh
+    spec: tuple[Any, ...] = (None, None, None)
     is_on_ranks = False
     if isinstance(sharding, NamedSharding):
-        spec, own_mesh = (*sharding.spec, None, None, None)[:3], sharding.mesh
+        own_mesh = sharding.mesh
+        spec = (*sharding.spec, None, None, None)[:3]
         is_on_ranks = own_mesh.size > 1
     mesh = mesh or own_mesh
     if isinstance(wi_0, QuantizedArray):

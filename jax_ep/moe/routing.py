@@ -37,8 +37,9 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. Scores that
-            could all underflow are those of logits that are raised so that the largest is -64.
+            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. If a
+            token's largest logit is below -64, its scores could all underflow, so they are computed
+            from logits that are raised until the largest is -64.
     """
 
     topk_idx: jax.Array
@@ -112,7 +113,7 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits x into `count` bfloat16 parts, each the rounded rest; three hold float32 exactly."""
+    """Splits x into `count` bfloat16 parts, each the rounded rest; one if x is bfloat16 already."""
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -284,8 +285,7 @@ def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingO
     chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
     # To normalize, `weigh` takes logits or logarithms of scores; -inf stands for a score of 0.
     weights = top_k.weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
-    probs = _probs(score, logits)
-    return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
+    return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), _probs(score, logits))
 
 
 def _probs(score: str, logits: jax.Array) -> jax.Array:
@@ -294,6 +294,7 @@ def _probs(score: str, logits: jax.Array) -> jax.Array:
 
 
 def _weighing(options: RoutingOptions) -> Weighing:
+    """Selects the options of `top_k.weigh`, which gets `_weighed_numbers`."""
     return Weighing(
         normalize=options.normalize,
         epsilon=float(options.normalize_epsilon),

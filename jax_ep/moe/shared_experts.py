@@ -81,11 +81,10 @@ def _output_of_quantized(
 
     def of_many(experts: Experts, tokens: jax.Array) -> jax.Array:
         if config.matmul_dtype is not None:
-            sizes = jnp.full(1, tokens.shape[0], jnp.int32)
             return run_mlp(
                 tokens,
                 experts,
-                group_sizes=sizes,
+                group_sizes=jnp.full(1, tokens.shape[0], jnp.int32),
                 unit=config.unit(),
                 matmul_dtype=config.matmul_dtype,
                 implementation=config.matmul_implementation,

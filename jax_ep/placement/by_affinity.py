@@ -115,8 +115,8 @@ def _split(
 
 def _profile(visits: list[Any], experts: Array) -> Array:
     """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
-    # The vector of an expert has, for each layer, n entries of norm 1. The own entry, which says
-    # nothing of other experts, is 0.
+    # The vector of an expert has, for each layer, n entries of norm 1. Its own entry in the first
+    # layer, which says nothing of other experts, is 0.
     visitors = visits[0][:, experts[0]].T  # [n, tokens]
     chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
     chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
@@ -168,7 +168,8 @@ def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int
             tried[layer] = _assign(gain, load[layer], limit[layer])
         if kept(tried) <= best:
             break
-        part[:], best = tried, kept(tried)
+        part[:] = tried
+        best = kept(tried)
     return best
 
 

@@ -87,11 +87,13 @@ def _balance_layer(
     group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
-    best, least = np.empty(0), np.inf
+    best = np.empty(0)
+    least = np.inf  # the load of the busiest rank with `best`
     # Tries two ways to place the router's groups on hosts: the greedy one, and that with groups
     # then swapped to even out the hosts' loads, which usually, but not always, is better.
     for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
-        slots, busiest = [], 0.0
+        slots = []
+        busiest = 0.0
         for host in range(num_hosts):
             experts = np.flatnonzero(host_of_group[group_of_expert] == host)
             index_of_slot, busiest_of_host = _balance_host(
@@ -148,8 +150,9 @@ def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
         mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
         if not len(others):
             break
+        # [mine, others]: the load that a swap takes from the heaviest pack, and the larger load of
+        # the two packs after the swap.
         moved = load[mine][:, None] - load[others][None]
-        # [mine, others]: the larger load of the two packs after a swap of two items.
         after = np.maximum(totals[heaviest] - moved, totals[pack[others]][None] + moved)
         i, j = np.unravel_index(np.argmin(after), after.shape)
         if not after[i, j] < totals[heaviest] * LESS:

@@ -51,7 +51,7 @@ class Placement:
         if not isinstance(other, Placement):
             return NotImplemented
         same = self.num_ranks == other.num_ranks
-        names = ("expert_of_slot", "slots_of_expert")
+        names = ("expert_of_slot", "slots_of_expert")  # which determine `num_copies`
         return same and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
 
     @classmethod

@@ -242,7 +242,8 @@ def read(ordinal: int, address: int, num_bytes: int) -> bytes:
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
     """Makes a GPU's primary context, the one that XLA uses, current in this thread."""
-    device, context = _device(ordinal), ctypes.c_void_p()
+    device = _device(ordinal)
+    context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)
     try:

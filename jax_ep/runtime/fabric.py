@@ -74,8 +74,7 @@ def num_gpus(fabric: Gpus) -> int:
 
 
 def domain_of(num_devices: int) -> symmetric_memory.Domain | str | None:
-    """Returns this host's `symmetric_memory.domain()`; None if lowering for another machine."""
-    # `num_devices` is the size of the mesh.
+    """Returns this host's domain; None if a mesh of `num_devices` must be on another machine."""
     if jax.default_backend() != "gpu" or num_devices > jax.device_count():
         return None
     return symmetric_memory.domain()

@@ -204,7 +204,7 @@ class Program:
     def mesh_devices(self) -> np.ndarray | None:
         """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        For an abstract mesh, they are those of an equal mesh of `jax.set_mesh`. Without a mesh,
+        The devices of an abstract mesh come from an equal mesh of `jax.set_mesh`. Without a mesh,
         they are all devices of the program.
         """
         mesh = self.mesh
@@ -232,7 +232,8 @@ class Program:
         unchecked = contextlib.nullcontext()
         if _check_vma is not None:
             kinds = [without_varying(kind) for kind in self.operand_types]
-            context, unchecked = context.replace(avals_in=kinds), _check_vma(False)
+            context = context.replace(avals_in=kinds)
+            unchecked = _check_vma(False)
         token = _current.set(self)
         try:
             with unchecked:

@@ -67,7 +67,8 @@ def all_reduce_rms_norm(
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
-    operands, scratch_types = [x, residual, scale], dict(scratch=body.scratch())
+    operands = x, residual, scale
+    scratch_types = dict(scratch=body.scratch())
     if isinstance(fabric, Channels):
         sends_per_tile = 2 if two_shot else body.rows_per_block
         results = low_latency.call(
@@ -115,7 +116,7 @@ class _Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernels' bodies: the instance with signals, two methods over the low-latency protocol."""
+    """The kernels' bodies: `__call__` with signals, two methods over the low-latency protocol."""
 
     num_rows: int
     padded: int  # H, with padding

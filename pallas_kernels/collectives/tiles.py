@@ -92,10 +92,10 @@ def call(
 ) -> jax.Array:
     """Runs the kernel of a collective of x [..., S], with a result of `shape` on each rank.
 
-    `compute(x_ref, out_ref, shard, where)` computes a tile, the slice `where` of one of the shards.
-    The last tile of a shard is moved back until it ends with the shard, and may overlap the tile
-    before. Both must then store the same values to the overlap. `reads` and `puts` are whether
-    other ranks' inputs are read, and their outputs written.
+    `compute(x_ref, out_ref, shard, where)` computes a tile: the slice `where` of shard number
+    `shard` of `num_shards`. The last tile of a shard is moved back until it ends with the shard,
+    and may overlap the tile before. Both must then store the same values to the overlap. `reads`
+    and `puts` are whether other ranks' inputs are read, and their outputs written.
     """
     size, tile = x.shape[-1], tile_length(x.dtype, plan.num_vectors)
     workers, num_tiles = plan.num_workers, num_shards * pl.cdiv(size, tile)

@@ -94,5 +94,6 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
         tile = tiles.load(fabric.mine(x_ref).at[peer, where])
         tiles.store(fabric.peer(out_ref, peer).at[fabric.rank(), where], tile)
 
-    name, shape = "ep_all_to_all", x.shape[-2:]
+    name = "ep_all_to_all"
+    shape = x.shape[-2:]
     return tiles.call(fabric, plan, x, shape, put_tile, name=name, num_shards=num_ranks, puts=True)

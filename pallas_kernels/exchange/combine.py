@@ -139,6 +139,8 @@ class _Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
+    """The kernel of `combine`."""
+
     num_tokens: int
     row: Row
     top_k: int
@@ -243,7 +245,7 @@ class _Combine:
         _, _, num_steps = self._range()
 
         def begin(step: jax.Array) -> None:
-            # Waits until peers have read the older sums that this step's sums will overwrite.
+            """Lists a step's rows, once peers have read the older sums that its sums overwrite."""
             if self.steps_per_block > self.receive_steps:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -273,41 +275,42 @@ class _Combine:
         """Lists for each sum of a step the rows of y that it adds, and their weights."""
         fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens, _ = self._range()
-        token = first_token + step * self.step_tokens  # the step's first
-        of_rows = [(owner, fabric.mine(refs.rows), owner) for owner in range(num_ranks)]
-        loads: list[Any] = [(scratch.window_rows, of_rows)]
+        first_of_step = first_token + step * self.step_tokens
+        rows = [(owner, fabric.mine(refs.rows), owner) for owner in range(num_ranks)]
+        loads: list[Any] = [(scratch.window_rows, rows)]
         if self.weighted:
-            of_weights = [(owner, fabric.peer(refs.weights, owner)) for owner in range(num_ranks)]
-            loads.append((scratch.window_weights, of_weights))
-        start = self.window.start(token * top_k)
+            weights = [(owner, fabric.peer(refs.weights, owner)) for owner in range(num_ranks)]
+            loads.append((scratch.window_weights, weights))
+        start = self.window.start(first_of_step * top_k)
         fb.load_slices(fabric, pl.ds(start, self.window.width), *loads)
         half = lax.rem(step, 2)
 
         # Sum i is for a token of the step and its owner; see `scratch`.
         def list_sum(i: jax.Array, _: None) -> None:
             step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
-            entry = (token + step_token) * top_k - start
+            entry = (first_of_step + step_token) * top_k - start
             places = [scratch.window_rows[owner, entry + choice] for choice in range(top_k)]
             sent = fb.any_row(places)
-            factors = [jnp.float32(1)] * top_k
+            weights = [jnp.float32(1)] * top_k
             if self.weighted:
-                factors = [scratch.window_weights[owner, entry + choice] for choice in range(top_k)]
+                weights = [scratch.window_weights[owner, entry + choice] for choice in range(top_k)]
             # A rank-major y has one row for each token, which the token's experts share.
             if self.by_rank:
-                place = owner * self.num_tokens + token + step_token
-                places, factors = [jnp.where(sent, place, fb.NOWHERE)], [jnp.float32(1)]
+                place = owner * self.num_tokens + first_of_step + step_token
+                places = [jnp.where(sent, place, fb.NOWHERE)]
+                weights = [jnp.float32(1)]
             kept = [(place >= 0) & (place < self.capacity) for place in places]
             count, indices = _indices_in_list(kept)
             for choice, at in enumerate(indices):
                 scratch.list_rows[half, i, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
-                scratch.list_weights[half, i, at] = jnp.where(kept[choice], factors[choice], 1)
+                scratch.list_weights[half, i, at] = jnp.where(kept[choice], weights[choice], 1)
             for padding in range(len(places), self.listed_rows):
                 scratch.list_rows[half, i, padding] = jnp.int32(fb.NOWHERE)
                 scratch.list_weights[half, i, padding] = jnp.float32(1)
             scratch.list_counts[half, i] = jnp.where(sent, count, fb.NOWHERE)
 
-        tokens = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
-        lax.fori_loop(0, tokens * num_ranks, list_sum, None)
+        tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
+        lax.fori_loop(0, tokens_of_step * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a worker: sums and sends the rows of each step, and adds up received sums."""
@@ -346,7 +349,7 @@ class _Combine:
         """Calls `body(token, item)` for this worker's share of `per_token` items of each token."""
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
-        tokens = jnp.minimum(num_tokens - step * self.step_tokens, jnp.int32(self.step_tokens))
+        tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
         # Deals items to the workers round-robin, and continues the round from step to step, so that
         # all workers get equal shares.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
@@ -356,7 +359,7 @@ class _Combine:
             index = first + i * workers
             body(lax.div(index, jnp.int32(per_token)), lax.rem(index, jnp.int32(per_token)))
 
-        count = lax.div(tokens * per_token - first + workers - 1, workers)
+        count = lax.div(tokens_of_step * per_token - first + workers - 1, workers)
         lax.fori_loop(0, count, call_body, None)
 
     def _sum_and_put(
@@ -364,7 +367,8 @@ class _Combine:
     ) -> None:
         """Sums this worker's tiles of a step, and stores them in the owners' receive buffers."""
         fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
-        rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
+        rank, block = fabric.rank(), lax.axis_index("block")
+        half = lax.rem(step, 2)  # that of the lists
         slot = lax.rem(step, self.receive_steps)  # the step's place in the receive buffer
         first_owner = fb.first_peer(fabric)
 
@@ -372,7 +376,7 @@ class _Combine:
             """Sums and sends one tile for one owner's token number `token` of the step."""
             owner_number, tile = lax.div(item, self.num_tiles), lax.rem(item, self.num_tiles)
             owner = lax.rem(owner_number + first_owner, jnp.int32(self.fabric.num_ranks))
-            index = token * self.fabric.num_ranks + owner
+            index = token * self.fabric.num_ranks + owner  # of the sum; see `scratch`
             columns_of_y = pl.ds(tile * self.tile, self.tile)
             count = scratch.list_counts[half, index]
 
@@ -429,14 +433,14 @@ class _Combine:
         """Waits for all ranks' sums for this rank's tokens of a step, and adds them."""
         fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
         block, slot = lax.axis_index("block"), lax.rem(step, self.receive_steps)
-        first_of_block, _, _ = self._range()
-        first_token = first_of_block + step * self.step_tokens
+        first_token, _, _ = self._range()
+        first_of_step = first_token + step * self.step_tokens
         fabric.wait(_PUT, step + 1, "combine")
         fabric.delay_point(2)
 
         def add_sums(step_token: jax.Array, tile: jax.Array) -> None:
             """Adds up the tiles that ranks sent for one token of the step; stores the total."""
-            token = first_token + step_token
+            token = first_of_step + step_token
             columns_of_out = pl.ds(tile * self.tile, self.tile)
             experts = [
                 fabric.mine(refs.topk_idx)[token * top_k + choice] for choice in range(top_k)

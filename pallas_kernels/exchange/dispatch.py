@@ -89,14 +89,8 @@ def expert_dispatch(
     row = Row(x.shape[-1], x.dtype, wire)
     kernel = _Dispatch(
         Sender(fabric, plan, num_tokens, row, num_words=top_k),
-        ExpertRows(
-            fabric,
-            plan.num_blocks,
-            num_experts,
-            buffer,
-            row.parts,
-            count_arrivals=1,  # that of `receive_counts`
-        ),
+        # `counts_full` is completed by one arrival, that of `receive_counts`.
+        ExpertRows(fabric, plan.num_blocks, num_experts, buffer, row.parts, count_arrivals=1),
     )
     window, num_parts = kernel.sender.window, len(row.parts)
     results = fb.kernel(
@@ -144,17 +138,11 @@ def dispatch_like(
       The receive buffer ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
+    num_experts = counts.shape[-1]
     row = Row(x.shape[-1], x.dtype, wire)
     kernel = _DispatchLike(
         Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=num_ranks),
-        ExpertRows(
-            fabric,
-            plan.num_blocks,
-            counts.shape[-1],
-            buffer,
-            row.parts,
-            adds=into is not None,
-        ),
+        ExpertRows(fabric, plan.num_blocks, num_experts, buffer, row.parts, adds=into is not None),
     )
     tokens = [jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts]
     call = fb.kernel(
@@ -172,7 +160,7 @@ def dispatch_like(
     operands = (
         x,
         kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
-        pad_last(counts, kernel.experts.count_width - counts.shape[-1]),
+        pad_last(counts, kernel.experts.count_width - num_experts),
     )
     if into is None:
         return tuple(call(*operands))
@@ -249,14 +237,14 @@ class _Kernel:
         first_token, num_tokens = self.sender.range()
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
-        step_token = first_token + step * step_tokens  # the step's first
+        first_of_step = first_token + step * step_tokens
         # Without this rank's own tokens, which the sender writes to all their rows.
         others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
         if not others:
             return jnp.int32(0)
         sources = [(source, fabric.mine(rows), source) for source in others]
         window = self.sender.step_window
-        start = window.start(step_token * top_k)
+        start = window.start(first_of_step * top_k)
         fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_rows, sources))
 
         def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
@@ -264,7 +252,7 @@ class _Kernel:
             for source in others:
                 places, num_places = [], jnp.int32(0)
                 for choice in range(top_k):
-                    row = scratch.step_rows[source, (step_token + i) * top_k - start + choice]
+                    row = scratch.step_rows[source, (first_of_step + i) * top_k - start + choice]
                     kept = self.kept(row)
                     places.append(jnp.where(kept, row, fb.NOWHERE))
                     num_places = num_places + kept.astype(jnp.int32)
@@ -499,13 +487,14 @@ class _Routes:
     scratch: fb.Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
+        """Returns the first row in `words` that is in the receive buffer, or NOWHERE."""
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
             place = jnp.where(self.kernel.kept(row), row, place)
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns for each choice but the first the row in `words`; NOWHERE for that of `row`."""
+        """Returns for each choice but the first its row; NOWHERE for the one that `row` returns."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)

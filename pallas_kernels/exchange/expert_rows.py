@@ -291,12 +291,11 @@ class ExpertRows:
             """Zeroes this block's share of rows `begin` to `end` - 1: every num_blocks-th row."""
             end = jnp.minimum(end, self.buffer.capacity)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
-            lax.fori_loop(
-                0,
-                jnp.maximum(count, 0),
-                lambda i, _: zero_row(begin + block + i * num_blocks),
-                None,
-            )
+
+            def zero_ith(i: Any, _: None) -> None:
+                zero_row(begin + block + i * num_blocks)
+
+            lax.fori_loop(0, jnp.maximum(count, 0), zero_ith, None)
 
         def zero_padding(expert: Any, _: None) -> None:
             zero_rows(scratch.group_ends[0, expert], scratch.group_ends[1, expert])

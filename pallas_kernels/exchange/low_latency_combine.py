@@ -71,6 +71,8 @@ def combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
+    """The kernel of `combine`. A pair is a token of the block and its owner."""
+
     rows: Rows
     capacity: int  # the number of rows of y
     by_rank: bool  # whether y is rank-major, with one row for each pair
@@ -102,15 +104,15 @@ class _Combine:
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> fb.Scratch:
-        # A pair is a token and its owner.
-        plan, stages, lists = self.rows.plan, self.num_stages, (self.num_pairs, self.rows_of_pair)
+        plan, stages = self.rows.plan, self.num_stages
+        list_shape = self.num_pairs, self.rows_of_pair
         weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)
         return fb.Scratch(
             # The ring of rows of y: row number n of the block goes to stage n % num_stages.
             stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
             # The token's rows of y on this rank, and which of the token's K choices has each.
-            places=plgpu.SMEM(lists, jnp.int32),
-            choices=plgpu.SMEM(lists, jnp.int32),
+            places=plgpu.SMEM(list_shape, jnp.int32),
+            choices=plgpu.SMEM(list_shape, jnp.int32),
             # How many rows a pair has; NOWHERE if the token chose no expert of this rank.
             num_rows=plgpu.SMEM((self.num_pairs,), jnp.int32),
             # A row has arrived; all summers have read it. A warpgroup must wait for every
@@ -228,8 +230,8 @@ class _Combine:
         plgpu.barrier_wait(scratch.listed)
         fabric.barrier()
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
-        # The number of the block's next row, and how many rows the block has.
-        used, num_rows = jnp.int32(0), functools.reduce(jnp.add, counts)
+        num_rows = functools.reduce(jnp.add, counts)  # of the block
+        used = jnp.int32(0)  # the number of the block's next row
         sums_of_own_tokens = []
         for pair, i, _, _, _ in self._pairs():
             count = scratch.num_rows[pair]

@@ -179,6 +179,7 @@ class _Dispatch:
             token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
             # The planner has found where each expert's rows are.
             groups_known=plgpu.Barrier(),
+            # All movers have written their part of `token_rows`.
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
         )
 

@@ -285,8 +285,8 @@ def for_low_latency(
 ) -> LowLatencyPlan | None:
     """Returns the `LowLatencyPlan` of the low-latency kernels, or None if they cannot run.
 
-    `num_gpus` is the number of GPUs of the host that share symmetric memory; `num_blocks` is at
-    most as many as the protocol has room for.
+    `num_gpus` is the number of GPUs of the host that share symmetric memory. The plan has at most
+    `num_blocks` thread blocks, if that is not None, and no more than the protocol has room for.
     """
     plan = LowLatencyPlan(
         **dataclasses.asdict(sizes), hidden=row.hidden, dtype=row.dtype, num_gpus=num_gpus

@@ -112,7 +112,8 @@ def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[
         distance = 1
         while distance < threads:
             other = mosaic.shuffle(largest, distance)
-            largest, distance = arith.maxui(largest, other), 2 * distance
+            largest = arith.maxui(largest, other)
+            distance *= 2
     scale = float8.scale(wire, largest)
     inverse = float8.branchless_reciprocal(scale)
     scaled = [
@@ -131,9 +132,9 @@ def add_rows(
 ) -> jax.Array:
     """Dequantizes rows in this rank's global memory, and sums those that were sent, in order.
 
-    `parts` is (values [H] of each row, scales [H / 128] of each row). Returns [H] of `dtype` in
-    registers, computed in float32 and rounded once. The sum starts from 0.0, so that rows of -0.0
-    add up to 0.0.
+    `parts` is (values [H] of each row, scales [H / 128] of each row); `sent` has a [] bool for each
+    row. Returns [H] of `dtype` in registers, computed in float32 and rounded once. The sum starts
+    from 0.0, so that rows of -0.0 add up to 0.0.
     """
     values, scales = parts
     (hidden,) = values[0].shape

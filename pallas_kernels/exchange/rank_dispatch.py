@@ -95,6 +95,8 @@ def rank_dispatch(
 
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
+    """The kernel of `rank_dispatch`."""
+
     num_experts: int
     top_k: int
     # A list has for each of the K choices the expert's index at the rank, or -1, then the bits of K
@@ -150,17 +152,17 @@ class _RankDispatch:
         def receive_step(step: jax.Array, _: None) -> None:
             fabric.wait(PUT, step + 1, "dispatch")
             fabric.delay_point(2)
-            step_token = first_token + step * step_tokens  # the step's first
+            first_of_step = first_token + step * step_tokens
             sources = ((source, fabric.mine(lists), source) for source in range(num_ranks))
-            start = window.start(step_token * width)
+            start = window.start(first_of_step * width)
             fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_lists, sources))
 
             def zero_if_not_sent(pair: jax.Array, _: None) -> None:
                 """Zeroes the row of the step's token i of `source` if it has no expert here."""
                 source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
-                entry = (step_token + i) * width - start
+                entry = (first_of_step + i) * width - start
                 ids = [scratch.step_lists[source, entry + choice] for choice in range(self.top_k)]
-                row = source * sender.num_tokens + step_token + i
+                row = source * sender.num_tokens + first_of_step + i
                 for part, ref, (columns, _dtype) in zip(
                     scratch.zeros, tokens, sender.row.parts, strict=True
                 ):

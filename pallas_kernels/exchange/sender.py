@@ -84,21 +84,21 @@ class Sender:
 
     def scratch(self) -> fb.Scratch:
         """Returns the types of the shared memory that the kernel must allocate for the sender."""
-        stages, row = self.plan.num_stages, self.row
-        wide = plgpu.SMEM((stages, row.hidden), row.dtype) if row.wire.quantized else None
+        num_stages, row = self.plan.num_stages, self.row
+        wide = plgpu.SMEM((num_stages, row.hidden), row.dtype) if row.wire.quantized else None
         return fb.Scratch(
             # A slice of each array of `Routes.sources`, for the tokens to be sent next.
             words=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
             # Rows as they are sent: values and, if quantized, scales; rows before they are
             # quantized; the list for each rank.
-            stages=[plgpu.SMEM((stages, columns), t) for columns, t in row.parts],
+            stages=[plgpu.SMEM((num_stages, columns), t) for columns, t in row.parts],
             wide_stages=wide,
-            lists=plgpu.SMEM((stages, self.fabric.num_ranks, self.num_words), jnp.int32),
+            lists=plgpu.SMEM((num_stages, self.fabric.num_ranks, self.num_words), jnp.int32),
             # An input row has arrived; the quantizer has written a row; the sender no longer reads
             # it. Without a quantizer, the last two are None.
-            full=plgpu.Barrier(num_barriers=stages),
-            quantized=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
-            sent=plgpu.Barrier(num_barriers=stages) if row.wire.quantized else None,
+            full=plgpu.Barrier(num_barriers=num_stages),
+            quantized=plgpu.Barrier(num_barriers=num_stages) if row.wire.quantized else None,
+            sent=plgpu.Barrier(num_barriers=num_stages) if row.wire.quantized else None,
         )
 
     def range(self) -> tuple[jax.Array, jax.Array]:
@@ -165,8 +165,8 @@ class Sender:
     ) -> None:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
-        Call `fetch_first`, and `open_window` for the block's first token, before, and `quantize` in
-        the quantizer. x is [T, H]. `tokens` are the receive buffer's values and, if quantized,
+        Before, call `fetch_first`, and `open_window` for the block's first token. The quantizer
+        calls `quantize`. x is [T, H]. `tokens` are the receive buffer's values and, if quantized,
         scales. `lists`, [N, T·num_words] int32, gets the words that arrive with each token of each
         rank; None: none are sent.
         """

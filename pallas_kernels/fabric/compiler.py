@@ -41,7 +41,6 @@ def kernel(
     interpreter, or is None on a GPU. Raises NotImplementedError if this JAX lacks a name that
     kernels need.
     """
-
     if reason := requirements.unavailable_reason():
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
 

@@ -251,12 +251,13 @@ def _check(jaxpr: Any) -> None:
         if equation.params.get("accuracy") is not None:
             raise NotSupported(f"it asks for the accuracy of {name}")
         # Booleans come from comparisons, and int32 numbers are literals; both are held as float32.
-        also = {
-            "convert_element_type": (jnp.bool_, jnp.int32),
-            "select_n": (jnp.bool_,),
-        }.get(name, (jnp.bool_,) if name in _compare else ())
+        dtypes = [jnp.float32]
+        if name in ("convert_element_type", "select_n", *_compare):
+            dtypes.append(jnp.bool_)
+        if name == "convert_element_type":
+            dtypes.append(jnp.int32)
         for variable in (*equation.invars, *equation.outvars):
-            if variable.aval.shape or variable.aval.dtype not in (jnp.float32, *also):
+            if variable.aval.shape or variable.aval.dtype not in dtypes:
                 raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
 
 

@@ -72,22 +72,23 @@ class Endpoint:
     """One warpgroup's connection to its peers during one kernel call; `close` ends the call.
 
     Attributes:
-      rank, here: [] int32, this rank, and the number of its GPU on the host.
+      rank, gpu: [] int32, this rank, and the number of its GPU on the host.
       peers: the other ranks, [] int32 each: rank + 1, rank + 2 and so on, modulo num_ranks.
     """
 
     def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
-        # `worker` is the number of this warpgroup; `what` names the call in a timeout's message.
-        self.channels, self._worker, self.what = channels, worker, what
+        self.channels = channels
+        self._worker = worker  # the number of this warpgroup
+        self.what = what  # names the call in a timeout's message
         self.rank, index_of_rank_0 = channels.rank_and_index_of_rank_0(mesh_index)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
-        self.here = channels.gpu(mesh_index)
-        # The numbers on the host of the GPUs of `peers`.
-        self._there = [channels.gpu(index_of_rank_0 + self._offset(peer)) for peer in self.peers]
+        self.gpu = channels.gpu(mesh_index)
+        # The number of each peer's GPU.
+        self._gpus = [channels.gpu(index_of_rank_0 + self._offset(peer)) for peer in self.peers]
         # For each of `peers`, the index and the value of the counter of calls with it.
-        self._counters = [worker * memory_map.MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
-        self._calls = channels.memory.read(self.here, self._counters)
+        self._counters = [worker * memory_map.MAX_LOW_LATENCY_GPUS + gpu for gpu in self._gpus]
+        self._calls = channels.memory.read(self.gpu, self._counters)
 
     # `index` counts the tiles of a call from 0, and `exact` is whether NaNs keep their bits; sender
     # and receiver pass the same.
@@ -97,8 +98,8 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
-        number = self._buffer(self.here, self._there[i], self._calls[i], index)
-        self.channels.memory.send(self._there[i], number, tile, exact=exact)
+        number = self._buffer_number(self.gpu, self._gpus[i], self._calls[i], index)
+        self.channels.memory.send(self._gpus[i], number, tile, exact=exact)
 
     def receive(
         self, index: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
@@ -121,9 +122,9 @@ class Endpoint:
         sent is undefined. None: all are sent.
         """
         buffers = [
-            self._buffer(sender, self.here, calls, index)
+            self._buffer_number(sender, self.gpu, calls, index)
             for index in indices
-            for sender, calls in zip(self._there, self._calls, strict=True)
+            for sender, calls in zip(self._gpus, self._calls, strict=True)
         ]
         tiles = self.channels.memory.receive(
             self,
@@ -148,7 +149,7 @@ class Endpoint:
     def close(self) -> None:
         """Ends this call: increments this warpgroup's counter of calls with each peer."""
         calls = [calls + 1 for calls in self._calls]
-        self.channels.memory.write(self.here, self._counters, calls)
+        self.channels.memory.write(self.gpu, self._counters, calls)
 
     def delay_point(self, number: int) -> None:
         """Delays this rank if a test has set a delay; see `Fabric.delay_point`."""
@@ -162,17 +163,17 @@ class Endpoint:
             rank = lax.div(rank, jnp.int32(size))
         return offset
 
-    def _buffer(
+    def _buffer_number(
         self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
         """Returns the number of the tile buffer of GPU `receiver` for tile `index` of `sender`."""
         # `calls` selects the set of buffers for even or odd calls.
         num_gpus = self.channels.memory.num_gpus
-        senders = memory_map.num_senders(num_gpus)
+        num_senders = memory_map.num_senders(num_gpus)
         # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
         # no buffers are needed for the receiver itself.
-        number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
-        set_of_sender = (calls & 1) * senders + number
+        number = lax.rem(sender - receiver + num_senders, jnp.int32(num_senders + 1))
+        set_of_sender = (calls & 1) * num_senders + number
         channel = set_of_sender * memory_map.MAX_WORKERS + self._worker
         return channel * memory_map.tiles_of_channel(num_gpus) + index
 
@@ -277,7 +278,7 @@ class TileMemory:
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
         peers = endpoint.peers * (count // len(endpoint.peers))
-        scalars = [endpoint.here, endpoint.rank, *buffers, *peers, *(wanted or ())]
+        scalars = [endpoint.gpu, endpoint.rank, *buffers, *peers, *(wanted or ())]
         return mosaic.inline(emit, scalars, [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
@@ -318,8 +319,8 @@ class TileMemory:
         """Emits this thread's four words of a tile as they were before the sender replaced any."""
         i32 = mosaic.integer_type(32)
         has_note = _any([mosaic.equal(word, _INSTEAD) for word in words])
-        found = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
-        with ir.InsertionPoint(found.then_block):
+        branch = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
             pointer = self._note(gpu, buffer)
 
             def ask() -> tuple[Value, list[Value]]:
@@ -336,9 +337,9 @@ class TileMemory:
                     for bit, word in zip(bits, words, strict=True)
                 ]
             )
-        with ir.InsertionPoint(found.else_block):
+        with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(words))
-        return list(found.results)
+        return list(branch.results)
 
     # Addresses in the memory of the low-latency protocol, in the heap of GPU `gpu`.
 
@@ -346,10 +347,11 @@ class TileMemory:
         return self._address(gpu, 0, (counter, 4))
 
     def _buffer(self, gpu: Value, buffer: Value) -> Value:
-        # The address of this thread's 16 bytes.
+        """Emits the address of this thread's 16 bytes in tile buffer number `buffer`."""
+        counters_bytes = 4 * memory_map.NUM_COUNTERS
+        of_buffer = buffer, memory_map.TILE_BYTES
         of_thread = mosaic.warpgroup_thread(), VECTOR_BYTES
-        buffers, term = 4 * memory_map.NUM_COUNTERS, (buffer, memory_map.TILE_BYTES)
-        return self._address(gpu, buffers, term, of_thread)
+        return self._address(gpu, counters_bytes, of_buffer, of_thread)
 
     def _note(self, gpu: Value, buffer: Value) -> Value:
         buffers_bytes = memory_map.TILE_BYTES * memory_map.num_tile_buffers(self.num_gpus)

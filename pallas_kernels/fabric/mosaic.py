@@ -429,29 +429,29 @@ def array_of(
     )
 
 
-def tensor_core_array(values: Sequence[Value], shape: Sequence[int], kind: Any) -> Array:
+def tensor_core_array(values: Sequence[Value], shape: Sequence[int], element: Any) -> Array:
     """Returns a float array in the layout `plgpu.Layout.WGMMA`, made of one thread's MLIR vectors.
 
     Each is of two neighbouring elements of a row. Their order: for each 64 rows, for each 8
     columns, for the thread's two of the warp's 16 rows. Thread t of a warp has rows t / 4 and
-    t / 4 + 8. `kind` is the elements' MLIR type.
+    t / 4 + 8. `element` is the elements' MLIR type.
     """
-    return _array_in(mgpu.WGMMA_LAYOUT, values, shape, kind)
+    return _array_in(mgpu.WGMMA_LAYOUT, values, shape, element)
 
 
-def tensor_core_rows(values: Sequence[Value], num_rows: int, kind: Any) -> Array:
+def tensor_core_rows(values: Sequence[Value], num_rows: int, element: Any) -> Array:
     """Returns a float array in the layout `plgpu.Layout.WGMMA.reduce(1)`, a number for each row.
 
     `values` are those of two of the warp's 16 rows, for each 64 rows; see `tensor_core_array`.
     """
-    of_one = vector_type(1, kind)
+    of_one = vector_type(1, element)
     vectors = [vector.from_elements(of_one, [value]) for value in values]
-    return _array_in(mgpu.WGMMA_ROW_LAYOUT, vectors, (num_rows,), kind)
+    return _array_in(mgpu.WGMMA_ROW_LAYOUT, vectors, (num_rows,), element)
 
 
-def _array_in(layout: Any, values: Sequence[Value], shape: Sequence[int], kind: Any) -> Array:
-    # `like` tells the shape of the array of registers.
-    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
+def _array_in(layout: Any, values: Sequence[Value], shape: Sequence[int], element: Any) -> Array:
+    # The array of registers has the shape that it has in `like`, of zeros in the same layout.
+    zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
     like = mgpu.FragmentedArray.splat(zero, tuple(shape), layout)
     registers = np.array(list(values), dtype=object).reshape(like.registers.shape)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -468,7 +468,7 @@ def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
     out = np.empty_like(arrays[0].registers)
     for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
-        result = vectors[0]
+        result = vectors[0]  # whose elements are all replaced
         for i in range(vector_length_of(result)):
             element = function(*[vector.extract(register, [], [i]) for register in vectors])
             result = vector.insert(element, result, [], [i])
@@ -616,13 +616,13 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
             # Mosaic asks on the host where a copy needs a TMA descriptor, as one of tiles does.
             if on_host:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
-            kind = ir.MemRefType(ref.type)
-            strides, _ = kind.get_strides_and_offset()
+            here = ir.MemRefType(ref.type)
+            strides, _ = here.get_strides_and_offset()
             # The layout has offset 0, since the pointer already includes the memref's offset.
             layout = ir.StridedLayoutAttr.get(0, strides)
-            type_there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
+            there = ir.MemRefType.get(here.shape, here.element_type, layout, here.memory_space)
             place = add(address(ref), offset(table, peer))
-            return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), type_there)
+            return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)
 
         context.to_remote = to_remote
 

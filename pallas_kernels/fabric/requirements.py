@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-# Maps a module of JAX to those of its names that the kernels use.
+# Maps a module of JAX to those of its names that the kernels use. The tuples within tuples only let
+# several names share a line.
 REQUIRED = {
     "jax.experimental.mosaic.gpu": (
         *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGMMA_ROW_LAYOUT", "WGStridedFragLayout"),
@@ -23,14 +24,8 @@ REQUIRED = {
         *("Scratch.finalize_size",),
     ),
     "jax.experimental.mosaic.gpu.utils": (
-        "bitwidth",
-        "dtype_to_ir_type",
-        "getelementptr",
-        "memref_ptr",
-        "ptr_as_memref",
-        "thread_idx",
-        "warp_tree_reduce",
-        "warpgroup_barrier",
+        *("bitwidth", "dtype_to_ir_type", "getelementptr", "memref_ptr", "ptr_as_memref"),
+        *("thread_idx", "warp_tree_reduce", "warpgroup_barrier"),
     ),
     "jax.experimental.pallas": (
         *("cdiv", "ds", "multiple_of", "next_power_of_2", "run_scoped", "when"),

@@ -121,24 +121,23 @@ class Gpus(RanksOfMesh):
         `buffers` are those that peers access, in one order on all ranks; `reads` is whether peers
         read data that this rank wrote to them before the call.
         """
-        # More would reach past this rank's arrays in the heap. Callers refuse it with a message.
+        # More would reach past this GPU's arrays in its heap. Callers refuse it with a message.
         num_buffers, num_ranks = len(buffers), self.num_ranks
         assert num_blocks <= memory_map.MAX_BLOCKS, (name, num_blocks)
         assert num_buffers <= memory_map.MAX_BUFFERS, (name, num_buffers)
         assert num_ranks <= memory_map.MAX_GPUS, (name, num_ranks)
         mesh_index = operands[0][0]
         rank, index_of_rank_0 = self.rank_and_index_of_rank_0(mesh_index)
-        table, offsets = scratch["fabric_table"], [0]
         # For each rank, the mesh index of its device minus that of the device with rank 0.
+        offsets = [0]
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
-        peers = [self.gpu(index_of_rank_0 + offset) for offset in offsets]
         call = _Call(
             mesh_index=mesh_index,
             rank=rank,
-            here=self.gpu(mesh_index),
-            peers=peers,
-            table=table,
+            gpu=self.gpu(mesh_index),
+            gpus=[self.gpu(index_of_rank_0 + offset) for offset in offsets],
+            table=scratch["fabric_table"],
             buffers=list(buffers),
             name=name.removeprefix("ep_"),
             reads=reads,
@@ -148,10 +147,10 @@ class Gpus(RanksOfMesh):
 
         def emit(at: _Emitted, *refs: Any) -> None:
             thread, block = mosaic.warpgroup_thread(), mosaic.block()
-            heap = self._heap(at.here)
+            heap = self._heap(at.gpu)
             # Thread r reads the counter of calls with rank r. Numbers begin with 1, so that a word
             # of zeros belongs to no call.
-            counter = self._call_counter(heap, entry_of(at.peers, thread), block)
+            counter = self._call_counter(heap, entry_of(at.gpus, thread), block)
             with mosaic.when(below(thread, num_ranks)):
                 number = add(load64(counter), 1)
                 store_shared64(at.number_address(thread), number)
@@ -170,18 +169,18 @@ class Gpus(RanksOfMesh):
             # so the counters of the blocks that this kernel lacks are set, too: those of indices
             # that are equal to this block's modulo num_blocks.
             in_first_warpgroup = below(thread_of_block, WARPGROUP)
-            for r, peer in enumerate(at.peers):
+            for r, gpu in enumerate(at.gpus):
                 number = at.number(i32(r))
                 for start in range(0, memory_map.MAX_BLOCKS, WARPGROUP * num_blocks):
                     index = add(block, start, mul(thread, num_blocks))
-                    counter = self._call_counter(heap, peer, index)
+                    counter = self._call_counter(heap, gpu, index)
                     exists = below(index, memory_map.MAX_BLOCKS)
                     with mosaic.when(arith.andi(in_first_warpgroup, exists)):
                         store64(counter, number)
 
         call.inline(emit, *buffers)
         mosaic.reach_peers(
-            table, lambda t, entry: load_shared64(add(mosaic.address(t, 32), mul(entry, 8)))
+            call.table, lambda t, entry: load_shared64(add(mosaic.address(t, 32), mul(entry, 8)))
         )
 
     def _send_addresses(
@@ -204,9 +203,9 @@ class Gpus(RanksOfMesh):
         word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
         word = arith.ori(arith.ori(word, flag), tag)
         there = address_at(
-            self._heap(entry_of(at.peers, rank)),
+            self._heap(entry_of(at.gpus, rank)),
             memory_map.ADDRESSES,
-            (at.here, 8 * memory_map.MAX_BUFFERS),
+            (at.gpu, 8 * memory_map.MAX_BUFFERS),
             (buffer, 8),
         )
         store64(there, word, release=self._call.reads)
@@ -219,14 +218,14 @@ class Gpus(RanksOfMesh):
             return
 
         def emit(at: _Emitted, *refs: Any) -> None:
-            thread, heap = mosaic.warpgroup_thread(), self._heap(at.here)
+            thread, heap = mosaic.warpgroup_thread(), self._heap(at.gpu)
             with mosaic.when(below(thread, len(refs) * num_ranks)):
                 buffer, source = mosaic.divided(thread, num_ranks)
-                peer, number = entry_of(at.peers, source), at.number(source)
-                delta = load64(address_at(heap, 8 * memory_map.DELTA, (peer, 8)))
+                gpu, number = entry_of(at.gpus, source), at.number(source)
+                delta = load64(address_at(heap, 8 * memory_map.DELTA, (gpu, 8)))
                 mask = i64(_NOT_SHARED - 1)
                 pointer = address_at(
-                    heap, memory_map.ADDRESSES, (peer, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
+                    heap, memory_map.ADDRESSES, (gpu, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
                 )
 
                 def ask() -> tuple[Value, list[Value]]:
@@ -277,23 +276,23 @@ class Gpus(RanksOfMesh):
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
         def emit(at: _Emitted, count: Any) -> None:
             thread = mosaic.warpgroup_thread()
-            peer = entry_of(at.peers, thread)
+            receiver = entry_of(at.gpus, thread)
             # The threads that send the signal begin after all threads' writes.
             mosaic.barrier()
             with mosaic.when(below(thread, self.num_ranks)):
                 word = at.signal(thread, scalar(count))
-                store64(self._signal(peer, at.here, kind), word, release=release)
+                store64(self._signal(receiver, at.gpu, kind), word, release=release)
 
         self._call.inline(emit, jnp.asarray(count, jnp.int32))
 
     def wait(self, kind: int, count: Any, what: str) -> None:
         def emit(at: _Emitted, count: Any) -> None:
             thread = mosaic.warpgroup_thread()
-            peer = entry_of(at.peers, thread)
+            sender = entry_of(at.gpus, thread)
             must_wait = unequal(scalar(count), 0)
             with mosaic.when(arith.andi(must_wait, below(thread, self.num_ranks))):
                 target = at.signal(thread, scalar(count))
-                pointer = self._signal(at.here, peer, kind)
+                pointer = self._signal(at.gpu, sender, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
                     return below(load64(pointer), target), []
@@ -356,9 +355,9 @@ class Gpus(RanksOfMesh):
         """Emits the sending of value number `index`, 32 bits, to every rank."""
         value = widen(value)
         # The high half of a sent word is the number of the call.
-        for number, peer in zip(numbers, at.peers, strict=True):
+        for number, receiver in zip(numbers, at.gpus, strict=True):
             word = arith.ori(arith.shli(number, i64(32)), value)
-            store64(self._value(peer, at.here, number, index), word)
+            store64(self._value(receiver, at.gpu, number, index), word)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         self._read(rank, start, words, total=words.shape[0], what=what)
@@ -372,7 +371,7 @@ class Gpus(RanksOfMesh):
         def emit(at: _Emitted, rank: Any, start: Any, words: Any) -> None:
             source = scalar(rank)
             number = at.number(source)
-            peer = entry_of(at.peers, source)
+            sender = entry_of(at.gpus, source)
             words_address = mosaic.address(words, 32)
 
             def ask(pointers: Sequence[Value]) -> tuple[Value, list[Value]]:
@@ -408,7 +407,7 @@ class Gpus(RanksOfMesh):
                 # Threads past the last value read it too, and store nothing.
                 last = i32(total - 1)
                 pointers = [
-                    self._value(at.here, peer, number, add(scalar(start), arith.minui(i, last)))
+                    self._value(at.gpu, sender, number, add(scalar(start), arith.minui(i, last)))
                     for i in indices
                 ]
 
@@ -423,7 +422,7 @@ class Gpus(RanksOfMesh):
         rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))
         self._call.inline(emit, rank, start, words)
 
-    # Addresses in the GPUs' heaps.
+    # Addresses in the GPUs' heaps. The arguments `gpu`, `peer`, `owner` and `sender` number GPUs.
 
     def _heap(self, gpu: Value) -> Value:
         return address_at(i64(self.base), 0, (gpu, memory_map.STRIDE))
@@ -454,9 +453,8 @@ class _Call:
 
     mesh_index: jax.Array
     rank: jax.Array
-    # The number of this rank's GPU on the host, and that of each rank's.
-    here: jax.Array
-    peers: list[jax.Array]
+    gpu: jax.Array  # the number of this rank's GPU on the host
+    gpus: list[jax.Array]  # the numbers of all ranks' GPUs
     # 64-bit words in shared memory. deltas [buffers, N]: a buffer's address at each rank minus that
     # at this rank. numbers [N]: how many calls each rank and this rank have made with each other.
     table: Any
@@ -466,30 +464,30 @@ class _Call:
 
     def inline(self, emit: Callable[..., None], *operands: Any) -> None:
         """Inserts what `emit(at, *operands)` emits, where `at` has the emitted values of this."""
-        num_ranks = len(self.peers)
+        num_ranks = len(self.gpus)
 
-        def run(table: Value, here: Any, rank: Any, *others: Any) -> None:
-            peers = list(map(scalar, others[:num_ranks]))
-            at = _Emitted(table, scalar(here), scalar(rank), peers, len(self.buffers))
+        def run(table: Value, gpu: Any, rank: Any, *others: Any) -> None:
+            gpus = list(map(scalar, others[:num_ranks]))
+            at = _Emitted(table, scalar(gpu), scalar(rank), gpus, len(self.buffers))
             emit(at, *others[num_ranks:])
 
-        mosaic.inline(run, [self.table, self.here, self.rank, *self.peers, *operands])
+        mosaic.inline(run, [self.table, self.gpu, self.rank, *self.gpus, *operands])
 
 
 class _Emitted(NamedTuple):
     """The values of a `_Call` in emitted code."""
 
     table: Value
-    here: Value
+    gpu: Value
     rank: Value
-    peers: list[Value]
+    gpus: list[Value]
     num_buffers: int
 
     def deltas(self) -> Value:
         return mosaic.address(self.table, 32)
 
     def number_address(self, rank: Value) -> Value:
-        numbers = add(self.deltas(), 8 * self.num_buffers * len(self.peers))
+        numbers = add(self.deltas(), 8 * self.num_buffers * len(self.gpus))
         return add(numbers, mul(rank, 8))
 
     def number(self, rank: Value) -> Value:

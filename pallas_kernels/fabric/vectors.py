@@ -158,7 +158,8 @@ def constant(size: int, value: float, elements: int) -> jax.Array:
 def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[jax.Array]:
     """Rotates a list of N arrays: parts[i] becomes element (first + i) % N."""
     # `first` is known only on the GPU: for each bit set in it, rotates by that power of two.
-    parts, bit = list(parts), 1
+    parts = list(parts)
+    bit = 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
         parts = _select((first & bit) != 0, turned, parts, elements)
@@ -172,20 +173,14 @@ def _select(
     """Returns the arrays `yes` if `predicate` is true, else `no`; all have one shape and dtype."""
     shape, dtype = no[0].shape, no[0].dtype
 
-    def emit(choice: Any, *arrays: Any) -> Any:
-        choice, half = mosaic.scalar(choice), len(arrays) // 2
-        return [
-            mosaic.array_of(
-                [
-                    arith.select(choice, x, y)
-                    for x, y in zip(mosaic.registers(a), mosaic.registers(b), strict=True)
-                ],
-                shape,
-                elements,
-                b.is_signed,
-            )
-            for a, b in zip(arrays[:half], arrays[half:], strict=True)
-        ]
+    def emit(condition: Any, *arrays: Any) -> Any:
+        is_true = mosaic.scalar(condition)
+        results = []
+        for a, b in zip(arrays[: len(yes)], arrays[len(yes) :], strict=True):
+            registers = zip(mosaic.registers(a), mosaic.registers(b), strict=True)
+            selected = [arith.select(is_true, of_a, of_b) for of_a, of_b in registers]
+            results.append(mosaic.array_of(selected, shape, elements, b.is_signed))
+        return results
 
     operands = [(each, mosaic.strided(shape, elements)) for each in (*yes, *no)]
     arrays = [mosaic.in_registers(shape, dtype, elements)] * len(no)

@@ -407,6 +407,11 @@ class Float8Kernel(Kernel):
             totals, feed = carry
             stage = lax.rem(used + n, num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
+            product = tensor_cores.start_float8_product(
+                scratch["left"], scratch["right"], stage, row, first_half
+            )
+            # While the tensor cores compute the first product, load stages and scales.
+            feed = computer.feeder.follow(used + n, feed)
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
@@ -416,18 +421,10 @@ class Float8Kernel(Kernel):
                 for i in range(self.num_scales)
             ]
             totals = tensor_cores.add_float8_products(
-                totals,
-                scratch["left"],
-                scratch["right"],
-                stage,
-                row,
-                first_half,
-                num_halves,
-                row_scales,
-                block_scales,
+                totals, product, num_halves, row_scales, block_scales
             )
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, computer.feeder.follow(used + n, feed)
+            return totals, feed
 
         return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
 # The columns of a product of float8 tiles, and the registers in which a thread holds the product.
 _COLUMNS = 128
 _PER_PRODUCT = 64 * _COLUMNS // WARPGROUP
+_PRODUCT = plgpu.ShapeDtypeStruct((64, _COLUMNS), jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
 def add_warp_product(
@@ -40,53 +41,87 @@ def add_warp_product(
     return [llvm.extractvalue(f32, new_sums, [i]) for i in range(4)]
 
 
-def add_float8_products(
-    totals: Sequence[jax.Array],
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
-    first: Any,
-    count: Any,
-    row_scales: jax.Array | None,
-    block_scales: Sequence[Any],
-) -> tuple[jax.Array, ...]:
-    """Multiplies 64 rows of a float8 tile by other tiles, and adds the scaled products to totals.
+class StartedProduct(NamedTuple):
+    """A product of float8 tiles, to which the tensor cores may still write."""
 
-    A *block* is the transpose of 128 rows of `right`. The tensor cores compute the product with one
-    block after the other, this function waits until it is complete, and each thread then multiplies
-    its elements of the product by their scales and adds them.
+    # [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
+    product: jax.Array
+    # Both tiles, as operands of `mosaic.inline`, their offsets in bytes, and their types in PTX.
+    operands: list[Any]
+    kinds: list[str]
+
+
+def start_float8_product(
+    left: Any, right: Any, stage: jax.Array, row: Any, first: Any
+) -> StartedProduct:
+    """Starts to multiply 64 rows of a float8 tile by a *block*: 128 rows of another, transposed.
 
     Args:
-      totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
       left: [stages, rows, 128] float8 in shared memory, in swizzled tiles of 8 rows of 128 bytes.
       right: [stages, 128 * blocks, 128] float8 in shared memory, swizzled like `left`.
       row: the first of the 64 rows of left[stage], a multiple of 8.
-      first, count: the blocks of right[stage] to multiply: at least 1, at most one for each total.
-      row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of block[first + i], or several, of equally
-        many columns each.
-
-    Returns:
-      The new totals. totals[i] grew by left[stage, row : row + 64] @ block[first + i] times the
-      scales of rows and block, if i < count.
+      first: the block of right[stage] to multiply by.
     """
-    kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    num = len(totals)
-    emit = functools.partial(_emit_float8_products, num, len(block_scales), kinds)
+    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
     # In bytes: a row of a tile has 128.
     offsets = [
         jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
         for ref, begin in ((left, row), (right, first * _COLUMNS))
     ]
-    tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    layout = plgpu.Layout.WGMMA
-    old_totals = [(total, layout) for total in totals]
-    operands = [(left, tile), (right, tile), *offsets, jnp.int32(count), *old_totals, *block_scales]
+    operands = [(left, tile), (right, tile), *offsets]
+    kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
+    emit = functools.partial(_emit_start_of_float8_product, kinds)
+    return StartedProduct(mosaic.inline(emit, operands, _PRODUCT), operands, kinds)
+
+
+def add_float8_products(
+    totals: Sequence[jax.Array],
+    started: StartedProduct,
+    count: Any,
+    row_scales: jax.Array | None,
+    block_scales: Sequence[Any],
+) -> tuple[jax.Array, ...]:
+    """Adds scaled products of 64 rows of a float8 tile and the blocks of another one to totals.
+
+    The tensor cores compute the product with one block after the other, this function waits until
+    it is complete, and each thread then multiplies its elements of the product by their scales and
+    adds them.
+
+    Args:
+      totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
+      started: the product with the first block.
+      count: how many blocks to multiply by, from the first on: at least 1, at most one a total.
+      row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
+      block_scales: for each total, the float32 scale of its block, or several, of equally many
+        columns each.
+
+    Returns:
+      The new totals. totals[i] grew by the product with the i-th block times the scales of rows and
+      block, if i < count.
+    """
+    num, layout = len(totals), plgpu.Layout.WGMMA
+    emit = functools.partial(_emit_float8_products, num, len(block_scales), started.kinds)
+    operands = [*started.operands, (started.product, layout), jnp.int32(count)]
+    operands += [*((total, layout) for total in totals), *block_scales]
     if row_scales is not None:
         operands.append((row_scales, layout.reduce(1)))
-    result = plgpu.ShapeDtypeStruct((64, _COLUMNS), jnp.float32, layout=layout)
-    return tuple(mosaic.inline(emit, operands, [result] * num))
+    return tuple(mosaic.inline(emit, operands, [_PRODUCT] * num))
+
+
+def _emit_start_of_float8_product(
+    kinds: Sequence[str], left_ref: Value, right_ref: Value, left_offset: Array, right_offset: Array
+) -> Array:
+    """Emits `start_float8_product` for one thread."""
+    operands = [f"${_PER_PRODUCT + i}" for i in range(2)]
+    registers = [f"${i}" for i in range(_PER_PRODUCT)]
+    text = ["{ .reg .b64 a, b; .reg .pred nothing, more;", *_multiply(kinds, registers, *operands)]
+    values = _inline_asm(
+        _PER_PRODUCT,
+        [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)],
+        " ".join([*text, "}"]),
+        [*["=f"] * _PER_PRODUCT, "l", "l"],
+    )
+    return _products_of(values)[0]
 
 
 def _emit_float8_products(
@@ -97,6 +132,7 @@ def _emit_float8_products(
     right_ref: Value,
     left_offset: Array,
     right_offset: Array,
+    product: Array,
     count: Array,
     *arrays: Array,
 ) -> list[Array]:
@@ -105,7 +141,7 @@ def _emit_float8_products(
     # products as values, ptxas would assign registers of its own to each, and spill the totals.
     #
     # `arrays` are the totals, the scales of blocks and, if not None, the scales of rows.
-    num_totals = num * _PER_PRODUCT
+    num_results = (num + 1) * _PER_PRODUCT
     count = mosaic.scalar(count)
     old_totals, rows_from = arrays[:num], num + num_scales
     scales = [mosaic.scalar(each) for each in arrays[num:rows_from]]
@@ -123,34 +159,48 @@ def _emit_float8_products(
     operands += [count, *factors]
     inputs = [
         vector.extract(register, [], [i])
-        for total in old_totals
-        for register in mosaic.registers(total)
+        for array in (*old_totals, product)
+        for register in mosaic.registers(array)
         for i in range(2)
     ]
-    # The new totals are in the registers of the old ones.
+    # The new totals are in the registers of the old ones, and all products in those of the first.
     constraints = (
-        *["=f"] * num_totals,
-        *map(str, range(num_totals)),
+        *["=f"] * num_results,
+        *map(str, range(num_results)),
         *["l", "l", "r"],
         *["f"] * len(factors),
     )
-    new_totals = llvm.inline_asm(
-        mosaic.struct_type([mosaic.float_type()] * num_totals),
-        [*inputs, *operands],
-        _text_of_float8_products(num, num_scales, kinds),
+    text = _text_of_float8_products(num, num_scales, kinds)
+    values = _inline_asm(num_results, [*inputs, *operands], text, constraints)
+    return _products_of(values)[:num]
+
+
+def _inline_asm(
+    num: int, operands: Sequence[Value], text: str, constraints: Sequence[str]
+) -> list[Value]:
+    """Emits PTX with `num` float32 results."""
+    results = llvm.inline_asm(
+        mosaic.struct_type([mosaic.float_type()] * num),
+        operands,
+        text,
         ",".join(constraints),
         asm_dialect=0,
         has_side_effects=True,  # keeps its place among waits and arrivals
     )
-    values = [llvm.extractvalue(mosaic.float_type(), new_totals, [i]) for i in range(num_totals)]
+    return [llvm.extractvalue(mosaic.float_type(), results, [i]) for i in range(num)]
+
+
+def _products_of(values: Sequence[Value]) -> list[Array]:
+    """Returns the arrays [64, 128] whose elements in this thread are `values`."""
+    f32 = mosaic.float_type()
     pairs = [
-        vector.from_elements(mosaic.vector_type(2, mosaic.float_type()), values[i : i + 2])
-        for i in range(0, num_totals, 2)
+        vector.from_elements(mosaic.vector_type(2, f32), values[i : i + 2])
+        for i in range(0, len(values), 2)
     ]
     num_pairs = _PER_PRODUCT // 2
     return [
-        mosaic.tensor_core_array(pairs[i : i + num_pairs], (64, _COLUMNS), mosaic.float_type())
-        for i in range(0, num * num_pairs, num_pairs)
+        mosaic.tensor_core_array(pairs[i : i + num_pairs], (64, _COLUMNS), f32)
+        for i in range(0, len(pairs), num_pairs)
     ]
 
 
@@ -165,39 +215,45 @@ def _descriptor(ref: Value, offset: Array) -> Value:
     return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
 
 
+def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: str) -> list[str]:
+    """Returns the PTX that starts a product to `registers`; `left` and `right` are descriptors."""
+    names = "{" + ",".join(registers) + "}"
+    text = ["setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;"]
+    text.append(f"mov.b64 a, {left}; mov.b64 b, {right};")
+    text.append("wgmma.fence.sync.aligned;")
+    # An element of the product is a sum over 128 columns. An instruction sums over 32 of them, so 4
+    # instructions are needed. The first one adds to nothing.
+    for i in range(4):
+        text.append(
+            f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "
+            f"{names}, a, b, {'more' if i else 'nothing'}, 1, 1;"
+        )
+        if i < 3:
+            text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
+    return [*text, "wgmma.commit_group.sync.aligned;"]
+
+
 def _text_of_float8_products(num: int, num_scales: int, kinds: Sequence[str]) -> str:
     """Returns the PTX of `add_float8_products` for `num` blocks, with `num_scales` together."""
-    # Operands: new totals, old totals, both descriptors, count, scales of each block and row.
-    names = "{" + ",".join(f"c{i}" for i in range(_PER_PRODUCT)) + "}"
-    operands = (f"${2 * num * _PER_PRODUCT + i}" for i in range(3 + 2 * num_scales))
+    # Operands: new totals, products, old totals, products, both descriptors, count, scales of each
+    # block and row.
+    num_results = (num + 1) * _PER_PRODUCT
+    products = [f"${num * _PER_PRODUCT + i}" for i in range(_PER_PRODUCT)]
+    operands = (f"${2 * num_results + i}" for i in range(3 + 2 * num_scales))
     left, right, count, *factors = operands
-    text = [
-        "{",
-        f".reg .f32 c<{_PER_PRODUCT}>; .reg .b64 a, b; .reg .pred nothing, more, past;",
-        "setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;",
-    ]
+    text = ["{ .reg .b64 a, b, next; .reg .pred nothing, more, past;"]
     for block in range(num):
         if block:
             # Past `count`, blocks are skipped, with the instructions for them.
             text.append(f"setp.le.s32 past, {count}, {block}; @past bra.uni done;")
-        text.append(f"mov.b64 a, {left};")
-        # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
-        text.append(f"add.s64 b, {right}, {block * _COLUMNS * 128 // 16};")
-        text.append("wgmma.fence.sync.aligned;")
-        # An element of the product is a sum over 128 columns. An instruction sums over 32 of them,
-        # so 4 instructions are needed. The first one adds to nothing.
-        for i in range(4):
-            text.append(
-                f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "
-                f"{names}, a, b, {'more' if i else 'nothing'}, 1, 1;"
-            )
-            if i < 3:
-                text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
-        text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
-        for i in range(_PER_PRODUCT):
+            # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
+            text.append(f"add.s64 next, {right}, {block * _COLUMNS * 128 // 16};")
+            text += _multiply(kinds, products, left, "next")
+        text.append("wgmma.wait_group.sync.aligned 0;")
+        for i, element in enumerate(products):
             total = f"${block * _PER_PRODUCT + i}"
             scale = (block * _PER_PRODUCT + i) * num_scales // (num * _PER_PRODUCT)
             # Of four neighbouring numbers, two belong to each of the thread's two rows.
             factor = factors[2 * scale + i // 2 % 2]
-            text.append(f"fma.rn.f32 {total}, c{i}, {factor}, {total};")
+            text.append(f"fma.rn.f32 {total}, {element}, {factor}, {total};")
     return " ".join([*text, "done: }"])

@@ -58,16 +58,16 @@ def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
       [T, E] float32.
     """
     (num_tokens, hidden), num_experts = x.shape, gate.shape[1]
-    job = _Job(num_tokens, hidden, num_experts, jnp.dtype(gate.dtype))
+    body = _Logits(num_tokens, hidden, num_experts, jnp.dtype(gate.dtype))
 
     def kernel(x_ref: Any, gate_ref: Any, out: Any, shared: Any) -> None:
-        mosaic.inline(job.emit, [x_ref, gate_ref, out, shared, lax.axis_index("block")])
+        mosaic.inline(body.emit, [x_ref, gate_ref, out, shared, lax.axis_index("block")])
 
     return compiler.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((job.num_tokens, job.num_experts), jnp.float32),
-        scratch_types=dict(shared=plgpu.SMEM((_WARPS * job.block_logits,), jnp.float32)),
-        num_blocks=job.num_experts // _COLUMNS,
+        out_type=jax.ShapeDtypeStruct((body.num_tokens, body.num_experts), jnp.float32),
+        scratch_types=dict(shared=plgpu.SMEM((_WARPS * body.block_logits,), jnp.float32)),
+        num_blocks=body.num_experts // _COLUMNS,
         num_warpgroups=_THREADS // WARPGROUP,
         auto_barriers=False,
         kernel_name="router_logits",
@@ -75,7 +75,7 @@ def logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Logits:
     num_tokens: int
     hidden: int
     num_experts: int

@@ -81,7 +81,7 @@ def top_k(
       weighing: how weights are computed.
       compared: [T, E] float32, the numbers by which columns and groups are compared, or None for
         the logits.
-      sigmoid: whether their sigmoids are compared instead.
+      sigmoid: whether the sigmoids of these numbers are compared instead.
       bias: [1, E] or [T, E] float32 added to the compared numbers, or None.
       gathered: [T, E] float32, the numbers from which weights are computed; see `Weighing`. If
         None, the numbers are the softmax if `softmax` is set and `weighing` does not normalize,
@@ -207,7 +207,7 @@ class _TopK:
         lanes_of_group = WARP // groups.number
         # The two largest keys of this lane's columns, and then of all lanes of its group.
         largest: Value = keys[0]
-        second: Value | None = None
+        second: Value | None = None  # None if the lane holds one column
         for key in keys[1:]:
             largest, second = _two_largest(largest, second, key, None)
         distance = 1
@@ -216,13 +216,15 @@ class _TopK:
             other_second = None if second is None else mosaic.shuffle(second, distance)
             largest, second = _two_largest(largest, second, other, other_second)
             distance *= 2
+        group_key = largest
         if groups.best == 2:
             # A group has at least two columns (see `unavailable_reason`).
             assert second is not None
-            largest = _key(_apply(_ADD, _bits(largest), _bits(second)))
+            group_key = _key(_apply(_ADD, _bits(largest), _bits(second)))
         group = arith.divui(lanes.lane, mosaic.i32(lanes_of_group))
         # This lane's group; zeros once it is chosen.
-        pair, kept = (largest, _complement(group)), None
+        pair = group_key, _complement(group)
+        kept: Value | None = None
         for _ in range(groups.kept):
             best = _warp_best(pair)
             is_best = mosaic.equal(pair[1], best[1])
@@ -355,11 +357,12 @@ class _Lanes:
     """A lane of a warp, and the neighbouring columns of a row of `columns` that it holds."""
 
     def __init__(self, columns: int) -> None:
-        self.columns, self.width = columns, pl.cdiv(columns, WARP)  # width: of one lane
+        self.columns = columns
+        self.width = pl.cdiv(columns, WARP)  # the number of columns of a lane
         self.lane = arith.remui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
 
     def load(self, ref: Value, row: Value) -> list[Value]:
-        """Loads this lane's columns of a row of `ref` [T, E]; past the last column, that one."""
+        """Loads this lane's columns of a row of `ref` [T, E]; columns past the last repeat it."""
         i32 = mosaic.integer_type(32)
         first = mosaic.mul(self.lane, self.width)
         start = mosaic.mul(row, self.columns)

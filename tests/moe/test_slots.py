@@ -111,12 +111,15 @@ def test_both_flax_layers_start_in_order():
 
 OF_LAYERS = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1)
 FEWER = dataclasses.replace(WITH, num_slots=E - 1)
+IN_ANY_ORDER = dataclasses.replace(WITH, num_slots=E)
 
 
 @pytest.mark.parametrize(
     ("config", "placement", "error", "message"),
     [
         (WITH, None, TypeError, "placement must say .* num_slots=12 .* but is"),
+        # Shapes do not tell E slots, whose experts may be in any order, from E experts.
+        (IN_ANY_ORDER, None, TypeError, "placement must say .* num_slots=8 .* but is"),
         (WITHOUT, placed(1), ValueError, "placement must be None for a layer without num_slots"),
         (WITH, OF_LAYERS, ValueError, r"shape \(1, 12\).*Pass placement\[layer\]"),
         (FEWER, placed(1), ValueError, "num_slots must be at least num_experts=8, .* but is 7"),

@@ -66,7 +66,9 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             write_registers=_write,
             read_registers=lambda room: room[...],
         ),
-        tensor_cores: dict(add_float8_products=_add_float8_products),
+        tensor_cores: dict(
+            start_float8_product=_start_float8_product, add_float8_products=_add_float8_products
+        ),
         float8: dict(_quantize=_quantize, side_by_side=_side_by_side),
         decoder.Decoder: dict(
             load_scales=_load_scales,
@@ -193,28 +195,38 @@ def _zero_rows_outside(
 # ------------------------------------------------------------------------------------------ float8
 
 
+def _start_float8_product(
+    left: Any, right: Any, stage: jax.Array, row: Any, first: Any
+) -> tensor_cores.StartedProduct:
+    product = _float8_product(left, right, stage, row, first)
+    # Here threads, not tensor cores, read the operands.
+    plgpu.commit_smem()
+    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], [])
+
+
+def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: Any) -> jax.Array:
+    rows, columns = left[stage, pl.ds(row, 64)], right[stage, pl.ds(block * 128, 128)]
+    return jnp.dot(rows.astype(jnp.float32), columns.astype(jnp.float32).T)
+
+
 def _add_float8_products(
     totals: Sequence[jax.Array],
-    left: Any,
-    right: Any,
-    stage: jax.Array,
-    row: Any,
-    first: Any,
+    started: tensor_cores.StartedProduct,
     count: Any,
     row_scales: jax.Array | None,
     block_scales: Sequence[Any],
 ) -> tuple[jax.Array, ...]:
-    rows, blocks = left[stage, pl.ds(row, 64)].astype(jnp.float32), right.at[stage]
+    product, (left, right, stage, row, first), _ = started
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
     # [totals, 128]: the scale of each column.
     columns = 128 * len(totals) // len(block_scales)
     scales = jnp.repeat(jnp.stack(block_scales), columns).reshape(len(totals), 128)
     sums = []
     for i, (total, scale) in enumerate(zip(totals, scales, strict=True)):
-        block = jnp.minimum(first + i, blocks.shape[0] // 128 - 1)
-        product = jnp.dot(rows, blocks[pl.ds(block * 128, 128)].astype(jnp.float32).T)
+        if i:
+            block = jnp.minimum(first + i, right.shape[1] // 128 - 1)
+            product = _float8_product(left, right, stage, row, block)
         sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
-    # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
     return tuple(sums)
 

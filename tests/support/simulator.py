@@ -218,7 +218,7 @@ class SimulatedTileMemory(TileMemory):
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(buffers)
         wanted = [jnp.int32(w) for w in wanted or (1,) * len(buffers)]
         peers = endpoint.peers * (len(buffers) // len(endpoint.peers))
-        operands = endpoint.here, endpoint.rank, *buffers, *peers, *wanted
+        operands = endpoint.gpu, endpoint.rank, *buffers, *peers, *wanted
         return _on_host(_receive, *operands, memory=self, what=endpoint.what, returns=tiles)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:

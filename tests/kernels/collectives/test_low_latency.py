@@ -217,8 +217,8 @@ def test_calls_overtake_no_tile_buffer(several, devices, kind):
 
 
 class AlwaysTheSameSet(Endpoint):
-    def _buffer(self, sender, receiver, calls, index):
-        return super()._buffer(sender, receiver, calls & 0, index)
+    def _buffer_number(self, sender, receiver, calls, index):
+        return super()._buffer_number(sender, receiver, calls & 0, index)
 
 
 class SendsATileMore(Endpoint):

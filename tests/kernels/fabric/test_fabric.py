@@ -138,8 +138,8 @@ def test_a_gpu_knows_its_rank_and_its_peers(sizes, names, gpus, monkeypatch):
         operands = [jnp.full((1,), number, jnp.int32)]
         fabric.enter(operands, [], name="", num_blocks=1, reads=False, fabric_table=None)
         assert fabric.rank() == np.ravel_multi_index([place[name] for name in names], along)
-        assert fabric._call.here == gpus[number]
-        for rank, gpu in enumerate(fabric._call.peers):
+        assert fabric._call.gpu == gpus[number]
+        for rank, gpu in enumerate(fabric._call.gpus):
             there = place | dict(zip(names, np.unravel_index(rank, along), strict=True))
             assert gpu == gpus[np.ravel_multi_index(list(there.values()), sizes)]
 
