@@ -223,7 +223,7 @@ def plan_load(
     fields: dict[str, Any],
     partial: bool = False,
 ) -> PlannedLoad:
-    """Plans what `load_moe_params` loads; raises its errors but those of a call of the layer."""
+    """Plans what `load_moe_params` loads, and raises its errors, except for a call of the layer."""
     block = open_block(directory, layer)
     if block.others() and not partial:
         raise ValueError(
@@ -524,7 +524,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _check_options(block: Block, config: MoEConfig) -> None:
-    """Raises OtherModelError if a layer's options are not those of the stored model."""
+    """Raises OtherModelError if a layer's options differ from the stored model's."""
     # Only numbers, strings and booleans are compared: a dtype does not make another model.
     for name, stored in block.fields.items():
         if isinstance(stored, bool | int | float | str) and getattr(config, name) != stored:

@@ -131,7 +131,7 @@ class Block:
         return format if format is None or same_order else Transposed.of(format)
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Opens a stored tensor of the block: that of `expert`, if each expert has its own."""
+        """Opens a stored tensor of the block, or if each expert has one, the tensor of `expert`."""
         name = self.prefix + tensor.name.format(e=expert)
         if not tensor.params and jnp.issubdtype(self.directory.entry(name).dtype, jnp.integer):
             return Plain(self.directory, name)
@@ -421,8 +421,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     With `replaces`, the block takes the place of what the directory holds for this layer, and takes
     no names and encodings from its other blocks. Returns None if the directory has the block.
 
-    The prefix of the tensors' names, such as "model.layers.3.", is the first of these, with the
-    layer's number: that of the nearest MoE block; of the nearest layer; of the published model.
+    The prefix of the tensors' names, such as "model.layers.3.", is the prefix of the nearest MoE
+    block, else of the nearest layer, else of the published model, with this layer's number.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -457,7 +457,7 @@ def new_block(
     `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
     """
     keys = look_up(path, layer, config)
-    # A directory without tensors: those that `path` may hold do not matter.
+    # A directory without tensors: tensors that are in `path` do not matter.
     directory = Directory(path / "new", may_be_empty=True)
     # Of alternative layouts, `_block` takes the one that is there.
     directory.files = dict.fromkeys(others, "")

@@ -371,7 +371,7 @@ class Scaled:
         return of_numbers
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Raises ValueError unless the values are those that the tensor has."""
+        """Raises ValueError unless the tensor has these values already."""
         if _differ(self.read(index), values).any():
             raise ValueError(
                 f"{self.name} in {self.directory.path} is quantized in a way that is only read, "

@@ -220,7 +220,7 @@ class _SeenSharding(NamedTuple):
 
 
 def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
-    """Reads the sharding of wi_0; `mesh` is that of the call, or None."""
+    """Reads the sharding of wi_0; `mesh` is the mesh of the call, or None."""
     array = wi_0.values if isinstance(wi_0, QuantizedArray) else wi_0
     concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding

@@ -155,7 +155,7 @@ def by_dispatch(
             zero_unused=False,
             implementation=config.implementation,
         )
-    # Quantized rows have no gradient, so `_run_experts` sends that of the rows back to `tokens`.
+    # Quantized rows have no gradient, so `_run_experts` sends the rows' gradient back to `tokens`.
     own_tokens = tokens if stays_quantized else None
     out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
     return out, received.dropped_counts

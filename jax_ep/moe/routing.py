@@ -37,8 +37,9 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. Scores that
-            could all underflow are those of logits that are raised so that the largest is -64.
+            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. If a
+            token's largest logit is below -64, its scores could all underflow, so they are computed
+            from logits that are raised until the largest is -64.
     """
 
     topk_idx: jax.Array
@@ -293,6 +294,7 @@ def _probs(score: str, logits: jax.Array) -> jax.Array:
 
 
 def _weighing(options: RoutingOptions) -> Weighing:
+    """Selects the options of `top_k.weigh`, which gets `_weighed_numbers`."""
     return Weighing(
         normalize=options.normalize,
         epsilon=float(options.normalize_epsilon),

@@ -204,7 +204,7 @@ class Program:
     def mesh_devices(self) -> np.ndarray | None:
         """The devices of the program's mesh, in the mesh's shape; None where they are not known.
 
-        For an abstract mesh, they are those of an equal mesh of `jax.set_mesh`. Without a mesh,
+        The devices of an abstract mesh come from an equal mesh of `jax.set_mesh`. Without a mesh,
         they are all devices of the program.
         """
         mesh = self.mesh

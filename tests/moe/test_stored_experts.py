@@ -161,9 +161,7 @@ def test_ranks_hold_their_own_experts_and_columns(format, shape):
     if format.block[0] == 1 and len(shape) > 1:
         pytest.skip("wo has one block of 128 columns")
     on = mesh(shape, ("expert", "tensor")[: len(shape)])
-    config = CONFIG
-    if len(shape) > 1:
-        config = dataclasses.replace(config, tensor_axis="tensor")
+    config = dataclasses.replace(CONFIG, tensor_axis="tensor" if len(shape) > 1 else None)
     params, numbers = stored(format), numbers_of(stored(format))
     spread = sharded(params, on)
     for name in MATRICES:
