@@ -182,7 +182,7 @@ def _run_on_rank(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer on the tokens of this rank; returns the output like x, and the metrics.
 
-    `num_sequences` are those of `call.sequence_ids`; None: each rank has whole sequences.
+    `num_sequences` is the number of sequences in `call.sequence_ids`; None: all are whole here.
     """
     params, call, placement, quantized = operands
     shape = call.x.shape

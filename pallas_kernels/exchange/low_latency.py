@@ -31,7 +31,7 @@ _HELLO = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowTransfer:
     """Sends and receives rows, a tile at a time, on behalf of one warpgroup of a block."""
 
     fabric: fb.Fabric
@@ -40,7 +40,7 @@ class Rows:
     what: str  # the kernel's name in the messages of timeouts
     warpgroup: Any = None  # stored, since each query of it would cost the GPU a shuffle instruction
 
-    def for_warpgroup(self, warpgroup: jax.Array) -> Rows:
+    def for_warpgroup(self, warpgroup: jax.Array) -> RowTransfer:
         return dataclasses.replace(self, warpgroup=warpgroup)
 
     def open(self) -> Endpoint:
