@@ -262,9 +262,9 @@ def _weighted_rows(
     tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
 ) -> jax.Array:
     """Multiplies each received row of `tokens` by the weight [T, K] of its (token, choice) pair."""
-    rows = choices_to_rows(weights.astype(jnp.float32), handle, implementation)[:, None]
+    row_weights = choices_to_rows(weights.astype(jnp.float32), handle, implementation)[:, None]
     wide = wide_dtype(tokens.dtype)
-    return (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
+    return (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
