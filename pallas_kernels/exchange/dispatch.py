@@ -142,7 +142,9 @@ def dispatch_like(
     row = Row(x.shape[-1], x.dtype, wire)
     kernel = _DispatchLike(
         Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=num_ranks),
-        ExpertRows(fabric, plan.num_blocks, num_experts, buffer, row.parts, adds=into is not None),
+        ExpertRows(
+            fabric, plan.num_blocks, num_experts, buffer, row.parts, already_zeroed=into is not None
+        ),
     )
     tokens = [jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts]
     call = fb.kernel(

@@ -42,8 +42,8 @@ class ExpertRows:
     buffer: ReceiveBuffer
     # (columns, dtype) of a row's values and, if rows are quantized, of its scales.
     parts: Sequence[tuple[int, Any]]
-    # Whether an earlier call has zeroed the unused rows; `fill` then does nothing.
-    adds: bool = False
+    # Whether an earlier call has zeroed the unused rows, so that `fill` does nothing.
+    already_zeroed: bool = False
     # Arrivals that complete `counts_full`; None: one for each copy of `fetch_counts`.
     count_arrivals: int | None = None
 
@@ -274,7 +274,7 @@ class ExpertRows:
 
     def fill(self, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Writes zeros to the groups' padding and, if `zero_unused`, to rows after the groups."""
-        if self.adds:
+        if self.already_zeroed:
             return
         rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")

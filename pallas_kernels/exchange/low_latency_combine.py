@@ -279,8 +279,8 @@ class _Combine:
         transfer, stage = self.transfer, self._stage(begun + r)
         plgpu.barrier_wait(scratch.full.at[stage])
         added = []
-        for (where, _), total in zip(transfer.tiles(), sums, strict=True):
-            row = fb.load(scratch.stages.at[stage, where], transfer.plan.vector)
+        for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
+            row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
                 weight = scratch.weights[pair, scratch.choices[pair, r]]

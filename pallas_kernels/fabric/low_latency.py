@@ -98,6 +98,7 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
+        """Sends `tile`, in registers, to peers[i] as its tile number `index`."""
         number = self._buffer_number(self.gpu, self._gpus[i], self._calls[i], index)
         self.channels.memory.send(self._gpus[i], number, tile, exact=exact)
 
