@@ -179,8 +179,7 @@ class MoE(nnx.Module):
             param = None
             if (shape := shapes.get(name)) is not None:
                 init = moe_params.initializer(name, config, options)
-                weight = init(rngs.params(), shape, options.param_dtype)
-                param = _param(weight, name, config)
+                param = _param(init(rngs.params(), shape, options.param_dtype), name, config)
             setattr(self, name, param)
 
     def __call__(
@@ -314,8 +313,7 @@ def _without_repeats(
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
     # The rules of the logical axes `prior` apply first.
-    in_order = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
-    parts = assign_axes(axes, in_order)
+    parts = assign_axes(axes, sorted(rules.items(), key=lambda rule: rule[0] not in prior))
     kept = tuple(
         axis if axis and (part or not rules[axis]) else None
         for axis, part in zip(axes, parts, strict=True)

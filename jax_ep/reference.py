@@ -67,11 +67,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def dropless_capacity(
-    num_ranks: int,
-    num_tokens: int,
-    top_k: int,
-    num_local_experts: int,
-    expert_alignment: int = 1,
+    num_ranks: int, num_tokens: int, top_k: int, num_local_experts: int, expert_alignment: int = 1
 ) -> int:
     """Returns a capacity R that fits the rows of any routing, so that nothing is dropped.
 
@@ -428,17 +424,17 @@ def top_k_routing(
     num_tokens, num_experts = logits.shape
     log_scores = _log_scores(logits, score)
     probs = np.exp(log_scores)
-    best = int({"top2": 2, "max": 1}.get(str(group_score), group_score))
-    has_sums = bias is not None or (groups_kept < num_groups and best > 1)
+    num_best = int({"top2": 2, "max": 1}.get(str(group_score), group_score))
+    has_sums = bias is not None or (groups_kept < num_groups and num_best > 1)
     compared = (probs if has_sums and choose_by == "score" else logits).astype(np.float32)
     if bias is not None:
         compared = compared + bias.astype(np.float32)
     if groups_kept < num_groups:
         grouped = compared.reshape(num_tokens, num_groups, -1)
-        of_groups = np.sort(grouped, axis=-1)[..., -best:].sum(axis=-1)
+        group_scores = np.sort(grouped, axis=-1)[..., -num_best:].sum(axis=-1)
         group_of_expert = np.arange(num_experts) // grouped.shape[-1]
-        kept = _best_first(of_groups, groups_kept)
-        is_kept = (kept[:, :, None] == group_of_expert).any(axis=1)
+        kept_groups = _best_first(group_scores, groups_kept)
+        is_kept = (kept_groups[:, :, None] == group_of_expert).any(axis=1)
         compared = np.where(is_kept, compared, -np.inf)
 
     topk_idx = _best_first(compared, k)
@@ -527,8 +523,7 @@ def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
     """Computes one expert, (silu(x @ wi_0) * (x @ wi_1)) @ wo, in float64."""
     x, wi_0, wi_1, wo = (a.astype(np.float64) for a in (x, wi_0, wi_1, wo))
-    gate = x @ wi_0
-    return (_silu(gate) * (x @ wi_1)) @ wo
+    return (_silu(x @ wi_0) * (x @ wi_1)) @ wo
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:

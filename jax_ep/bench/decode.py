@@ -42,7 +42,7 @@ FORMATS = {
         matmul_dtype=jnp.float8_e4m3fn, bytes_per_number=1 + 4 / 128**2, tolerance=4 * 2**-4
     ),
     # Each 32 weights have a scale of one byte. Published models store matrices transposed. Rounding
-    # to MXFP4 changes a random number by 1/8 on average, and the tolerance is that of two matmuls.
+    # to MXFP4 changes a random number by 1/8 on average, and the tolerance allows for two matmuls.
     "mxfp4": Format(
         matmul_dtype=None,
         bytes_per_number=0.5 + 1 / 32,

@@ -155,6 +155,7 @@ def check_wire_dtype(name: str, hidden: int) -> None:
 
 
 def make_work(row: Row) -> Work:
+    """Makes the exchange that a row measures; its receive buffers have room for all rows."""
     topk_idx = operations.uniform_routing(
         row["ranks"], row["tokens"], row["num_experts"], row["top_k"]
     )

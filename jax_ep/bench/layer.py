@@ -308,9 +308,9 @@ def make_config(
 ) -> tuple[MoEConfig, dict[str, Any]]:
     """Makes the configuration of the measured layers, with a receive buffer that drops no rows.
 
-    Also returns "rows", the rows that a rank receives, mean over ranks; "rows_needed", those of the
-    most loaded rank; and "capacity", the rows of the buffer. A `capacity_factor` of 0 makes room
-    for any routing.
+    Also returns "rows", the mean number of rows that a rank receives; "rows_needed", the number on
+    the most loaded rank; and "capacity", the number of rows of the buffer. A `capacity_factor` of 0
+    makes room for any routing.
     """
     config = shape.config()
 

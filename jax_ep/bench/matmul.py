@@ -277,7 +277,8 @@ def random_operands(case: Case) -> Operands:
 
 @jax.jit
 def to_float8(operands: Operands) -> Float8Operands:
-    o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)  # of the only rank
+    """Quantizes operands, with a leading axis of one rank, to forms that float8 matmuls take."""
+    o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
     rows, matrices = float8.quantize_rows, float8.quantize_matrices
     found = Float8Operands(

@@ -37,7 +37,7 @@ class Work:
     """The routing, sizes and dtypes of an exchange (dispatch and combine) to measure.
 
     `topk_idx` [N, T, K] int32 has the global expert ids of the tokens of all ranks. `capacity` is
-    R, the rows of the receive buffer; None: any routing. The others are those of `dispatch`.
+    R, the rows of the receive buffer; None: any routing. The other fields are as in `dispatch`.
     """
 
     topk_idx: Array
@@ -102,8 +102,7 @@ def rank_seeds(num_ranks: int) -> Array:
 @functools.lru_cache(maxsize=4)
 def uniform_routing(num_ranks: int, num_tokens: int, num_experts: int, top_k: int) -> Array:
     """Draws K distinct experts for each token, all equally likely: [N, T, K] int32."""
-    shape = num_ranks, num_tokens, num_experts
-    scores = np.random.default_rng(0).random(shape, np.float32)
+    scores = np.random.default_rng(0).random((num_ranks, num_tokens, num_experts), np.float32)
     return np.argpartition(scores, top_k - 1, axis=-1)[..., :top_k].astype(np.int32)
 
 
@@ -121,7 +120,7 @@ def _weights(work: Work, seed: jax.Array) -> jax.Array | None:
     # A rank-major combine takes no weights, because it takes sums that are already weighted.
     if work.layout == "rank":
         return None
-    weights = random_rows(seed, work.topk_idx.shape[1:], np.float32) + 1.5
+    weights = random_rows(seed, work.topk_idx.shape[1:], np.float32) + 1.5  # above 0
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
@@ -145,6 +144,7 @@ def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) ->
     return call
 
 
+# The functions that make an operation, by its name in `OPERATIONS`.
 def _dispatch(work: Work, implementation: Any) -> Operation:
     call = _dispatcher(work, implementation)
 

@@ -31,8 +31,8 @@ class Bench:
     """A bench command: the programs that it measures, and how it shows their results.
 
     A *case* is the rows of programs that do the same work. A row first has the fields that identify
-    its program, among them "implementation" and "ranks". `columns` of the table follow on those of
-    all benchmarks: work, sizes, program, times and, if `results` give "floor_us", that lower bound.
+    its program, among them "implementation" and "ranks". In the table, `columns` follow the columns
+    of all benchmarks: work, sizes, program, times and, if `results` give it, "floor_us".
     `facts` are the fields of the JSON file besides the rows.
     """
 

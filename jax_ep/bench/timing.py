@@ -160,6 +160,7 @@ class Loop:
         return device._replace(median_us=device.median_us - own, slowest_us=device.slowest_us - own)
 
     def _traced_time(self, repeats: int, spaced: bool) -> DeviceTime:
+        """Measures the device time of a call, including the loop's own kernels."""
         loop = self._compile_loop(_wait_on_device) if spaced else self.compiled
         jax.block_until_ready(loop(self.state))
 
@@ -268,8 +269,8 @@ def shared_durations(
 ) -> list[float]:
     """Divides the time during which any of several launches run among them.
 
-    `spans` are their starts and ends. Each instant belongs in equal shares to the launches that run
-    then and do not give way; if there are none, to those that give way.
+    `spans` are the launches' starts and ends. Each instant is shared equally by the launches that
+    run then and do not give way; if all give way, by all.
     """
     times = [0.0] * len(spans)
     # At each of these times, launch i starts or ends.

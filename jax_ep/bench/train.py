@@ -28,7 +28,7 @@ CUTS: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {"num_layers": 4, "vocab": 151936 // 8},
     "deepseek-v3-like": {"num_layers": 2, "num_experts": 64, "vocab": 129280 // 8},
 }
-# The sizes that replace those of every model on CPUs.
+# The sizes of every model on CPUs.
 _SMALL = {size: getattr(MODELS["tiny"], size) for size in SIZES} | {"num_layers": 1}
 # Peak dense bfloat16 FLOP/s by the beginning of a device's `device_kind`. NVIDIA's data sheets list
 # figures with sparsity, which are twice as large.
@@ -102,8 +102,7 @@ class StepLoop:
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
         with jax.set_mesh(mesh):
             layout = train_step.make_layout(model, optimizer, mesh)
-            objective = train_step.Objective()
-            step = train_step.make_train_step(model, optimizer, layout, objective)
+            step = train_step.make_train_step(model, optimizer, layout, train_step.Objective())
             self._batch = jax.device_put(batch, layout.batch)
             self._state: Any = train_step.init_state(model, optimizer, layout, seed=0)
             start = time.perf_counter()
@@ -248,10 +247,11 @@ class TrainBench(runner.Bench):
             "share_of_peak": per_rank / peak if peak else None,
         }
         if row["device"] is not None:
-            parts = found["parts_us"] = dict.fromkeys(PARTS, 0.0)
+            parts = dict.fromkeys(PARTS, 0.0)
             for label, us in row["device"]["by_kernel_us"].items():
                 parts[label.partition(": ")[0]] += us
             parts["idle"] = row["wall"]["median_us"] - sum(parts.values())
+            found["parts_us"] = parts
         return found
 
     def header(self) -> list[str]:

@@ -223,7 +223,7 @@ def plan_load(
     fields: dict[str, Any],
     partial: bool = False,
 ) -> PlannedLoad:
-    """Plans what `load_moe_params` loads; raises its errors but those of a call of the layer."""
+    """Plans what `load_moe_params` loads, and raises its errors, except for a call of the layer."""
     block = open_block(directory, layer)
     if block.others() and not partial:
         raise ValueError(
@@ -388,7 +388,8 @@ def save_moe(
 
 def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
     """Returns the parameters by name, and a layer's configuration; merges a layer's adapters."""
-    params, config = layer_or_params, None
+    params = layer_or_params
+    config = None
     if isinstance(layer_or_params, MoE):
         config = layer_or_params.config
         given = {name: v.get_value() for name, v in variables_of(layer_or_params).items()}
@@ -524,7 +525,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _check_options(block: Block, config: MoEConfig) -> None:
-    """Raises OtherModelError if a layer's options are not those of the stored model."""
+    """Raises OtherModelError if a layer's options differ from the stored model's."""
     # Only numbers, strings and booleans are compared: a dtype does not make another model.
     for name, stored in block.fields.items():
         if isinstance(stored, bool | int | float | str) and getattr(config, name) != stored:

@@ -96,7 +96,7 @@ class Block:
         return tuple(sizes[letter] for letter in self.axes(param))
 
     def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
-        """Raises ValueError, about `subject`, unless `params` are the block's, in shape."""
+        """Raises ValueError, about `subject`, unless `params` have the block's names and shapes."""
         wanted = {name: self.shape(name) for name in self.params()}
         shapes = {name: value.shape for name, value in params.items()}
         if shapes != wanted:
@@ -131,7 +131,7 @@ class Block:
         return format if format is None or same_order else Transposed.of(format)
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Opens a stored tensor of the block: that of `expert`, if each expert has its own."""
+        """Opens a stored tensor of the block, or if each expert has one, the tensor of `expert`."""
         name = self.prefix + tensor.name.format(e=expert)
         if not tensor.params and jnp.issubdtype(self.directory.entry(name).dtype, jnp.integer):
             return Plain(self.directory, name)
@@ -221,7 +221,7 @@ class Block:
         return range(self.sizes["E"] if "{e}" in tensor.name else 1)
 
     def read(self, param: str, index: Index, like: Any, done: Callable[[int], None]) -> Parameter:
-        """Reads a slice of a parameter in the form of `like`, and no bytes that it does not need.
+        """Reads the slice `index` of a parameter in the form of `like`, and no unneeded bytes.
 
         `like` is a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them: then the slice has whole
         blocks, and numbers that are stored in its format are not quantized again. `done` is called
@@ -303,8 +303,9 @@ class Block:
     def parts(self, tensor: Tensor) -> list[int | None]:
         """Lists the experts of a tensor, which are written one by one; [None]: all at once."""
         axes = PARAMETER_AXES[tensor.params[0]]
-        has_arrays = axes[0] == "E" and len(axes) > 1
-        return list(range(self.sizes["E"])) if has_arrays else [None]
+        # A parameter [E], a single number for each expert, is written at once.
+        by_expert = axes[0] == "E" and len(axes) > 1
+        return list(range(self.sizes["E"])) if by_expert else [None]
 
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -421,8 +422,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     With `replaces`, the block takes the place of what the directory holds for this layer, and takes
     no names and encodings from its other blocks. Returns None if the directory has the block.
 
-    The prefix of the tensors' names, such as "model.layers.3.", is the first of these, with the
-    layer's number: that of the nearest MoE block; of the nearest layer; of the published model.
+    The prefix of the tensors' names, such as "model.layers.3.", is the prefix of the nearest MoE
+    block, else of the nearest layer, else of the published model, with this layer's number.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -455,7 +456,7 @@ def new_block(
     `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
     """
     keys = look_up(path, layer, config)
-    # A directory without tensors: those that `path` may hold do not matter.
+    # A directory without tensors: tensors that are in `path` do not matter.
     directory = Directory(path / "new", may_be_empty=True)
     # Of alternative layouts, `_block` takes the one that is there.
     directory.files = dict.fromkeys(others, "")

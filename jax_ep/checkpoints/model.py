@@ -154,8 +154,7 @@ def _read_weight(
 
 def holds_model(path: Path) -> bool:
     """Returns whether a directory has files of a model, even of one that is not complete."""
-    patterns = CONFIG, "*.safetensors*", "*.bin*"
-    return any(any(path.glob(pattern)) for pattern in patterns)
+    return any(any(path.glob(pattern)) for pattern in (CONFIG, "*.safetensors*", "*.bin*"))
 
 
 def save_model(

@@ -13,13 +13,7 @@ from jax_ep.runtime import availability
 # The name of an algorithm, or None for the fastest algorithm that can run.
 Algorithm = str | None
 # The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
-FUSED = (
-    "fused",
-    "fused_one_shot_ll",
-    "fused_two_shot_ll",
-    "fused_one_shot",
-    "fused_two_shot",
-)
+FUSED = ("fused", "fused_one_shot_ll", "fused_two_shot_ll", "fused_one_shot", "fused_two_shot")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,7 +172,8 @@ class PallasCollectives:
     ) -> tuple[jax.Array, jax.Array]:
         if not self.algorithm.startswith("fused"):
             return xla.unfused(self.all_reduce, x, residual, scale, eps=eps)
-        num_ranks, hidden, algorithm = self._num_ranks, x.shape[-1], self.algorithm
+        num_ranks, hidden = self._num_ranks, x.shape[-1]
+        algorithm = self.algorithm
         if algorithm == "fused":
             # In one shot, a rank sends N - 1 times x. Two shots send 2 / N of that, in two trips.
             saved = (num_ranks - 1) * (1 - 2 / num_ranks) * x.size * x.dtype.itemsize
@@ -250,8 +251,8 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
 
     def options(dtype: Any) -> dict[str, Any]:
         # JAX's own tile, of up to eight vectors for each thread, may not divide the shard.
-        vectors = 128 * 16 // jnp.dtype(dtype).itemsize
-        tile_size = vectors * math.gcd(flat.size // num_ranks // vectors, 8)
+        elements = 128 * 16 // jnp.dtype(dtype).itemsize  # of one vector for each thread
+        tile_size = elements * math.gcd(flat.size // num_ranks // elements, 8)
         # JAX's own tuning tries 32 blocks among others. No measurement of them is recorded here.
         return dict(axis_name=axis_name, num_blocks=32, tile_size=tile_size)
 
@@ -266,9 +267,11 @@ def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Ti
     # The low-latency protocol has tiles of the smallest size, and buffers for MAX_WORKERS
     # warpgroups.
     max_blocks = memory_map.MAX_WORKERS // _MAX_WARPGROUPS if for_low_latency else _MAX_BLOCKS
-    num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
+    num_tiles = _num_tiles(num_elements, dtype)
+    num_vectors = 1  # of a thread in a tile
     if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not for_low_latency:
-        num_tiles, num_vectors = -(-num_tiles // 2), 2
+        num_tiles = -(-num_tiles // 2)
+        num_vectors = 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
     # The fewest blocks with which no warpgroup has more than `rounds` tiles.
     rounds = -(-num_tiles // (max_blocks * num_warpgroups))

@@ -24,13 +24,8 @@ from jax_ep.runtime.jax_compat import Program, result_type, to_varying, varying_
 def _primitive(op: str, **rules: Any) -> Any:
     """Defines the primitive of `op`, the name of a method of `XlaCollectives` and the like."""
 
-    def compute(
-        *operands: jax.Array,
-        axis_name: tuple[str, ...],
-        algorithm: str,
-        num_ranks: int,
-        **params: Any,
-    ) -> list[jax.Array]:
+    # In `compute` and `lower`, `params` are the options of `op`, such as eps.
+    def compute(*operands, axis_name, algorithm, num_ranks, **params):
         collectives: Any = XlaCollectives(axis_name)
         if algorithm != "xla":
             # The import is here because it loads Mosaic, which only the kernels need.
@@ -39,14 +34,7 @@ def _primitive(op: str, **rules: Any) -> Any:
             collectives = PallasCollectives(algorithm, axis_name)
         return jax.tree.leaves(getattr(collectives, op)(*operands, **params))
 
-    def lower(
-        program: Program,
-        *operands: Any,
-        axis_name: tuple[str, ...],
-        algorithm: Algorithm,
-        num_ranks: int,
-        **params: Any,
-    ) -> Any:
+    def lower(program: Program, *operands, axis_name, algorithm: Algorithm, num_ranks, **params):
         target = availability.Lowered(program)
         problem = Problem(op, program.operand_types, num_ranks, axis_name, target)
         chosen = table.select(algorithm, problem)

@@ -32,9 +32,8 @@ import jax
 from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 
 VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
+# Pairs (most bytes, algorithm) in rising order; the bytes are None in the last.
 Choices = list[tuple[int | None, str]]
-
-
 # A kernel is preferred to XLA if it takes less than this share of XLA's time. A smaller difference
 # may be measurement noise.
 _CLEARLY_FASTER = 0.97
@@ -165,6 +164,7 @@ def _crossing(
 ) -> int:
     """Returns the bytes, between sizes[i] and sizes[i + 1], above which `second` beats `first`."""
     try:
+        # How much longer `second` takes at both sizes, on a logarithmic scale.
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
     except KeyError:
         # One of the four times was not measured, so nothing can be interpolated. The lower size, at

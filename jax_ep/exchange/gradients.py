@@ -114,10 +114,9 @@ def _combine_bwd(config, residuals, g):
     if saved is None:
         return dispatch_like_with_vjp(config.of_cotangents, g, routes), None, None
     y, topk_weights = saved
-    config = config.of_cotangents
     handle = Handle.of(routes, config)
-    rows: Any = dispatch_like_with_vjp(config, g, routes)  # [R, H]: g of each row's token
-    rows = rows.astype(jnp.float32)
+    sent: Any = dispatch_like_with_vjp(config.of_cotangents, g, routes)
+    rows = sent.astype(jnp.float32)  # [R, H]: g of each row's token
     weights = choices_to_rows(topk_weights, handle, config.implementation)
     products = jnp.sum(rows * y.astype(jnp.float32), axis=1)  # [R]: the weights' gradient, by row
     dy = (rows * weights[:, None]).astype(y.dtype)

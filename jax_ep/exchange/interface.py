@@ -24,7 +24,6 @@ from pallas_kernels.formats import FLOAT8_ROWS, PLAIN, Format, RowFormat
 Implementation = Literal["pallas", "xla", "two_level"] | None
 Received = tuple[jax.Array, ...]  # rows as the wire's format encodes them: values, and any scales
 
-
 WIRE_FORMATS: tuple[Format, ...] = (FLOAT8_ROWS,)
 WIRE_DTYPES = tuple(format.dtype for format in WIRE_FORMATS)
 

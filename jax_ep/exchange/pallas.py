@@ -139,8 +139,9 @@ def rank_dispatch(
     num_tokens = x.shape[0]
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
-    sizes, weighted = (fabric.num_ranks, *topk_idx.shape), topk_weights is not None
-    plan = _plan(plans.for_rank_dispatch, padded, sizes, config, weighted=weighted)
+    sizes = (fabric.num_ranks, *topk_idx.shape)  # (N, T, K)
+    is_weighted = topk_weights is not None
+    plan = _plan(plans.for_rank_dispatch, padded, sizes, config, weighted=is_weighted)
     received, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
         padded,
         topk_idx,
@@ -177,11 +178,11 @@ def _plan(
     """Returns the plan that `make` makes for a kernel of padded rows x and sizes (N, T, K)."""
     num_ranks, num_tokens, top_k = sizes
     row = plans.Row(x.shape[1], x.dtype, config.wire)
-    of_call = plans.Sizes(
+    call_sizes = plans.Sizes(
         num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts
     )
     # The environment may limit the number of thread blocks.
-    return make(row, of_call, num_blocks=environment.num_blocks(), **options)
+    return make(row, call_sizes, num_blocks=environment.num_blocks(), **options)
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:

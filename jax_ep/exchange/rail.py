@@ -99,8 +99,9 @@ class Rail:
             return topk_idx
         _, position = self._positions(topk_idx)
         host = self._host_of(topk_idx)
-        of_choice = jnp.take_along_axis(position, jnp.clip(host, 0, self.num_hosts - 1), axis=1)
-        is_dropped = (host >= 0) & (host != self.host) & (of_choice >= capacity)
+        valid_host = jnp.clip(host, 0, self.num_hosts - 1)
+        position_of_choice = jnp.take_along_axis(position, valid_host, axis=1)
+        is_dropped = (host >= 0) & (host != self.host) & (position_of_choice >= capacity)
         return jnp.where(is_dropped, -1, topk_idx)
 
     def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,11 +129,11 @@ class Rail:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Gathers x [...] from this rank and its counterparts; returns [M, ...], by host."""
-        bits = xla_exchange.pack(x)
-        bits = lax.all_gather(
-            bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
+        bits = xla_exchange.pack(x)[None]
+        gathered = lax.all_gather(
+            bits, self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
         )
-        return lax.bitcast_convert_type(bits, x.dtype)
+        return lax.bitcast_convert_type(gathered, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """Sends rows x [T, ...] to this rank's counterparts; returns their rows, [M, T, ...]."""
@@ -177,6 +178,7 @@ class Rail:
             return add(None, self.rows(x, self.send(x), None), None)
         rows, state = x, None
         for turn in range(1, self.num_hosts):
+            # Sends the rows for the host `turn` places before this one.
             sent = x
             if self.sent_tokens is not None:
                 host = (self.host - turn) % self.num_hosts
@@ -225,7 +227,7 @@ class Rail:
 
     def rows(self, own: jax.Array, received: jax.Array, source: Source | None) -> jax.Array:
         """Selects the rows of `source` from this rank's own and from those that `send` returned."""
-        # Of one host [T, ...] or [C, ...]; of all [M·T, ...], or [T + M·C, ...], own rows first.
+        # One host's are [T, ...] or [C, ...]; all hosts' [M·T, ...] or [T + M·C, ...], own first.
         if source is None:
             others = received.reshape(-1, *received.shape[2:])
             return others if self.sent_tokens is None else jnp.concatenate([own, others])
@@ -245,15 +247,15 @@ class Rail:
             own = lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False)
             others = [self._received_of(by_host[host], host) for host in range(self.num_hosts)]
             return jnp.concatenate([own, *others], axis=1)
-        picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
-        return picked if source.turn == 0 else self._received_of(picked, source.host)
+        of_host = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
+        return of_host if source.turn == 0 else self._received_of(of_host, source.host)
 
-    def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
+    def _received_of(self, entries: jax.Array, host: jax.Array | int) -> jax.Array:
         """Selects, of the entries [G, T, ...] of `host`, those of tokens sent to this host."""
         if self.received_tokens is None:
-            return picked
+            return entries
         tokens = self.received_tokens[:, host, :, None]
-        return jnp.take_along_axis(picked, tokens, axis=1, mode="fill", fill_value=-1)
+        return jnp.take_along_axis(entries, tokens, axis=1, mode="fill", fill_value=-1)
 
     def _split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Splits results in the order of `rows`: of own tokens [T, ...], and of others [M, ...]."""

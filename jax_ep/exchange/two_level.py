@@ -48,8 +48,7 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
         rail = Rail.of(self.num_hosts, config)
-        # In `kept`, -1 replaces the choices that the host_capacity drops.
-        kept, inside = rail.kept(topk_idx), rail.inside
+        kept = rail.kept(topk_idx)  # -1 replaces the choices that the host_capacity drops
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
         if rail.limit(topk_idx.shape[0]) is not None:
@@ -58,7 +57,7 @@ class TwoLevel:
             message = jnp.concatenate([message, chosen - count_experts(kept, config.num_experts)])
         largest = max(config.num_experts, topk_idx.size)  # of the expert ids, positions and counts
         # [G, M, words]: by the source rank's number within its host, then by its host.
-        of_rails = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), inside)
+        of_rails = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), rail.inside)
         messages = of_rails.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, groups = xla_exchange.read_messages(messages[:, :num_words], kept, config)
         if rail.limit(topk_idx.shape[0]) is not None:

@@ -130,11 +130,11 @@ def added(sums: Sequence[jax.Array] | None, terms: Sequence[jax.Array]) -> tuple
     """Returns the sums plus the terms, in the dtypes of the sums; or, without sums, the terms."""
     if sums is None:
         return tuple(terms)
-    return tuple(
-        (total.astype(wide) + term.astype(wide)).astype(total.dtype)
-        for total, term in zip(sums, terms, strict=True)
-        for wide in [wide_dtype(total.dtype)]
-    )
+    results = []
+    for total, term in zip(sums, terms, strict=True):
+        wide = wide_dtype(total.dtype)
+        results.append((total.astype(wide) + term.astype(wide)).astype(total.dtype))
+    return tuple(results)
 
 
 def product_of_chosen(

@@ -34,8 +34,9 @@ _USUAL_HEIGHT = 256
 def product_in_blocks(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
-    num_rows, num_groups, wide = lhs.shape[0], rhs.shape[0], wide_dtype(lhs.dtype)
-    depth, width = rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]  # K, N
+    num_rows, num_groups = lhs.shape[0], rhs.shape[0]
+    wide = wide_dtype(lhs.dtype)
+    depth, width = lhs.shape[1], rhs.shape[1 if transpose_rhs else 2]  # K, N
     row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize
     # A round multiplies a block of each group, and a step of `some_blocks` multiplies `copies`.
     height = _height(num_rows, num_groups, max(8, _MOST_BYTES // (num_groups * row_bytes)))
@@ -60,7 +61,8 @@ def product_in_blocks(
     num_blocks = _num_blocks(starts, ends, height)
     # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
     # groups have a block left, so that copying their matrices costs less.
-    num_rounds = jnp.sort(num_blocks)[num_groups - -(-num_groups // _COST_OF_COPY)]
+    fewest = -(-num_groups // _COST_OF_COPY)
+    num_rounds = jnp.sort(num_blocks)[num_groups - fewest]
     num_left = jnp.maximum(num_blocks - num_rounds, 0)
     left_ends = jnp.cumsum(num_left, dtype=jnp.int32)
 
@@ -70,9 +72,9 @@ def product_in_blocks(
     def some_blocks(i, out):
         # The numbers, among all blocks left, of the blocks to multiply; then their groups.
         number = i * copies + jnp.arange(copies, dtype=jnp.int32)
-        group = jnp.sum(number[:, None] >= left_ends[None], axis=1, dtype=jnp.int32)
-        exists = group < num_groups
-        group = jnp.where(exists, group, 0)
+        found = jnp.sum(number[:, None] >= left_ends[None], axis=1, dtype=jnp.int32)
+        exists = found < num_groups
+        group = jnp.where(exists, found, 0)
         block = num_rounds + number - (left_ends - num_left)[group]
         end = jnp.where(exists, ends[group], 0)
         return multiply(out, rhs.at[group].get(mode="clip"), starts[group] + block * height, end)
@@ -82,15 +84,16 @@ def product_in_blocks(
 
 
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    num_rows, num_groups, wide = lhs.shape[0], group_sizes.shape[0], wide_dtype(lhs.dtype)
-    depth, width = lhs.shape[1], grad.shape[1]
+    num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
+    wide = wide_dtype(lhs.dtype)
+    depth, width = lhs.shape[1], grad.shape[1]  # K, N
     sum_bytes = depth * width * jnp.dtype(wide).itemsize
     row_bytes = (depth + width) * lhs.dtype.itemsize
     # The rows of a block take about as many bytes as a group's sum [K, N], at most.
     height = _height(num_rows, num_groups, max(8, sum_bytes // row_bytes))
     # XLA may keep the sums of earlier rounds and those of the current one apart.
-    count = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
-    steps = -(-num_groups // count)
+    most_groups = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
+    steps = -(-num_groups // most_groups)
     count = -(-num_groups // steps)  # groups of a step
     dims = ((1,), (1,)), ((0,), (0,))
 
@@ -100,11 +103,11 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     num_blocks = _num_blocks(starts, ends, height)
 
     def some_groups(step, out):
-        # `group` is the first group of this step. The last step may compute groups again that the
-        # step before it has computed.
-        group = jnp.minimum(step * count, num_groups - count)
+        # The last step may compute groups again that the step before it has computed.
+        first_group = jnp.minimum(step * count, num_groups - count)
         first, end, num_rounds = (
-            lax.dynamic_slice_in_dim(each, group, count) for each in (starts, ends, num_blocks)
+            lax.dynamic_slice_in_dim(each, first_group, count)
+            for each in (starts, ends, num_blocks)
         )
 
         def one_round(i):
@@ -118,7 +121,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
         # Round 0 is computed even if no group has a row; it is then zero.
         total = lax.fori_loop(1, jnp.max(num_rounds), add, one_round(0))
-        return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), group, 0)
+        return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_group, 0)
 
     return lax.fori_loop(0, steps, some_groups, zeros)
 

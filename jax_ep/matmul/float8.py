@@ -66,15 +66,14 @@ def rows_as_operand(rows: QuantizedArray) -> QuantizedArray | None:
 
 def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
     """Returns quantized matrices as operands, or None if this would round the numbers."""
-    format, is_transposed = stored.format, False
-    if isinstance(format, Transposed):
-        format, is_transposed = format.transposes, True
+    is_transposed = isinstance(stored.format, Transposed)
+    format = stored.format.transposes if isinstance(stored.format, Transposed) else stored.format
     if not is_operand_format(format):
         return None
     scales = stored.scales.astype(jnp.float32)
-    kept = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)
-    turned = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), kept)
-    return QuantizedMatrices(*((turned, kept) if is_transposed else (kept, turned)))
+    as_stored = QuantizedArray(stored.values, scales, FLOAT8_MATRICES, stored.dtype)
+    swapped = jax.tree.map(lambda part: jnp.swapaxes(part, 1, 2), as_stored)
+    return QuantizedMatrices(*((swapped, as_stored) if is_transposed else (as_stored, swapped)))
 
 
 def quantize_matrices(
@@ -178,9 +177,10 @@ def gate_gradient(
     """
     operands = dhidden, tuple(map(_parts, products)), weights, blocks
     options = dict(gating=gating, implementation=implementation)
-    rows, (*turned, hidden), sums = _GATE_GRADIENT(*operands, **options)
-    gate, up = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
-    dpre = (gate, turned[0]), (up, turned[1])
+    rows, transposed, sums = _GATE_GRADIENT(*operands, **options)
+    dgate, dup = (_array(FLOAT8_ROWS, each, dhidden.dtype) for each in rows)
+    dgate_transposed, dup_transposed, hidden = transposed
+    dpre = (dgate, dgate_transposed), (dup, dup_transposed)
     return GateGradient(dpre, hidden, dweights=sums.sum(axis=1))  # `sums`: [R, F / 128]
 
 

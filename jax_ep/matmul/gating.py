@@ -25,8 +25,8 @@ def gated(
     groups: Groups | None = None,
 ) -> jax.Array:
     """Computes gating(*products), after adding `biases` [L, N] of each row's group, if given."""
-    num_rows, wide = products[0].shape[0], wide_dtype(products[0].dtype)
-    row_biases = biases_of_rows(biases or (), groups, num_rows, wide)
+    wide = wide_dtype(products[0].dtype)
+    row_biases = biases_of_rows(biases or (), groups, products[0].shape[0], wide)
     return hidden_values(gating, row_biases, products)
 
 
@@ -40,17 +40,16 @@ def hidden_values(
 
     Multiplies each row by its weight, if given, and rounds to the dtype of `pre`.
     """
-    kept = pre[0].dtype
-    dtype = wide_dtype(kept)
-    wide = [rows.astype(dtype) for rows in pre]
+    wide = wide_dtype(pre[0].dtype)
+    arguments = [rows.astype(wide) for rows in pre]
     # Callers may pass both of an expert's biases, also for a `unit` of one array.
-    for i, bias in enumerate(biases[: len(wide)]):
+    for i, bias in enumerate(biases[: len(arguments)]):
         if bias is not None:
-            wide[i] += bias.astype(dtype)
-    hidden = unit(*wide)
+            arguments[i] += bias.astype(wide)
+    hidden = unit(*arguments)
     if weights is not None:
-        hidden *= weights.astype(dtype)[:, None]
-    return hidden.astype(kept)
+        hidden *= weights.astype(wide)[:, None]
+    return hidden.astype(pre[0].dtype)
 
 
 def biases_of_rows(
@@ -91,11 +90,12 @@ def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> 
     # replaced by zero, and are added to their own group's sum afterwards.
     members = jax.nn.one_hot(group_of_rows, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
-    wide, exact = wide_dtype(rows.dtype), lax.Precision.HIGHEST
+    exact = lax.Precision.HIGHEST
+    wide = wide_dtype(rows.dtype)
 
-    def total(rows: jax.Array) -> jax.Array:
+    def total(terms: jax.Array) -> jax.Array:
         return lax.dot_general(
-            members, rows, contract, precision=exact, preferred_element_type=wide
+            members, terms, contract, precision=exact, preferred_element_type=wide
         )
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))

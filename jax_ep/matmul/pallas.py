@@ -66,7 +66,8 @@ def unavailable_reason(problem: Problem) -> str | None:
         return (
             f"it multiplies {names}, not {dtype}{'' if problem.has_scales else ' without scales'}"
         )
-    multiple, sides = multiples[dtype], list(problem.matrix_shape)
+    multiple = multiples[dtype]
+    sides = list(problem.matrix_shape)
     if any(side % multiple for side in sides):
         return f"both sides of each group's matrix must be multiples of {multiple}, but are {sides}"
     return _platform_reason(problem.platform)
@@ -225,9 +226,8 @@ def gate_gradient(
 
 
 def as_kernel_bias(bias: jax.Array) -> jax.Array:
-    return (
-        bias if bias.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else bias.astype(jnp.float32)
-    )
+    is_supported = bias.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    return bias if is_supported else bias.astype(jnp.float32)
 
 
 def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int | None]:
@@ -307,10 +307,9 @@ def chosen_tiles(
     is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
     is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
     block_n = 64 if num_matrices > 1 and is_narrow else 128
-    heights, band_columns = (groups.height,), band(num_cols, block_n, most=8)
-    return Tiles.fitting(
-        heights, block_n, band_columns, num_matrices=num_matrices, mxfp4_depth=mxfp4_depth
-    )
+    band_columns = band(num_cols, block_n, most=8)
+    options: Any = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
+    return Tiles.fitting((groups.height,), block_n, band_columns, **options)
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:

@@ -144,23 +144,24 @@ def _gated(
 ) -> tuple[jax.Array, ...] | None:
     """Computes a gated product at once; returns None if that takes one product after the other."""
     rows, matrices, biases, groups = operands
-    both = filled_biases(biases)
+    both_biases = filled_biases(biases)
     if not all(_is_read_as_stored(backend, rows, each) for each in matrices):
         # `Backend.gated_product` takes no transposed arrays.
         if any(isinstance(each.format, Transposed) for each in matrices):
             return None
         # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
-        if both is not None and isinstance(groups, ChosenGroups):
+        if both_biases is not None and isinstance(groups, ChosenGroups):
             return None
     assert options.gating is not None
-    (gate, _, groups), (up, _, _) = (_operand(backend, rows, each, groups) for each in matrices)
+    both = [_operand(backend, rows, each, groups) for each in matrices]
+    (gate, _, groups_of_both), (up, _, _) = both
     return backend.gated_product(
         rows,
         (gate, up),
-        groups,
+        groups_of_both,
         options.gating,
         options.keep,
-        biases=both,
+        biases=both_biases,
         zero_unused=options.zero_unused,
     )
 

@@ -64,7 +64,7 @@ class Params(NamedTuple):
 
 
 def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a layer's weights, by name, without those of its MoE block."""
+    """Returns the shapes of a layer's weights outside of its MoE block, by name."""
     hidden, width = config.hidden, config.head_dim
     keys = config.num_key_value_heads * width
     rows = {"q": config.num_heads * width, "k": keys, "v": keys}
@@ -172,7 +172,7 @@ def decoder_layer(
 ) -> tuple[jax.Array, MoEMetrics, Any]:
     """Runs one layer: attention, and then the MoE block, each after a norm (pre-norm residuals).
 
-    `weights` are those of `Params.of_layer`, x is [B, S, H], and `angles` are the results of
+    `weights` are from `Params.of_layer`, x is [B, S, H], and `angles` are the results of
     `cos_and_sin` for its positions. `call` has further arguments of `jax_ep.moe_layer`. Returns the
     hidden states [B, S, H], the metrics of the MoE block, and what `attend` keeps.
     """
@@ -378,6 +378,7 @@ class Decoder:
 
 
 def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the embeddings [B, S, H] of token ids [B, S], from the table [V, H]."""
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     # The table is gathered over "fsdp" first. Otherwise XLA would gather the results of the lookup,
     # for the tokens of all devices.

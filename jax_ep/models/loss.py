@@ -36,7 +36,7 @@ def cross_entropy(
 
 def _cross_entropy_fwd(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> Any:
     found = _on_ranks(x, head, targets, chunk, gradients=True)
-    # A dtype cannot be saved, so an array of zeros keeps that of the gradient of `head`.
+    # A dtype cannot be saved, so an array of zeros keeps the dtype of the gradient of `head`.
     return found.loss / found.number, (found, jnp.zeros((), head.dtype))
 
 

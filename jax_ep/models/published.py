@@ -86,7 +86,7 @@ def save_params(
     """Writes parameters as a published directory, see `jax_ep.checkpoints.save_model`.
 
     `published` is the model's config.json, which is written with the number of layers of `params`
-    and without "quantization_config". `dtype` is that of the written weights; None: the parameters'
+    and without "quantization_config". `dtype` is the written weights' dtype; None: the parameters'
     own. `source` is a directory whose tokenizer and generation options are copied; None: none.
     """
     config = dict(published) | {"num_hidden_layers": len(params.moe)}
@@ -113,8 +113,8 @@ def load_decoder(
 ) -> tuple[DecoderConfig, Model]:
     """Loads a published model to decode: experts are split over the mesh, other weights replicated.
 
-    The mesh has the axis "expert". `param_dtype` is that of weights that are not quantized.
-    `fields` replace those of the `MoEConfig`. Other arguments are as in
+    The mesh has the axis "expert". `param_dtype` is the dtype of weights that are not quantized.
+    `fields` replace fields of the `MoEConfig`. Other arguments are as in
     `jax_ep.checkpoints.load_model`.
     """
     published = read_config(directory)

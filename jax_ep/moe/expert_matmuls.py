@@ -79,7 +79,7 @@ class Experts(NamedTuple):
 
     @property
     def sums_of_wi_and_wo(self) -> tuple[Any, Any]:
-        """Returns the sums of wi_0 and wi_1, and that of wo, a tuple each; or None for both."""
+        """Returns the sums for wi_0 and any wi_1, and the sum for wo, as tuples; or None twice."""
         return (None, None) if self.sums is None else (self.sums[:-1], self.sums[-1:])
 
     @property
@@ -214,9 +214,9 @@ class ExpertMatmuls:
         sums_of_wi, sums_of_wo = experts.sums_of_wi_and_wo
         (dwo,) = gradients_of_matrices(hidden, (grad_rows,), sums_of_wo)
         dwi = gradients_of_matrices(rows, tuple(dpre), sums_of_wi)
-        # The gradient of the tokens waits for that of wo, so that it takes the memory of
-        # `grad_rows`. It does not wait for those of wi_0 and wi_1, so it may be sent to other hosts
-        # while they are computed.
+        # The gradient of the tokens waits for the gradient of wo, so that it takes the memory of
+        # `grad_rows`. It does not wait for the gradients of wi_0 and wi_1, so it may be sent to
+        # other hosts while they are computed.
         dpre, dwo = lax.optimization_barrier((tuple(dpre), dwo))
         pairs = tuple(zip(dpre, experts.wi, strict=True))
         dtokens = unquantized.sum_of_products(
@@ -444,7 +444,7 @@ def check_same_kind(experts: Any, names: Sequence[str]) -> None:
 def quantize_experts_of_rank(
     given: Mapping[str, Any], implementation: Implementation
 ) -> QuantizedExperts:
-    """Quantizes the matrices of one rank's experts, unless a format is that of float8 matmuls."""
+    """Quantizes the matrices of one rank's experts, unless float8 matmuls take their format."""
 
     def quantize(name: str, matrices: Any) -> QuantizedMatrices | None:
         if matrices is None:

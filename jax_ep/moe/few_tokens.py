@@ -82,7 +82,7 @@ def run(
     def by_chosen_experts(experts: Experts, routed: RoutedTokens) -> tuple[jax.Array, jax.Array]:
         out = output(experts, routed, config, implementation="pallas")
         dropped = jnp.zeros(experts.wi_0.shape[0], jnp.int32)
-        # Both results vary (vma) over the axes over which those of `with_dispatch` do.
+        # Both results must vary (vma) over the same axes as the results of `with_dispatch`.
         out, dropped, _ = match_varying((out, dropped, routed.topk_idx), where.expert_axes)
         return out, dropped
 
@@ -147,8 +147,7 @@ def _matrices_of_weight_only(
 ) -> list[QuantizedArray] | None:
     """Returns the matrices, wo last, if quantized ones multiply unquantized tokens; else None."""
     if matmul_dtype is None:
-        stored = [*experts.wi, experts.wo]
-        return stored if isinstance(experts.wo, QuantizedArray) else None
+        return [*experts.wi, experts.wo] if isinstance(experts.wo, QuantizedArray) else None
     if len(tokens) > MOST_UNQUANTIZED_TOKENS or tokens.dtype != jnp.bfloat16:
         return None
     assert experts.quantized is not None

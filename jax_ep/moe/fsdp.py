@@ -60,6 +60,7 @@ def with_further_axes(
 
 
 def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
+    """Raises ValueError for axes of `fsdp_axes`, `given`, over which the layer cannot gather."""
     bound = set(jax.sharding.get_abstract_mesh().manual_axes)
     if named := [axis for axes in given.values() for axis in axes if axis in bound]:
         raise ValueError(
@@ -128,7 +129,7 @@ def _axes_by_type_and_rules(
 ) -> tuple[Axes, ...]:
     """Finds, for each dimension of the parameter `name`, the FSDP axes that split it."""
     assert where.mesh is not None
-    # Types show Explicit axes only, so Auto axes are those of the rules.
+    # Types show Explicit axes only, so Auto axes come from the rules.
     explicit = explicit_axes(where.mesh)
     logical = LOGICAL_AXES[name]
     of_type = (*jax.typeof(array).sharding.spec, *[None] * len(logical))
@@ -175,7 +176,7 @@ def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: A
 
 
 def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Axes]:
-    """Returns each logical axis's mesh axes: those of the first rule whose axes are not in use."""
+    """Returns each logical axis's mesh axes, by its first rule whose mesh axes are not in use."""
     assigned: dict[str, Axes] = {}
     for name, mesh_axes in axis_rules:
         axes = axes_in(mesh_axes)

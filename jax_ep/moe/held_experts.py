@@ -139,7 +139,7 @@ def _equal_copies_bwd(axes, placement, grad):
 
 def _sum_by_row(values: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
     """Adds each values[i] to row rows[i] of the result, in the order of i."""
-    # A scatter on a GPU would add in any order, and so give other bits in each call.
+    # A scatter on a GPU would add in any order, which gives other bits in each call.
     zeros = jnp.zeros((num_rows, *values.shape[1:]), values.dtype)
     values, rows, zeros = match_varying((values, rows, zeros))
 

@@ -109,7 +109,7 @@ def run_layer(
     check_call(params, call, config)
     where = find_mesh(config, call.x)
     check_on_mesh(params, config, placement, quantized, where, axis_rules, in_init)
-    # Without one of these, nothing says that parameters are split over FSDP axes.
+    # If none of these three is given, nothing says that parameters are split over FSDP axes.
     if config.fsdp_axes or axis_rules or where.types_show_more_axes(params):
         where = fsdp.with_further_axes(where, params, config, axis_rules)
     config = _resolved(config, params, call.x, where)

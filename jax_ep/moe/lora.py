@@ -35,8 +35,8 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
 
     Returns:
         `params` with adapters of wi_0, wi_1 (unless it is None) and wo, in their dtype. An adapter
-        is sharded like its matrix, in the same memory, but not along r; those of quantized matrices
-        along E only.
+        is sharded like its matrix, in the same memory, but not along r; the adapter of a quantized
+        matrix along E only.
 
     Raises:
         TypeError, ValueError: `rank` is not an integer of at least 1.
@@ -57,7 +57,7 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
 
 
 def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> Sharding | None:
-    """Returns the sharding of the adapter `name`, or None if that of its matrix is not known."""
+    """Returns the sharding of the adapter `name`; None if its matrix has no known sharding."""
     values = matrix.values if isinstance(matrix, QuantizedArray) else matrix
     sharding = getattr(values, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -97,7 +97,7 @@ def _is_placed(array: jax.Array) -> bool:
 
 
 def _on_devices(array: jax.Array) -> jax.Array:
-    """Moves an array to the devices' memory: XLA computes nothing in that of the host."""
+    """Moves an array to the devices' memory: XLA computes nothing in the host's memory."""
     if not _is_placed(array):
         return array
     sharding: Any = array.sharding

@@ -75,7 +75,7 @@ def load_balance_loss(
         num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a
             rank's T tokens are B sequences of equal length, one after the other.
         sequence_ids: [T] integer, or None: the sequence of each token, in [0, B), where lengths
-            differ or a sequence is on several ranks. B and the ids are those of all ranks.
+            differ or a sequence is on several ranks. B and the ids count all ranks' sequences.
         expert_factors: [E] floating, or None: a factor for each expert's term in the sum, such as
             MoE++'s tau (arXiv:2410.07348) for free experts, and 1 for all others.
         axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
@@ -183,7 +183,7 @@ def balance_sums(
             `num_sequences` B for any convention.
 
     Returns:
-        The sums of all tokens, or with `num_sequences` those of each sequence, along a leading axis
+        The sums over all tokens, or with `num_sequences` over each sequence, along a leading axis
         of size B. The counts are int32.
 
     Raises:
@@ -280,8 +280,9 @@ def _mean_over_sequences(
     sums: BalanceSums, expert_factors: jax.Array | None, axis_name: AxisName | None = None
 ) -> jax.Array:
     """Returns the mean "switch" loss of the sequences [B] that have tokens, on all ranks."""
-    of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
-    total, num_not_empty = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
+    losses = _loss(sums, "switch", expert_factors)
+    has_tokens = (sums.num_tokens > 0).astype(jnp.int32)
+    total, num_not_empty = sum_over_ranks((jnp.sum(losses), jnp.sum(has_tokens)), axis_name)
     return total / _at_least_one(num_not_empty)
 
 

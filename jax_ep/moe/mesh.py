@@ -188,8 +188,8 @@ def check_sharding_of_experts(
             )
         if split_over or where.mesh is None or not large_axes(axes, mesh):
             continue
-        # Whether all that is seen shows that no axis splits this dimension. Linen's `init` makes
-        # arrays that are sharded after it returns, by rules or by the caller.
+        # Whether every rank certainly holds this whole dimension. Linen's `init` makes arrays that
+        # are sharded after it returns, by rules or by the caller.
         if seen.is_whole:
             shows_all_is_held = seen.is_on_ranks and not in_init
         else:
@@ -220,7 +220,7 @@ class _SeenSharding(NamedTuple):
 
 
 def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding:
-    """Reads the sharding of wi_0; `mesh` is that of the call, or None."""
+    """Reads the sharding of wi_0; `mesh` is the mesh of the call, or None."""
     array = wi_0.values if isinstance(wi_0, QuantizedArray) else wi_0
     concrete = getattr(array, "sharding", None)  # A traced array has none.
     sharding = concrete or jax.typeof(array).sharding

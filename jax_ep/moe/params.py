@@ -165,7 +165,7 @@ SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 # Matrices of routed and shared experts. Only these parameters may be stored as `QuantizedArray`s.
 MATRICES = ("wi_0", "wi_1", "wo", *SHARED_WEIGHTS)
 
-# Pairs of a parameter and one that it needs: if the latter is None, the former must be None.
+# Pairs of a parameter and one that it needs: if the second is None, the first must be None.
 _NEEDS = (
     ("wi_1_bias", "wi_1"),
     ("wi_1_lora_a", "wi_1"),
@@ -183,10 +183,10 @@ class MoEParams(NamedTuple):
     constant experts. H is the hidden size of a token, F the hidden size of an expert, and S the
     hidden size of all shared experts together. The three matrices of the routed experts may each be
     a `jax_ep.QuantizedArray` of the given shape, which has no gradient, if all three are. The same
-    holds for those of the shared experts.
+    holds for the matrices of the shared experts.
 
     In the Flax layers, E has the logical axis "exp", H "embed", F and S "mlp", and other dimensions
-    none. An option in parentheses is the one with which they have the parameter.
+    none. In parentheses is the option with which a Flax layer has the parameter.
 
     Attributes:
         gate: [H, R] router kernel; None if the caller gives the routing of every call.

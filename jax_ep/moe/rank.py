@@ -182,7 +182,7 @@ def _run_on_rank(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer on the tokens of this rank; returns the output like x, and the metrics.
 
-    `num_sequences` are those of `call.sequence_ids`; None: each rank has whole sequences.
+    `num_sequences` is the number of sequences in `call.sequence_ids`; None: all are whole here.
     """
     params, call, placement, quantized = operands
     shape = call.x.shape
@@ -267,7 +267,7 @@ def _route(
     if call.topk_weights is not None:
         assert call.topk_idx is not None
         weights = call.topk_weights.astype(jnp.float32)
-        # The caller's weights of masked tokens may be NaN. A router's are finite: `router_x` is 0.
+        # The caller's weights of a masked token may be NaN; a router's cannot: its router_x is 0.
         if mask is not None:
             weights = jnp.where(mask[:, None], weights, 0.0)
         routed = Routing(expert_ids(call.topk_idx, config.num_choosable), weights)

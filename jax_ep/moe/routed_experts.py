@@ -155,7 +155,7 @@ def by_dispatch(
             zero_unused=False,
             implementation=config.implementation,
         )
-    # Quantized rows have no gradient, so `_run_experts` sends that of the rows back to `tokens`.
+    # Quantized rows have no gradient, so `_run_experts` sends the rows' gradient back to `tokens`.
     own_tokens = tokens if stays_quantized else None
     out = _run_experts(received, experts, routed.topk_weights, config, own_tokens)
     return out, received.dropped_counts
@@ -221,9 +221,11 @@ def _run_experts(
         weights: jax.Array | None = topk_weights.astype(jnp.float32)
         if config.weights_on == "input":
             # Each received row is multiplied by the weight of its (token, choice) pair.
-            of_rows = choices_to_rows(topk_weights.astype(jnp.float32), handle, implementation)
+            row_weights = choices_to_rows(topk_weights.astype(jnp.float32), handle, implementation)[
+                :, None
+            ]
             wide = wide_dtype(tokens.dtype)
-            tokens = (tokens.astype(wide) * of_rows.astype(wide)[:, None]).astype(tokens.dtype)
+            tokens = (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
             weights = None
     if experts.adapters:
         with jax.named_scope("experts"):

@@ -37,8 +37,9 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. Scores that
-            could all underflow are those of logits that are raised so that the largest is -64.
+            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. If a
+            token's largest logit is below -64, its scores could all underflow, so they are computed
+            from logits that are raised until the largest is -64.
     """
 
     topk_idx: jax.Array
@@ -241,9 +242,9 @@ def choose_experts(
     num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
+    group_score = options.group_score
     # The number of a group's largest scores whose sum is compared.
-    best = options.group_score
-    best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)
+    best = _GROUP_SCORES[group_score] if isinstance(group_score, str) else int(group_score)
     groups = None
     if groups_kept < num_groups:
         groups = Groups(number=num_groups, kept=groups_kept, best=best)
@@ -252,7 +253,7 @@ def choose_experts(
     # compared by their logits, which have the order of the scores.
     has_sums = bias is not None or (groups is not None and best > 1)
     by_scores = has_sums and choose_by == "score"
-    # `choose` computes the sigmoids that it compares, and a softmax that it does not compare.
+    # `top_k.choose` itself computes sigmoids that it compares, and a softmax that it only returns.
     return_softmax = score == "softmax" and not by_scores
     probs = None if return_softmax else _probs(score, logits)
     sigmoid = by_scores and score == "sigmoid"
@@ -299,6 +300,7 @@ def _probs(score: str, logits: jax.Array) -> jax.Array:
 
 
 def _weighing(options: RoutingOptions) -> Weighing:
+    """Selects the options of `top_k.weigh`, which gets `_weighed_numbers`."""
     return Weighing(
         normalize=options.normalize,
         epsilon=float(options.normalize_epsilon),

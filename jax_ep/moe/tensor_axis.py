@@ -48,7 +48,7 @@ def _cast_to_vary(axes: tuple[str, ...], algorithm: str | None, x: jax.Array) ->
     added = tuple(axis for axis in axes if axis in varying_axes(varying) - varying_axes(x))
     if not added or not jnp.issubdtype(x.dtype, jnp.floating):
         return varying
-    # The gradient of `match_varying` is a `lax.psum`, that of `_cast` `all_reduce` by `algorithm`.
+    # The gradient of `match_varying` would be a `lax.psum`; `_cast` uses `all_reduce` instead.
     return _cast(added, algorithm, x)
 
 

@@ -40,7 +40,7 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [T, H] and the rows dropped by local expert, [L], as `by_dispatch` does.
 
-    `param_dtypes` are those of the matrices before they were cast to `config.dtype`.
+    `param_dtypes` are the matrices' dtypes before they were cast to `config.dtype`.
     """
     num_chunks, num_tokens = config.token_chunks, routed.tokens.shape[0]
     if checks.is_symbolic(num_tokens):
@@ -105,8 +105,7 @@ def _all_chunks(
 def _all_chunks_fwd(config, where, in_sum_dtype, experts, chunks):
     # The backward pass reads only the dtypes of `in_sum_dtype`, so empty arrays replace these.
     dtypes = {name: jnp.zeros(0, array.dtype) for name, array in in_sum_dtype.items()}
-    out = _all_chunks(config, where, in_sum_dtype, experts, chunks)
-    return out, (dtypes, experts, chunks)
+    return _all_chunks(config, where, in_sum_dtype, experts, chunks), (dtypes, experts, chunks)
 
 
 def _all_chunks_bwd(config, where, saved, cotangents):
@@ -117,7 +116,7 @@ def _all_chunks_bwd(config, where, saved, cotangents):
     matrices = [name for name in QuantizedExperts._fields if name in zeros]
 
     def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
-        # Returns the sums with this chunk's gradients, and those of its tokens and weights.
+        # Returns the sums with this chunk's gradients, and its tokens' and weights' gradients.
         routed, dout = chunk
         # Biases and adapters.
         others = {name: getattr(experts, name) for name in sums if name not in matrices}

@@ -29,8 +29,8 @@ from jax_ep.runtime.jax_compat import is_traced
 # is more. Each dispatch moves equally many rows of every slot.
 _PIECE_BYTES = 64 * 2**20
 
-# The most bytes of such a row, unless the weights' last axis is longer. Rows are nearly as long,
-# because short rows are dispatched slowly.
+# The most bytes of a dispatched row, unless the weights' last axis is longer. Rows are nearly as
+# long, because short rows are dispatched slowly.
 _ROW_BYTES = 16 * 2**10
 
 # Maps the bytes of a weight to a floating dtype of that size, since `dispatch` sends floating
@@ -187,7 +187,7 @@ def redistribute(
             f"{before.num_ranks} and {after.num_ranks} ranks."
         )
     plan = _destinations(before, after)
-    leaves: list[jax.Array] = []  # those of experts, which this call collects
+    leaves: list[jax.Array] = []  # the leaves of experts, which the next line collects
     _map_experts(leaves.append, tree, shape, size_name="P")
     for leaf in leaves:  # before any of them is donated
         if not _is_of_whole_bytes(leaf.dtype):
@@ -280,7 +280,7 @@ def _mover(
     mesh: Mesh, spec: PartitionSpec, axis: int, implementation: Implementation
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the jitted function (leaf, plan of `_destinations`) -> leaf, which donates the leaf."""
-    # The plan's axes of layers and slots are split over the mesh like those of the leaf.
+    # The plan's axes of layers and slots are split over the mesh like the leaf's.
     of_plan = PartitionSpec(*spec[: axis + 1])
     # The mesh axes that split the slots, along which rows are exchanged; there may be none.
     axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())

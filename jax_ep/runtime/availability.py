@@ -125,7 +125,7 @@ def runs_local_kernels(program: jax_compat.Program) -> bool:
 def _memory_unavailable_reason(
     groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
 ) -> str | None:
-    """Returns why the ranks of a group, or those of it on one host, share no memory, or None."""
+    """Returns why each group's ranks, or each host's in it, share no memory; None if they do."""
     for ranks in groups:
         for start in range(0, len(ranks), ranks_per_host or len(ranks)):
             of_host = ranks[start : start + (ranks_per_host or len(ranks))]

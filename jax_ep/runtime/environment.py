@@ -55,6 +55,7 @@ def devices_per_host() -> int | None:
 
 
 def _positive_int(name: str, most: int | None = None) -> int | None:
+    """Reads a positive integer from the variable `name`; None if the variable is not set."""
     text = os.environ.get(name)
     if text is None:
         return None

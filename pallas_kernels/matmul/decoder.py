@@ -123,31 +123,30 @@ class Decoder:
         def emit(*values: Any) -> Any:
             *memrefs, group, left_edge, step = values
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
-            # The step's first code in those of a column.
-            of_step = mosaic.mul(step, SCALES * self.pieces)
+            # The index of the step's first code among a column's.
+            first_code = mosaic.mul(step, SCALES * self.pieces)
             # If a tile has 64 columns, half of the threads load scales of the second matrix.
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             words = []
             for i in range(self._columns_of_thread):
                 # Column i of a thread is number i * 128 + its index among the stage's columns.
                 matrix, first = divmod(i * WARPGROUP, self.block_n)
-                of_thread = arith.andi(
-                    mosaic.warpgroup_thread(), mosaic.i32(min(self.block_n, WARPGROUP) - 1)
-                )
-                column = mosaic.add(left_edge, mosaic.add(of_thread, first))
+                columns_at_once = min(self.block_n, WARPGROUP)
+                number = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(columns_at_once - 1))
+                column = mosaic.add(left_edge, mosaic.add(number, first))
                 # The last tile may reach past the last column.
                 column = arith.minui(column, mosaic.i32(width - 1))
                 row = mosaic.add(mosaic.mul(group, width), column)
-                pointer = pointer_to(memrefs[matrix], row, scales_of_column, of_step, size=1)
+                pointer = pointer_to(memrefs[matrix], row, scales_of_column, first_code, size=1)
                 if self.block_n < WARPGROUP:
                     of_second = pointer_to(
-                        memrefs[matrix + 1], row, scales_of_column, of_step, size=1
+                        memrefs[matrix + 1], row, scales_of_column, first_code, size=1
                     )
                     pointer = arith.select(is_second, of_second, pointer)
                 for offset in range(0, SCALES * self.pieces, num_bytes):
                     words += _load_codes(past(pointer, offset), num_bytes)
-            of_all = mosaic.vector_type(len(words), mosaic.integer_type(32))
-            all_words = vector.from_elements(of_all, words)
+            vector_type = mosaic.vector_type(len(words), mosaic.integer_type(32))
+            all_words = vector.from_elements(vector_type, words)
             return mosaic.array_of([all_words], shape, count, is_signed=True)
 
         operands = [*(each.scales for each in self.matrices), group, left_edge, step]
@@ -235,9 +234,11 @@ class Decoder:
                 for i in range(0, _WORDS, _QUAD):
                     quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
                     place = mosaic.add(of_half, mosaic.mul(quad, _QUAD))
-                    for eight_numbers in _load_words(of_values, place, _QUAD):
+                    start = mosaic.element_pointer(of_values, place, word)
+                    for eight_numbers in mosaic.load_numbers(start, _QUAD):
                         words.append(look_up(table_of_lane, eight_numbers, selector))
-                words += _load_words(of_scales, mosaic.i32(half * APART), count=1)
+                start = mosaic.element_pointer(of_scales, mosaic.i32(half * APART), word)
+                words += mosaic.load_numbers(start, 1)
             all_words = vector.from_elements(mosaic.vector_type(len(words), word), words)
             return mosaic.array_of([all_words], _LOADED, _PER_THREAD, is_signed=True)
 
@@ -258,8 +259,14 @@ class Decoder:
                 _scaled(words[start : start + _WORDS], words[start + _WORDS])
                 for start in (0, _WITH_SCALES)
             )
-            # Pairs of both columns alternate.
-            return _operand([pair for both in zip(first, second, strict=True) for pair in both])
+            # Pairs of both columns alternate. A word becomes a vector of two bfloat16.
+            pairs = [pair for both in zip(first, second, strict=True) for pair in both]
+            kind = mosaic.element_type(jnp.bfloat16)
+            two_numbers = mosaic.vector_type(2, kind)
+            one_word = mosaic.vector_type(1, mosaic.integer_type(32))
+            vectors = [vector.from_elements(one_word, [pair]) for pair in pairs]
+            registers = [vector.bitcast(two_numbers, each) for each in vectors]
+            return mosaic.tensor_core_array(registers, shape, kind)
 
         shape = _COLUMNS, STEP
         result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -314,11 +321,6 @@ def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:
     return [llvm.extractvalue(word, loaded, [i]) for i in range(2)]
 
 
-def _load_words(pointer: Value, first: Value, count: int) -> list[Value]:
-    start = mosaic.element_pointer(pointer, first, mosaic.integer_type(32))
-    return mosaic.load_numbers(start, count)
-
-
 def _scales_of(codes: Value) -> Value:
     """Converts the two codes in the low half of a word to bfloat16 scales, two in a word."""
     low, high = (
@@ -338,16 +340,6 @@ def _scaled(pairs: Sequence[Value], scales: Value) -> list[Value]:
     )
     half = len(pairs) // 2
     return [_multiplied(pair, low if i < half else high) for i, pair in enumerate(pairs)]
-
-
-def _operand(pairs: Sequence[Value]) -> Any:
-    """Returns the array [64, 64] of which a thread holds `pairs` of bfloat16 in words."""
-    kind = mosaic.element_type(jnp.bfloat16)
-    one_word = mosaic.vector_type(1, mosaic.integer_type(32))
-    two_numbers = mosaic.vector_type(2, kind)
-    words = [vector.from_elements(one_word, [pair]) for pair in pairs]
-    registers = [vector.bitcast(two_numbers, word) for word in words]
-    return mosaic.tensor_core_array(registers, (_COLUMNS, STEP), kind)
 
 
 def _entry(byte: Value) -> Value:

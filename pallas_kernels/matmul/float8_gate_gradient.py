@@ -26,7 +26,7 @@ from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import Scaled
-from pallas_kernels.matmul.gate_gradient import bfloat16s, gradients_of_row
+from pallas_kernels.matmul.gate_gradient import gradients_of_row
 from pallas_kernels.matmul.quantized_tiles import (
     BFLOAT16,
     PTX_TYPE,
@@ -136,8 +136,9 @@ class _Tile(Tile):
 
     def emit(self, ins: Any, outs: Any, shared: Any) -> None:
         """Emits the code of one thread: computes, quantizes and stores its part of the tile."""
-        # Values and scales of the rows of dgate and of dup, and then of all three transposed.
-        values, scales = outs[:-1:2], outs[1:-1:2]
+        # `outs` are values and scales, in turn, of the rows of dgate and of dup and of all three
+        # results transposed, and at last the sums of rows.
+        values, scales, row_sums = outs[:-1:2], outs[1:-1:2], outs[-1]
         down, across = mosaic.divided(mosaic.thread(), _ACROSS)
         # The first column and row of the thread's patch in the tile.
         column = mosaic.mul(across, _COLUMNS)
@@ -146,7 +147,7 @@ class _Tile(Tile):
             return mosaic.add(mosaic.mul(turn, _ROWS_OF_TURN), mosaic.mul(down, _ROWS))
 
         with mosaic.repeat(_TURNS) as turn:
-            row_outs = [*scales[:_WITH_ROWS], outs[-1]]
+            row_outs = [*scales[:_WITH_ROWS], row_sums]
             self.compute(ins, row_outs, shared, turn, row_of(turn), column)
         mosaic.block_barrier()
         self.finish_transposed(shared, scales[_WITH_ROWS:])
@@ -202,7 +203,7 @@ class _Tile(Tile):
                     place = pointer_to(out, self.column, self.num_rows, row_of_out, size=4)
                     llvm.store(number, place)
 
-    def store_rows(self, outs: Any, shared: Any, turn: Value, row: Value, column: Value) -> None:
+    def store_rows(self, outs: Any, shared: Any, turn: Value, top: Value, column: Value) -> None:
         """Rounds the patch that `compute` has kept, stores its rows, and keeps it transposed."""
         # `outs` are the rows of dgate and of dup.
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
@@ -212,17 +213,18 @@ class _Tile(Tile):
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
-                factors = shared_numbers(shared, mosaic.add(row, _FACTORS + result * BLOCK), _ROWS)
-                row_of_out = mosaic.add(self.first, row)
+                factors = shared_numbers(shared, mosaic.add(top, _FACTORS + result * BLOCK), _ROWS)
+                row_of_out = mosaic.add(self.first, top)
                 start = pointer_to(outs[result], row_of_out, self.width, left, size=1)
                 for i, factor in enumerate(factors):
-                    with mosaic.when(mosaic.below(mosaic.add(row, i), self.count)):
+                    with mosaic.when(mosaic.below(mosaic.add(top, i), self.count)):
                         words = rounded_words(numbers[i], [factor] * _COLUMNS)
                         mosaic.store_numbers(words, past(start, i * self.width))
-            (factor,) = shared_numbers(shared, mosaic.i32(_place_of_largest(result)), count=1)
+            place = mosaic.i32(_place_of_largest(result))
+            (tile_factor,) = shared_numbers(shared, place, count=1)
             by_columns = [number for four in zip(*numbers, strict=True) for number in four]
             # A word has the four rows of a column. The words replace two rows of the patch.
-            words = rounded_words(by_columns, [factor] * len(by_columns))
+            words = rounded_words(by_columns, [tile_factor] * len(by_columns))
             for i in range(0, _COLUMNS, _WORDS):
                 at = _own_place(turn, result, i // _WORDS)
                 share(shared, at, words[i : i + _WORDS])
@@ -232,15 +234,15 @@ class _Tile(Tile):
         thread = mosaic.thread()
         # The thread's first column in the tile, and the first of the 16 rows of its pieces.
         piece = arith.remui(thread, mosaic.i32(_PIECES))
-        first = arith.divui(thread, mosaic.i32(_PIECES))
+        first_column = arith.divui(thread, mosaic.i32(_PIECES))
         row = mosaic.mul(piece, _PIECE)
         turn, row_of_turn = mosaic.divided(row, _ROWS_OF_TURN)
         top = mosaic.add(mosaic.mul(self.block, BLOCK), row)
-        left = mosaic.add(mosaic.mul(self.column, BLOCK), first)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), first_column)
         # The thread whose patch has the column and the piece's first rows, and where that patch now
         # has the word with the column: in which of its rows, and at which of the row's words.
         down = arith.divui(row_of_turn, mosaic.i32(_ROWS))
-        across, column = mosaic.divided(first, _COLUMNS)
+        across, column = mosaic.divided(first_column, _COLUMNS)
         owner = mosaic.add(mosaic.mul(down, _ACROSS), across)
         row_of_patch, word = mosaic.divided(column, _WORDS)
         # The block's threads store this many columns at a time.
@@ -259,8 +261,8 @@ class _Tile(Tile):
                 ]
                 mosaic.store_numbers(words, past(start, i * self.height))
 
-    def load(self, ins: Any, row: Value, left: Value) -> list[tuple[Any, ...]]:
-        """Loads what `compute_row` takes of each row of a patch, from (row, left) on."""
+    def load(self, ins: Any, top: Value, left: Value) -> list[tuple[Any, ...]]:
+        """Loads what `compute_row` takes of each row of a patch, from (top, left) on."""
         f32 = mosaic.float_type()
         dhidden, gate, gate_scales, up, up_scales, weights = ins
 
@@ -272,7 +274,7 @@ class _Tile(Tile):
 
         rows = []
         for i in range(_ROWS):
-            exists, source = self.find(mosaic.add(row, i))
+            exists, source = self.find(mosaic.add(top, i))
             words = words_at(dhidden, source, 2)
             values = [words_at(each, source, 1) for each in (gate, up)]
             scales = [scale_at(each, source) for each in (gate_scales, up_scales)]
@@ -292,13 +294,13 @@ class _Tile(Tile):
         # `exists` (i1): whether the block has the row. `values` and `scales`: those of gate and up.
         grads = BFLOAT16.numbers(dhidden)
         pre = [
-            [arith.mulf(n, scale) for w in words for n in float8.widened(PTX_TYPE, w)]
+            [arith.mulf(n, scale) for word in words for n in float8.widened(PTX_TYPE, word)]
             for words, scale in zip(values, scales, strict=True)
         ]
         results, total = gradients_of_row(self.gating, grads, pre, weight)
         words = [
             [
-                arith.select(exists, bfloat16s(*numbers[i : i + 2]), mosaic.i32(0))
+                arith.select(exists, BFLOAT16.pair(*numbers[i : i + 2]), mosaic.i32(0))
                 for i in range(0, _COLUMNS, 2)
             ]
             for numbers in results

@@ -118,7 +118,7 @@ class _Tile(Tile):
             with mosaic.when(exists):
                 for place, numbers in zip(places, (weighted, dgate, dup), strict=True):
                     pairs = zip(numbers[::2], numbers[1::2], strict=True)
-                    mosaic.store_numbers([bfloat16s(*pair) for pair in pairs], place)
+                    mosaic.store_numbers([BFLOAT16.pair(*pair) for pair in pairs], place)
             # The threads of a row add up their sums, and the first of them stores the result.
             total = mosaic.warp_sum(total, _ACROSS)
             with mosaic.when(exists):
@@ -145,9 +145,3 @@ def gradients_of_row(
         for elements, number in zip(results, (dgate, dup, arith.mulf(hidden, weight)), strict=True):
             elements.append(number)
     return results, total
-
-
-def bfloat16s(low: Value, high: Value) -> Value:
-    """Rounds two float32 numbers to bfloat16, and packs them into a word, `low` in the low half."""
-    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    return mosaic.asm(text, "=r,f,f", low, high, returns=mosaic.integer_type(32))

@@ -261,12 +261,7 @@ class Product(Kernel):
         return call(*operands, table)
 
     def __call__(
-        self,
-        *refs: Any,
-        ring: OperandRing,
-        buffers: Any,
-        staged: Any = None,
-        **scratch: Any,
+        self, *refs: Any, ring: OperandRing, buffers: Any, staged: Any = None, **scratch: Any
     ) -> None:
         # The references are operands, biases, the table of row tiles, and outputs. `scratch` is
         # what a subclass adds to `scratch_types` for its `computer`.

@@ -86,7 +86,6 @@ class Mxfp4Matrices(Matrices):
         self, share: Share, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
         decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
-        parts = _parts(tiles, share)
 
         def add_by_warps(totals: jax.Array, stage: jax.Array) -> jax.Array:
             # `add_products` multiplies all pieces of K, and takes columns in the order of their
@@ -102,6 +101,17 @@ class Mxfp4Matrices(Matrices):
 
             branches = [functools.partial(of_height, height) for height in tiles.heights]
             return lax.switch(height_index, branches)
+
+        if _by_warps(tiles):
+            zero_totals = zeros(shape, jnp.float32)
+            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps), steps.feed
+
+        parts = [
+            _Part(top, i * tiles.block_m, piece, matrix, left_edge + top)
+            for piece in range(tiles.step // STEP)
+            for i, (matrix, left_edge) in enumerate(share)
+            for top in range(0, tiles.part, CHUNK)
+        ]
 
         def load(stage: jax.Array, part: _Part) -> jax.Array:
             return decoder.load(stage, part.piece, part.matrix, part.first_column)
@@ -126,9 +136,6 @@ class Mxfp4Matrices(Matrices):
 
             lax.switch(height_index, [functools.partial(of_height, each) for each in tiles.heights])
 
-        if _by_warps(tiles):
-            zero_totals = zeros(shape, jnp.float32)
-            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps), steps.feed
         # When `multiply` returns, the matmuls of its last two parts may still run.
         matmuls = min(len(parts), 2)
         return self.ring.accumulate(steps, matmuls, shape, multiply)
@@ -148,15 +155,6 @@ class _Part(NamedTuple):
     piece: int  # of K
     matrix: Any
     first_column: Any
-
-
-def _parts(tiles: Tiles, share: Share) -> list[_Part]:
-    return [
-        _Part(top, i * tiles.block_m, piece, matrix, left_edge + top)
-        for piece in range(tiles.step // STEP)
-        for i, (matrix, left_edge) in enumerate(share)
-        for top in range(0, tiles.part, CHUNK)
-    ]
 
 
 @dataclasses.dataclass(frozen=True)

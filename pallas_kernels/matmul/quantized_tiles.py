@@ -281,6 +281,11 @@ class Packed:
             numbers += [arith.extf(f32, llvm.extractelement(pair, i)) for i in places]
         return numbers
 
+    def pair(self, low: Value, high: Value) -> Value:
+        """Rounds two float32 numbers to 16 bits, and packs them into a word."""
+        text = f"cvt.rn.{_PACKED_TYPES[jnp.dtype(self.dtype).name]}.f32 $0, $2, $1;"
+        return llvm.inline_asm(mosaic.integer_type(32), [low, high], text, "=r,f,f")
+
     def without_infinities(self, words: Sequence[Value]) -> list[Value]:
         # float8_e4m3fn has no infinities. x * 0 + x is x, or NaN if x is not finite.
         zero = mosaic.i32(0)

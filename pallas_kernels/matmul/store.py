@@ -152,14 +152,9 @@ class Store:
         out, buffer = self.outs[0], self.buffers.at[0]
         register_tiles.store_transposed(buffer, zeros((CHUNK, STORED_ROWS), out.dtype))
         plgpu.commit_smem()
-        register_tiles.each_zero_chunk(
-            start,
-            out.shape,
-            (STORED_ROWS, CHUNK),
-            worker,
-            num_workers,
-            functools.partial(self._zero_chunk, buffer),
-        )
+        chunk_shape = STORED_ROWS, CHUNK
+        zero = functools.partial(self._zero_chunk, buffer)
+        register_tiles.each_zero_chunk(start, out.shape, chunk_shape, worker, num_workers, zero)
 
     def _zero_chunk(self, buffer: Any, target: Target) -> None:
         """Copies rows of a buffer of zeros to each output."""

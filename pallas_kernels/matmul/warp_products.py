@@ -91,9 +91,7 @@ def add_products(
         sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
         per_part = block_m // _ROWS
         # The thread's first column in each part; it also has the one 8 later.
-        columns = [
-            mosaic.add(mosaic.scalar(first), mosaic.tensor_core_row()) for first in first_columns
-        ]
+        columns = [mosaic.add(mosaic.scalar(c), mosaic.tensor_core_row()) for c in first_columns]
         for piece in range(pieces):
             # part_scales[part][i][block] is the scale of a block of column i of the thread's two.
             part_scales = [thread.load_scales(column, piece) for column in columns]
@@ -125,10 +123,7 @@ def add_products(
 
 
 class _Thread:
-    """The loads of a thread of a warpgroup, from a stage and the table in shared memory.
-
-    Columns are counted in the stage, through the tiles of all matrices.
-    """
+    """A thread's loads from a stage and the table; columns are counted through all matrices."""
 
     def __init__(self, decoder: Decoder, memrefs: Sequence[Value], stage: Value, block_m: int):
         # `values` are [stages, stage_columns, pieces * 32] uint8, `scales` [stages, pieces,

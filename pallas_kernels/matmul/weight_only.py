@@ -52,6 +52,7 @@ from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.quantized_tiles import (
     BFLOAT16,
     PTX_TYPE,
+    Packed,
     bits_of_e8m0,
     max_of,
     pointer_to,
@@ -231,9 +232,7 @@ class _Sizes:
         )
 
 
-def _compute_block(
-    sizes: _Sizes, refs: Sequence[Any], group: Any, block: Any, first_row: Any
-) -> None:
+def _compute_block(sizes: _Sizes, refs: Any, group: Any, block: Any, first_row: Any) -> None:
     """Computes a block's columns of the output's rows from `first_row` on, round by round."""
 
     def compute(round_of_block: Any, scales_rows: bool) -> None:
@@ -253,16 +252,12 @@ class _Thread:
     """A thread in a round, in which its block computes `strips` strips. Emits the thread's code."""
 
     def __init__(
-        self,
-        sizes: _Sizes,
-        memrefs: Sequence[Value],
-        group: Value,
-        round_number: Value,  # among the rounds of all blocks of the group
-        first_row: Value,  # of the output
+        self, sizes: _Sizes, memrefs: Any, group: Value, round_number: Value, first_row: Value
     ) -> None:
+        # `memrefs` are input rows, matrices, biases, output and scratch. `round_number` counts the
+        # rounds of all blocks of the group. `first_row` is a row of the output.
         self.sizes, self.group = sizes, group
         self.round_number, self.first_row = round_number, first_row
-        # Input rows, matrices and biases, output, and scratch.
         self.source, *operands, self.out, self.rows, self.scales, self.sums = memrefs
         num_parts = 2 * sizes.num_matrices
         self.biases = operands[num_parts:]
@@ -335,7 +330,7 @@ class _Thread:
         number = arith.select(inside, number, mosaic.i32(0))
         source_row = row if self.sizes.shared_rows else mosaic.add(self.first_row, row)
         address = _address(self.source, source_row, self.sizes.depth, number, size=2)
-        words = _load("ld.global.nc.v2.b32", 2, "r", address, 0)
+        words = _load("ld.global.nc.v2.b32", 2, address, 0)
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
     def scale_chunk(self, start: int, words: Sequence[Value]) -> None:
@@ -362,7 +357,7 @@ class _Thread:
         for i, pair in enumerate(pairs):
             at = mosaic.add(byte, i * (4 if is_float8 else 8))
             pointer = mosaic.pointer_at(self.rows, at, mosaic.integer_type(8))
-            both = _float16_pair(*(scaled[j] for j in pair))
+            both = Packed(jnp.float16).pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
                 llvm.store(both, pointer, alignment=4)
         with mosaic.when(arith.andi(exists, mosaic.equal(self.lane, 0))):
@@ -395,7 +390,10 @@ class _Thread:
         for i in range(2):
             start_of_half = mosaic.add(start, apart) if i else start
             for j in range(0, 32, VECTOR_BYTES):
-                words += _load_shared(self.rows, mosaic.add(start_of_half, j))
+                place = mosaic.add(start_of_half, j)
+                pointer = mosaic.pointer_at(self.rows, place, mosaic.integer_type(8))
+                address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
+                words += _load("ld.shared.v4.b32", 4, address, 0)
         row_scales = [
             mosaic.element_at(self.scales, mosaic.add(chunk, (first + i) * sizes.chunks))
             for i in range(count)
@@ -523,16 +521,16 @@ class _Matrices:
             words = []
             for byte in range(0, self.chunk_bytes, _QUAD * VECTOR_BYTES):
                 start = chunk * self.chunk_bytes + byte + i * _APART * self.column_bytes
-                words += _load(_LOAD_ONCE, 4, "r", self.values, start, inside)
+                words += _load(_LOAD_ONCE, 4, self.values, start, inside)
             if inside is not None:
                 words = [arith.select(inside, word, mosaic.i32(0)) for word in words]
             columns.append(words)
         if sizes.is_float8:
-            scale = _load("ld.global.nc.f32", 1, "f", self.scales, 4 * chunk, inside)
+            scale = _load("ld.global.nc.f32", 1, self.scales, 4 * chunk, inside)
             self.loaded.append((columns, [scale, scale]))
             return
         starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
-        scales = [_load("ld.global.nc.u8", 1, "r", self.scales, start, inside) for start in starts]
+        scales = [_load("ld.global.nc.u8", 1, self.scales, start, inside) for start in starts]
         if inside is not None:
             # Where not inside, both are the first column's. A NaN of it must not reach the second.
             scales = [arith.select(inside, scale, mosaic.i32(_CODE_OF_ONE)) for scale in scales]
@@ -551,11 +549,7 @@ class _Matrices:
         ], scales
 
     def multiply(
-        self,
-        decoded: _Columns,
-        row_words: Sequence[Value],
-        row_scales: Sequence[Value],
-        first: int,
+        self, decoded: _Columns, row_words: Sequence[Value], row_scales: Sequence[Value], first: int
     ) -> None:
         """Multiplies decoded columns by rows, two at most, from `first` on; adds to the totals."""
         (left, right), scales = decoded  # of the thread's two columns
@@ -601,43 +595,27 @@ def _float16_of_float8(word: Value) -> list[Value]:
     return [llvm.inline_asm(word_type, [word], parts + text, "=r,r") for text in converted]
 
 
-def _float16_pair(low: Value, high: Value) -> Value:
-    """Rounds two float32 numbers to float16, and packs them into a word, `low` in the low half."""
-    word = mosaic.integer_type(32)
-    return llvm.inline_asm(word, [low, high], "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f")
-
-
-def _load_shared(memref: Value, at: Value) -> list[Value]:
-    pointer = mosaic.pointer_at(memref, at, mosaic.integer_type(8))
-    address = llvm.ptrtoint(mosaic.integer_type(32), pointer)
-    return _load("ld.shared.v4.b32", 4, "r", address, 0)
-
-
 def _address(memref: Value, row: Value, width: int, column: Value, size: int) -> Value:
     pointer = pointer_to(memref, row, width, column, size)
     return llvm.ptrtoint(mosaic.integer_type(64), pointer)
 
 
 def _load(
-    instruction: str,
-    count: int,
-    constraint: str,  # of inline assembly: "f" for float numbers, "r" for words
-    address: Value,
-    offset: int,
-    inside: Value | None = None,
+    instruction: str, count: int, address: Value, offset: int, inside: Value | None = None
 ) -> Any:
     """Loads `count` numbers, a list if several, from `address` + `offset` by an `instruction`."""
     # Where not `inside`, loads from `address` itself, which exists; the caller ignores the numbers.
     if inside is not None:
         address = mosaic.add(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
         offset = 0
-    element = mosaic.float_type() if constraint == "f" else mosaic.integer_type(32)
+    is_float = instruction.endswith("f32")
+    element = mosaic.float_type() if is_float else mosaic.integer_type(32)
     names = ", ".join(f"${i}" for i in range(count))
     found = llvm.inline_asm(
         mosaic.struct_type([element] * count) if count > 1 else element,
         [address],
         f"{instruction} {'{' + names + '}' if count > 1 else names}, [${count}+{offset}];",
-        ",".join([f"={constraint}"] * count + ["r" if "shared" in instruction else "l"]),
+        ",".join(["=f" if is_float else "=r"] * count + ["r" if "shared" in instruction else "l"]),
         has_side_effects=True,
     )
     return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found

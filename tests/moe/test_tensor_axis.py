@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 
@@ -115,15 +114,13 @@ def test_columns_and_their_gradients_stay_where_they_are():
     assert f"f32[{E // 4},{H},{F}]" not in hlo and f"f32[{E},{H}," not in hlo
 
 
-@pytest.mark.parametrize("ambient", [True, False])
-def test_nnx_parameters_are_born_split(ambient):
-    """No rule for "mlp" is needed, on the ambient mesh or the layer's own."""
+def test_nnx_parameters_are_born_split():
+    """No rule for "mlp" is needed."""
     devices = mesh((4, 2), AXES)
     options = dict(num_experts=E, num_experts_per_token=K, tensor_axis="tensor", **PARTS)
     options["kernel_init"] = jax.nn.initializers.zeros
-    with jax.set_mesh(devices) if ambient else contextlib.nullcontext():
-        own = {} if ambient else {"mesh": devices}
-        module = jax_ep.nnx.MoE(H, F, **options, **own, rngs=nnx.Rngs(0))
+    with jax.set_mesh(devices):
+        module = jax_ep.nnx.MoE(H, F, **options, rngs=nnx.Rngs(0))
     for name, spec in specs_of(make_params())._asdict().items():
         if spec is not None and name != "gate":
             value, want = getattr(module, name).get_value(), NamedSharding(devices, spec)
