@@ -254,7 +254,7 @@ class _Body:
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
         return [vectors.load(ref.at[(*row, where)], self.vector) for where in self._my_tiles()]
 
-    def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
+    def _sum_share(self, refs: _Refs, first_row: jax.Array, num_rows: jax.Array) -> None:
         """Sums every N-th tile of the block's rows; stores it to `normalized` of all ranks."""
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
@@ -264,10 +264,10 @@ class _Body:
 
         def sum_tile(i: jax.Array, _: None) -> None:
             index = start + i * stride
-            row = first + lax.div(index, per_row)
-            where = (row, self._slice(lax.rem(index, per_row)))
-            total = tiles.sum_of_ranks(fabric, refs.x, *where)
-            tiles.put(fabric, refs.normalized, where, total.astype(self.dtype))
+            row = first_row + lax.div(index, per_row)
+            columns = self._slice(lax.rem(index, per_row))
+            total = tiles.sum_of_ranks(fabric, refs.x, row, columns)
+            tiles.put(fabric, refs.normalized, (row, columns), total.astype(self.dtype))
 
         count = lax.div(num_rows * per_row - start + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
@@ -295,8 +295,8 @@ class _Body:
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
-            (total.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)
-            for total, residual in zip(row.sums, row.residual, strict=True)
+            (tile.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)
+            for tile, residual in zip(row.sums, row.residual, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
             vectors.store([refs.new_residual.at[row.index, where]], total, vector)
