@@ -46,7 +46,6 @@ from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vec
 _INSTEAD = 0xFFFFFFFE
 # A note's memory until it has arrived: a byte of `EMPTY`.
 _NO_NOTE = memory_map.EMPTY & 0xFF
-
 _NOTES_BYTES = memory_map.TILE_BUFFER_BYTES - memory_map.TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
 
