@@ -213,7 +213,16 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
         "rows inside a host": reordered,
     }
     if sums:
-        held |= _sums_workspace(sizes, at_once)
+        sum_bytes = sizes.sent_rows(1)
+        # One call computes the sums for all hosts before they are sent, so those that arrive need
+        # their own buffers.
+        hosts_held = 2 * num_hosts if at_once else num_hosts
+        others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
+        held |= {
+            "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
+            "sums of this host": 0 if at_once else num_tokens * sum_bytes,
+            "returned sums, by token": others * sum_bytes,
+        }
         if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
             of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
         if kernels and of_host.dtype != sizes.dtype:
@@ -258,36 +267,17 @@ def _rows_workspace(
         # host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
-        held |= _routing_workspace(sizes)
+        # A dispatch gathers and counts the choices of all hosts.
+        choices = num_tokens * sizes.top_k
+        numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
+        # The bytes of a number between hosts, as `two_level` narrows them.
+        narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
+        held |= {
+            "choices of the rail": narrow * num_hosts * numbers,
+            "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
+            # `routes.count_choices` pads the choices to whole chunks.
+            "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
+        }
     if sizes.by_rank or operation == "dispatch":
         parts["routes"] = sizes.routes()
     return held | {name: size for name, size in parts.items() if size}
-
-
-def _sums_workspace(sizes: CallSizes, at_once: bool) -> dict[str, int]:
-    """Returns the buffers, name -> bytes, of the sums between hosts."""
-    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
-    sum_bytes = sizes.sent_rows(1)
-    # One call computes the sums for all hosts before they are sent, so those that arrive need their
-    # own buffers.
-    hosts_held = 2 * num_hosts if at_once else num_hosts
-    others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
-    return {
-        "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
-        "sums of this host": 0 if at_once else num_tokens * sum_bytes,
-        "returned sums, by token": others * sum_bytes,
-    }
-
-
-def _routing_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which a dispatch gathers and counts the choices of all hosts."""
-    choices = sizes.num_tokens * sizes.top_k
-    numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
-    # The bytes of a number between hosts, as `two_level` narrows them.
-    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
-    return {
-        "choices of the rail": narrow * sizes.num_hosts * numbers,
-        "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
-        # `routes.count_choices` pads the choices to whole chunks.
-        "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
-    }
