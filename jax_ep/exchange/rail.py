@@ -196,8 +196,8 @@ class Rail:
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Yields for each host, in order, its sums [T, ...] for this rank's tokens."""
-        # `sums(source)` computes those for the next host while the sums for one host are sent; this
-        # host's come last.
+        # While the sums for one host are sent, `sums(source)` computes the sums for the next host.
+        # The sums for this host are computed last.
         if self.at_once:
             own, others = self._split(sums(None))
             returned = self._exchange(others)

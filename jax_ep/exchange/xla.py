@@ -227,7 +227,8 @@ def unpack(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.
     """Unpacks rows of `pack`: (rows,), or (values, scales); x has the width and the dtype."""
     if not wire.quantized:
         return (lax.bitcast_convert_type(sent, x.dtype),)
-    unpacked, start = [], 0
+    unpacked = []
+    start = 0
     for columns, dtype in wire.row_parts(x.shape[-1], x.dtype):
         size = jnp.dtype(dtype).itemsize
         part = sent[..., start : start + columns * size]
