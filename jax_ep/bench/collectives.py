@@ -93,13 +93,13 @@ class CollectivesBench(runner.Bench):
         sharding = NamedSharding(expert_mesh(num_ranks), PartitionSpec(AXIS))
 
         def make(rows: int) -> tuple[jax.Array, ...]:
-            found = []
-            for i, each in enumerate(problem_of(row | {"rows": rows}).operands):
+            operands = []
+            for i, operand in enumerate(problem_of(row | {"rows": rows}).operands):
                 # The residual and scale of all_reduce_rms_norm are equal on all ranks.
-                shape = num_ranks if i == 0 else 1, *each.shape
-                made = jax.random.normal(jax.random.key(rows + i), shape, _DTYPE)
-                found.append(jnp.broadcast_to(made, (num_ranks, *each.shape)))
-            return tuple(found)
+                shape = (num_ranks if i == 0 else 1, *operand.shape)
+                drawn = jax.random.normal(jax.random.key(rows + i), shape, _DTYPE)
+                operands.append(jnp.broadcast_to(drawn, (num_ranks, *operand.shape)))
+            return tuple(operands)
 
         compiled = jax.jit(make, static_argnums=0, out_shardings=sharding)
         return {rows: compiled(rows) for rows in self.args.rows}

@@ -120,7 +120,7 @@ def _weights(work: Work, seed: jax.Array) -> jax.Array | None:
     # A rank-major combine takes no weights, because it takes sums that are already weighted.
     if work.layout == "rank":
         return None
-    weights = random_rows(seed, work.topk_idx.shape[1:], np.float32) + 1.5
+    weights = random_rows(seed, work.topk_idx.shape[1:], np.float32) + 1.5  # above 0
     return weights / weights.sum(axis=-1, keepdims=True)
 
 

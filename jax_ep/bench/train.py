@@ -247,10 +247,11 @@ class TrainBench(runner.Bench):
             "share_of_peak": per_rank / peak if peak else None,
         }
         if row["device"] is not None:
-            parts = found["parts_us"] = dict.fromkeys(PARTS, 0.0)
+            parts = dict.fromkeys(PARTS, 0.0)
             for label, us in row["device"]["by_kernel_us"].items():
                 parts[label.partition(": ")[0]] += us
             parts["idle"] = row["wall"]["median_us"] - sum(parts.values())
+            found["parts_us"] = parts
         return found
 
     def header(self) -> list[str]:

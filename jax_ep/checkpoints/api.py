@@ -388,7 +388,8 @@ def save_moe(
 
 def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
     """Returns the parameters by name, and a layer's configuration; merges a layer's adapters."""
-    params, config = layer_or_params, None
+    params = layer_or_params
+    config = None
     if isinstance(layer_or_params, MoE):
         config = layer_or_params.config
         given = {name: v.get_value() for name, v in variables_of(layer_or_params).items()}

@@ -96,7 +96,7 @@ class Block:
         return tuple(sizes[letter] for letter in self.axes(param))
 
     def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
-        """Raises ValueError, about `subject`, unless `params` are the block's, in shape."""
+        """Raises ValueError, about `subject`, unless `params` have the block's names and shapes."""
         wanted = {name: self.shape(name) for name in self.params()}
         shapes = {name: value.shape for name, value in params.items()}
         if shapes != wanted:
@@ -221,7 +221,7 @@ class Block:
         return range(self.sizes["E"] if "{e}" in tensor.name else 1)
 
     def read(self, param: str, index: Index, like: Any, done: Callable[[int], None]) -> Parameter:
-        """Reads a slice of a parameter in the form of `like`, and no bytes that it does not need.
+        """Reads the slice `index` of a parameter in the form of `like`, and no unneeded bytes.
 
         `like` is a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them: then the slice has whole
         blocks, and numbers that are stored in its format are not quantized again. `done` is called
@@ -303,8 +303,9 @@ class Block:
     def parts(self, tensor: Tensor) -> list[int | None]:
         """Lists the experts of a tensor, which are written one by one; [None]: all at once."""
         axes = PARAMETER_AXES[tensor.params[0]]
-        has_arrays = axes[0] == "E" and len(axes) > 1
-        return list(range(self.sizes["E"])) if has_arrays else [None]
+        # A parameter [E], a single number for each expert, is written at once.
+        by_expert = axes[0] == "E" and len(axes) > 1
+        return list(range(self.sizes["E"])) if by_expert else [None]
 
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
@@ -427,10 +428,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
     prefix = _find_prefix(directory, keys, layer)
-    if replaces and prefix is not None:
-        return _block(directory, prefix, keys)
     if prefix is not None:
-        return None
+        return _block(directory, prefix, keys) if replaces else None
     like = None
     blocks, _ = _routers(directory, keys)
     layers = [found for name in directory.files if (found := _LAYER.match(name))]

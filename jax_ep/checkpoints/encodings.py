@@ -132,16 +132,16 @@ class Blockwise:
         blocks, within = self._blocks(index)
         return self.format.decode(self._load_checked(blocks), np.float32)[(..., *within)]
 
-    def write(self, index: Index, values: np.ndarray) -> None:
-        """Encodes `values` and writes them to a slice of whole blocks; see the module."""
+    def write(self, index: Index, numbers: np.ndarray) -> None:
+        """Encodes `numbers` and writes them to a slice of whole blocks; see the module."""
         blocks, within = self._blocks(index)
         old = self._load(blocks)
-        changed = _differ(self.format.decode(old, np.float32)[(..., *within)], values)
+        changed = _differ(self.format.decode(old, np.float32)[(..., *within)], numbers)
         if not changed.any():
             return
         # Float8 is rounded as published checkpoints do.
         options = {"divide": True} if isinstance(self.format, formats.Float8) else {}
-        new_values, new_scales = self.format.encode(self._padded(values), **options)
+        new_values, new_scales = self.format.encode(self._padded(numbers), **options)
         changed_blocks = self._any_of_block(self._padded(changed))
         # Repeats the flag of a block for each of its values.
         changed_values = changed_blocks
@@ -207,8 +207,7 @@ class Blockwise:
     def _any_of_block(self, flags: np.ndarray) -> np.ndarray:
         """Reduces booleans [.., rows, columns] to one per block: whether any in it is true."""
         for axis, size in enumerate(self._block, start=-len(self._block)):
-            starts = np.arange(0, flags.shape[axis], size)
-            flags = np.logical_or.reduceat(flags, starts, axis=axis)
+            flags = np.logical_or.reduceat(flags, range(0, flags.shape[axis], size), axis=axis)
         return flags
 
     def _load_checked(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:

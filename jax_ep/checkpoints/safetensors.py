@@ -196,7 +196,7 @@ def read_header(file: Path) -> dict[str, Entry]:
                 f"{size}, but its data_offsets are {first} and {last}: is the download complete?"
             )
     # The format allows neither shared bytes nor holes: the tensors must follow each other.
-    # Where the part `previous` of the file ends.
+    # `end` is where `previous` ends: the header, and then the tensor before `entry`.
     previous, end = "the header", data_start
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.num_bytes)):
         if entry.start != end:

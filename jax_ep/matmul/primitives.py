@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jax_ep.implementations import Implementations
 from jax_ep.matmul import blocks, loop, pallas, tokamax, xla
@@ -87,7 +88,9 @@ def define(
         # These are the types that the default for another platform gives: it is XLA's.
         params |= {"implementation": None, "platform": _OTHER_PLATFORM}
         by_xla = functools.partial(compute, **params)
-        results = jax.eval_shape(by_xla, *jax.tree.unflatten(tree, types))
+        # Types do not depend on a mesh, and not all functions can be traced over Explicit axes.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            results = jax.eval_shape(by_xla, *jax.tree.unflatten(tree, types))
         leaves, returned = jax.tree.flatten(results)
         return tuple(leaves), returned
 

@@ -271,10 +271,10 @@ def generate(
 ) -> tuple[list[list[int]], State, Times]:
     """Continues prompts of any lengths by up to `steps` tokens each, stop tokens included.
 
-    Generation runs twice: the first run compiles, the second is timed. `padding` is the side of
-    short prompts' padding, "left" or "right". With `loop` "device", `decode` runs all steps; with
-    "host", each is a call of `step`. Returns the new tokens of each sequence, the last state, and
-    the times.
+    Generation runs twice: the first run compiles, the second is timed. Prompts are read `chunk`
+    tokens at a time; `padding` is the side on which short ones are padded, "left" or "right". With
+    `loop` "device", `decode` runs all steps; with "host", each is a call of `step`. Returns the new
+    tokens of each sequence, the last state, and the times.
     """
     tokens, mask = padded(prompts, padding)
     batch, length = tokens.shape

@@ -67,10 +67,10 @@ def run(
     message of a SystemExit. The others end when they wait for its data, or after
     `heartbeat_seconds` without a sign of life from it.
 
-    Process 0 waits for the others at `coordinator`, HOST:PORT. Under SLURM's `srun` and Open MPI's
-    `mpirun`, None in all processes joins them; otherwise None is one process. `cpu_devices` are
-    those of all processes together on a machine without GPUs, unless XLA_FLAGS or JAX's
-    configuration says it; None: one for each. SystemExit names a flag that does not fit.
+    Process 0 waits for the others at `coordinator`, HOST:PORT. Without it, `num_processes` and
+    `process_id`, the processes that SLURM's `srun` or Open MPI's `mpirun` started join, if any.
+    `cpu_devices` is the number of CPU devices of all processes together, unless XLA_FLAGS or JAX's
+    configuration sets it; None: one for each. SystemExit names a flag that does not fit.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]

@@ -147,8 +147,7 @@ def _matrices_of_weight_only(
 ) -> list[QuantizedArray] | None:
     """Returns the matrices, wo last, if quantized ones multiply unquantized tokens; else None."""
     if matmul_dtype is None:
-        stored = [*experts.wi, experts.wo]
-        return stored if isinstance(experts.wo, QuantizedArray) else None
+        return [*experts.wi, experts.wo] if isinstance(experts.wo, QuantizedArray) else None
     if len(tokens) > MOST_UNQUANTIZED_TOKENS or tokens.dtype != jnp.bfloat16:
         return None
     assert experts.quantized is not None

@@ -280,8 +280,9 @@ def _mean_over_sequences(
     sums: BalanceSums, expert_factors: jax.Array | None, axis_name: AxisName | None = None
 ) -> jax.Array:
     """Returns the mean "switch" loss of the sequences [B] that have tokens, on all ranks."""
-    of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
-    total, num_not_empty = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
+    losses = _loss(sums, "switch", expert_factors)
+    has_tokens = (sums.num_tokens > 0).astype(jnp.int32)
+    total, num_not_empty = sum_over_ranks((jnp.sum(losses), jnp.sum(has_tokens)), axis_name)
     return total / _at_least_one(num_not_empty)
 
 

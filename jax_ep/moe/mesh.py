@@ -188,8 +188,8 @@ def check_sharding_of_experts(
             )
         if split_over or where.mesh is None or not large_axes(axes, mesh):
             continue
-        # Whether all that is seen shows that no axis splits this dimension. Linen's `init` makes
-        # arrays that are sharded after it returns, by rules or by the caller.
+        # Whether every rank certainly holds this whole dimension. Linen's `init` makes arrays that
+        # are sharded after it returns, by rules or by the caller.
         if seen.is_whole:
             shows_all_is_held = seen.is_on_ranks and not in_init
         else:

@@ -242,9 +242,9 @@ def choose_experts(
     num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
     score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
+    group_score = options.group_score
     # The number of a group's largest scores whose sum is compared.
-    best = options.group_score
-    best = _GROUP_SCORES[best] if isinstance(best, str) else int(best)
+    best = _GROUP_SCORES[group_score] if isinstance(group_score, str) else int(group_score)
     groups = None
     if groups_kept < num_groups:
         groups = Groups(number=num_groups, kept=groups_kept, best=best)
@@ -253,7 +253,7 @@ def choose_experts(
     # compared by their logits, which have the order of the scores.
     has_sums = bias is not None or (groups is not None and best > 1)
     by_scores = has_sums and choose_by == "score"
-    # `choose` computes the sigmoids that it compares, and a softmax that it does not compare.
+    # `top_k.choose` itself computes sigmoids that it compares, and a softmax that it only returns.
     return_softmax = score == "softmax" and not by_scores
     probs = None if return_softmax else _probs(score, logits)
     sigmoid = by_scores and score == "sigmoid"
@@ -290,7 +290,13 @@ def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingO
 
 def _probs(score: str, logits: jax.Array) -> jax.Array:
     """Returns `Routing.probs` [T, E]: all scores, of which some do not underflow in each token."""
-    return _SCORES[score](logits if score == "softmax" else _raised(logits))
+    if score != "softmax":
+        # Shifts the logits of a token whose largest is below `_LOWEST_LOGIT`, to this maximum.
+        largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        # With the lowest finite number, a token whose logits are all -inf gets no NaN.
+        raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
+        logits = jnp.where(largest < _LOWEST_LOGIT, raised, logits)
+    return _SCORES[score](logits)
 
 
 def _weighing(options: RoutingOptions) -> Weighing:
@@ -314,14 +320,6 @@ def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.A
     if score == "softmax" and weighing.epsilon:
         return jax.nn.log_softmax(logits, axis=-1)
     return logits
-
-
-def _raised(logits: jax.Array) -> jax.Array:
-    """Shifts the logits of each token whose largest is below `_LOWEST_LOGIT`, to this maximum."""
-    largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    # With the lowest finite number, a token whose logits are all -inf gets no NaN.
-    raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
-    return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:

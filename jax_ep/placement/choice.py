@@ -79,9 +79,9 @@ def slots_on_rank(
         only_slot = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only_slot, -1)
     _, position = count_choices(choices, num_experts)  # of a choice, among those of its expert
-    choices = jnp.where(is_choice, choices, 0)
+    choices = jnp.where(is_choice, choices, 0)  # a valid index, whose slot is replaced by -1 below
 
-    here = (slots_of_expert >= 0) & (slots_of_expert // slots_per_rank == rank)
+    here = (slots_of_expert >= 0) & (slots_of_expert // slots_per_rank == rank)  # [E, C]
     slot_here = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)  # [E]; -1: none on this rank
     copy = (position + rank) % num_copies[choices]
     slots = jnp.where(slot_here[choices] >= 0, slot_here[choices], slots_of_expert[choices, copy])

@@ -509,8 +509,7 @@ def looks_for_nans() -> bool:
 
 def address_of(array: jax.Array) -> int:
     """Returns the memory address of an array's shard on its first device of this process."""
-    of_device = array.addressable_shards[0].data
-    get_address = getattr(of_device, "unsafe_buffer_pointer", None)
+    get_address = getattr(array.addressable_shards[0].data, "unsafe_buffer_pointer", None)
     if get_address is None:
         raise NotImplementedError(
             f"JAX {jax.__version__} lacks jax.Array.unsafe_buffer_pointer, which gives addresses"

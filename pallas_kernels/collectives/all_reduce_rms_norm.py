@@ -171,8 +171,13 @@ class _Body:
         """Runs the body of both kernels with signals, one-shot and two-shot."""
         fabric = self.fabric
         refs, here = _Refs(*arrays), _Refs(*map(fabric.mine, arrays))
-        first = lax.axis_index("block") * self.rows_per_block
-        num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
+        first_row = lax.axis_index("block") * self.rows_per_block
+        num_rows = jnp.clip(self.num_rows - first_row, 0, self.rows_per_block)
+        fabric.delay_point(0)
+        fabric.connect()
+        scale = self._load(here.scale)
+        # The residual of the only row is loaded before the waits for peers, which hides the load.
+        only_residual = self._load(here.residual, first_row) if self._one_row else None
 
         def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
             sums = self._row_of_sums(refs, row)
@@ -181,15 +186,11 @@ class _Body:
             self._norm(_Row(row, sums, residual, scale), here, half, scratch, signal)
 
         def norm_row(i: jax.Array, _: None) -> None:
-            norm(first + i, self._load(here.residual, first + i), lax.rem(i, jnp.int32(2)))
+            row = first_row + i
+            norm(row, self._load(here.residual, row), lax.rem(i, jnp.int32(2)))
 
-        fabric.delay_point(0)
-        fabric.connect()
-        scale = self._load(here.scale)
-        # The residual of the only row is loaded before the waits for peers, which hides the load.
-        residual = self._load(here.residual, first) if self._one_row else None
         if self.two_shot:
-            self._sum_share(refs, first, num_rows)
+            self._sum_share(refs, first_row, num_rows)
             fabric.delay_point(1)
             self._meet(scratch)
             self._signal(release=True)
@@ -198,7 +199,7 @@ class _Body:
         if self._one_row:
             # With one shot, `_norm` signals once all warpgroups have read the row of all ranks.
             signal = None if self.two_shot else lambda: self._signal(release=False)
-            norm(first, residual, half=0, signal=signal)
+            norm(first_row, only_residual, half=0, signal=signal)
         else:
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
@@ -211,38 +212,40 @@ class _Body:
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the one-shot kernel over the low-latency protocol."""
         # Blocks past the last row compute it again: all blocks send and receive equally many tiles.
-        refs, count = _Refs(*arrays), self.tiles_of_warpgroup
-        first = lax.axis_index("block") * self.rows_per_block
-        rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
+        refs, num_tiles = _Refs(*arrays), self.tiles_of_warpgroup
+        first_row = lax.axis_index("block") * self.rows_per_block
+        rows = [jnp.minimum(first_row + i, self.num_rows - 1) for i in range(self.rows_per_block)]
         for i, row in enumerate(rows):
             for j, tile in enumerate(self._load(refs.x, row)):
-                endpoint.send(i * count + j, [tile] * len(endpoint.peers))
+                endpoint.send(i * num_tiles + j, [tile] * len(endpoint.peers))
         scale = self._load(refs.scale)
         endpoint.delay_point(1)
         for i, row in enumerate(rows):
             residual, row_of_x = self._load(refs.residual, row), self._load(refs.x, row)
-            sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(row_of_x)]
+            sums = [endpoint.sum(i * num_tiles + j, tile) for j, tile in enumerate(row_of_x)]
             self._norm(_Row(row, sums, residual, scale), refs, i % 2, scratch)
 
     def two_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the two-shot kernel over the low-latency protocol."""
         # A block handles N rows; rank r sums row number r, and sends the sum to all ranks. Rows
         # past the last one are the last one again.
-        refs, count = _Refs(*arrays), self.tiles_of_warpgroup
-        first = lax.axis_index("block") * self.fabric.num_ranks
+        refs, num_tiles = _Refs(*arrays), self.tiles_of_warpgroup
+        first_row = lax.axis_index("block") * self.fabric.num_ranks
         ranks = [endpoint.rank, *endpoint.peers]
-        row_here, *rows_of_peers = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
+        rows = [jnp.minimum(first_row + rank, self.num_rows - 1) for rank in ranks]
+        row_here, *rows_of_peers = rows
         parts = [self._load(refs.x, row) for row in rows_of_peers]
-        for j in range(count):
+        for j in range(num_tiles):
             endpoint.send(j, [part[j] for part in parts])
         scale, residual = self._load(refs.scale), self._load(refs.residual, row_here)
         part_here = self._load(refs.x, row_here)
         endpoint.delay_point(1)
         sums = [endpoint.sum(j, tile) for j, tile in enumerate(part_here)]
         for j, tile in enumerate(sums):
-            endpoint.send(count + j, [tile] * len(rows_of_peers))
+            endpoint.send(num_tiles + j, [tile] * len(rows_of_peers))
         self._norm(_Row(row_here, sums, residual, scale), refs, 0, scratch)
-        arrived = [endpoint.receive(count + j, (self.tile,), self.dtype) for j in range(count)]
+        received = range(num_tiles, 2 * num_tiles)
+        arrived = [endpoint.receive(index, (self.tile,), self.dtype) for index in received]
         for i, row in enumerate(rows_of_peers):
             sums = [tiles_of_peers[i] for tiles_of_peers in arrived]
             residual = self._load(refs.residual, row)
@@ -251,7 +254,7 @@ class _Body:
     def _load(self, ref: Any, *row: Any) -> list[jax.Array]:
         return [vectors.load(ref.at[(*row, where)], self.vector) for where in self._my_tiles()]
 
-    def _sum_share(self, refs: _Refs, first: jax.Array, num_rows: jax.Array) -> None:
+    def _sum_share(self, refs: _Refs, first_row: jax.Array, num_rows: jax.Array) -> None:
         """Sums every N-th tile of the block's rows; stores it to `normalized` of all ranks."""
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
@@ -261,10 +264,10 @@ class _Body:
 
         def sum_tile(i: jax.Array, _: None) -> None:
             index = start + i * stride
-            row = first + lax.div(index, per_row)
-            where = (row, self._slice(lax.rem(index, per_row)))
-            total = tiles.sum_of_ranks(fabric, refs.x, *where)
-            tiles.put(fabric, refs.normalized, where, total.astype(self.dtype))
+            row = first_row + lax.div(index, per_row)
+            columns = self._slice(lax.rem(index, per_row))
+            total = tiles.sum_of_ranks(fabric, refs.x, row, columns)
+            tiles.put(fabric, refs.normalized, (row, columns), total.astype(self.dtype))
 
         count = lax.div(num_rows * per_row - start + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
@@ -292,8 +295,8 @@ class _Body:
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
-            (total.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)
-            for total, residual in zip(row.sums, row.residual, strict=True)
+            (tile.astype(jnp.float32) + residual.astype(jnp.float32)).astype(self.residual_dtype)
+            for tile, residual in zip(row.sums, row.residual, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
             vectors.store([refs.new_residual.at[row.index, where]], total, vector)

@@ -142,7 +142,9 @@ def dispatch_like(
     row = Row(x.shape[-1], x.dtype, wire)
     kernel = _DispatchLike(
         Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=num_ranks),
-        ExpertRows(fabric, plan.num_blocks, num_experts, buffer, row.parts, adds=into is not None),
+        ExpertRows(
+            fabric, plan.num_blocks, num_experts, buffer, row.parts, already_zeroed=into is not None
+        ),
     )
     tokens = [jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts]
     call = fb.kernel(
@@ -530,14 +532,16 @@ class _NewRoutes(_Routes):
 
     def lists(self, entry: jax.Array, ranks: Sequence[jax.Array]) -> list[List]:
         """Computes a token's lists and advances `next_rows`; called once for each token."""
-        of_experts, scratch = self.kernel.experts, self.scratch
+        expert_rows, scratch = self.kernel.experts, self.scratch
         ids = [scratch.sender.words[0, entry + choice] for choice in range(self.kernel.top_k)]
-        valid = [(e >= 0) & (e < of_experts.num_experts) for e in ids]
+        valid = [(e >= 0) & (e < expert_rows.num_experts) for e in ids]
         # An id that names no expert uses the extra entry of `next_rows`.
-        experts = [jnp.where(v, e, of_experts.count_width) for e, v in zip(ids, valid, strict=True)]
-        found = of_experts.take_rows(experts, scratch.next_rows, scratch.experts)
+        experts = [
+            jnp.where(v, e, expert_rows.count_width) for e, v in zip(ids, valid, strict=True)
+        ]
+        found = expert_rows.take_rows(experts, scratch.next_rows, scratch.experts)
         owners = [
-            jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
+            jnp.where(v, lax.div(e, jnp.int32(expert_rows.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)
         ]
         return [

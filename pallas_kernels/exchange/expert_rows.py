@@ -42,8 +42,8 @@ class ExpertRows:
     buffer: ReceiveBuffer
     # (columns, dtype) of a row's values and, if rows are quantized, of its scales.
     parts: Sequence[tuple[int, Any]]
-    # Whether an earlier call has zeroed the unused rows; `fill` then does nothing.
-    adds: bool = False
+    # Whether an earlier call has zeroed the unused rows, so that `fill` does nothing.
+    already_zeroed: bool = False
     # Arrivals that complete `counts_full`; None: one for each copy of `fetch_counts`.
     count_arrivals: int | None = None
 
@@ -169,7 +169,7 @@ class ExpertRows:
         per_rank, width = self.num_local_experts, self.count_width
         rank_of_expert = lax.div(fb.iota(width), jnp.int32(per_rank))
 
-        def of_experts(quotas: Sequence[Any]) -> Any:
+        def quotas_of_experts(quotas: Sequence[Any]) -> Any:
             """Returns the quota of each expert, [count_width], from those of the N ranks."""
             each = jnp.full((width,), 0, jnp.int32)
             for rank, quota in enumerate(quotas):
@@ -190,7 +190,7 @@ class ExpertRows:
             """Sets bit num_bits - 1 - i of the quota of each rank whose rows then still fit."""
             bit = lax.shift_left(jnp.int32(1), num_bits - 1 - i)
             tried = [quota + bit for quota in quotas]
-            fitting = fit(jnp.minimum(total, of_experts(tried)))
+            fitting = fit(jnp.minimum(total, quotas_of_experts(tried)))
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
@@ -198,7 +198,7 @@ class ExpertRows:
         num_bits = jnp.int32(self.buffer.capacity.bit_length())
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        return jnp.where(overflows, of_experts(quotas), total)
+        return jnp.where(overflows, quotas_of_experts(quotas), total)
 
     def take_rows(
         self,
@@ -274,7 +274,7 @@ class ExpertRows:
 
     def fill(self, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Writes zeros to the groups' padding and, if `zero_unused`, to rows after the groups."""
-        if self.adds:
+        if self.already_zeroed:
             return
         rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")

@@ -31,7 +31,7 @@ _HELLO = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowTransfer:
     """Sends and receives rows, a tile at a time, on behalf of one warpgroup of a block."""
 
     fabric: fb.Fabric
@@ -40,7 +40,7 @@ class Rows:
     what: str  # the kernel's name in the messages of timeouts
     warpgroup: Any = None  # stored, since each query of it would cost the GPU a shuffle instruction
 
-    def for_warpgroup(self, warpgroup: jax.Array) -> Rows:
+    def for_warpgroup(self, warpgroup: jax.Array) -> RowTransfer:
         return dataclasses.replace(self, warpgroup=warpgroup)
 
     def open(self) -> Endpoint:
@@ -77,15 +77,15 @@ class Rows:
 
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
         vector = self.plan.vector
-        return [vectors.load(ref.at[row, where], vector) for where, _ in self.tiles()]
+        return [vectors.load(ref.at[row, columns], vector) for columns, _ in self.tiles()]
 
     def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
         """Stores this warpgroup's i-th tile of a row to ref[row], if it exists and `predicate`."""
-        where, exists = self.tiles()[i]
+        columns, exists = self.tiles()[i]
 
         @pl.when(predicate & exists)
         def store_tile() -> None:
-            vectors.store([ref.at[row, where]], tile, self.plan.vector)
+            vectors.store([ref.at[row, columns]], tile, self.plan.vector)
 
     def send(
         self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import Rows, hello, is_among, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
@@ -52,8 +52,8 @@ def combine(
     `plan` is one for the sizes of this call, for which `plan.fits()` is true.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
-    of_rows = Rows(fabric, channels, plan, "combine")
-    kernel = _Combine(of_rows, y.shape[-2], by_rank, weighted=topk_weights is not None)
+    transfer = RowTransfer(fabric, channels, plan, "combine")
+    kernel = _Combine(transfer, y.shape[-2], by_rank, weighted=topk_weights is not None)
     operands = [y, topk_idx.reshape(*lead, flat), rows.reshape(*lead, num_ranks, flat)]
     if topk_weights is not None:
         operands.append(topk_weights.reshape(*lead, flat))
@@ -73,22 +73,22 @@ def combine(
 class _Combine:
     """The kernel of `combine`. A pair is a token of the block and its owner."""
 
-    rows: Rows
+    transfer: RowTransfer
     capacity: int  # the number of rows of y
     by_rank: bool  # whether y is rank-major, with one row for each pair
     weighted: bool
 
     @property
     def fabric(self) -> fb.Fabric:
-        return self.rows.fabric
+        return self.transfer.fabric
 
     @property
     def top_k(self) -> int:
-        return self.rows.plan.top_k
+        return self.transfer.plan.top_k
 
     @property
     def num_pairs(self) -> int:
-        return self.rows.plan.tokens_per_block * self.fabric.num_ranks
+        return self.transfer.plan.tokens_per_block * self.fabric.num_ranks
 
     @property
     def rows_of_pair(self) -> int:
@@ -96,7 +96,7 @@ class _Combine:
 
     @property
     def num_stages(self) -> int:
-        return min(self.num_pairs * self.rows_of_pair, self.rows.plan.num_stages)
+        return min(self.num_pairs * self.rows_of_pair, self.transfer.plan.num_stages)
 
     @property
     def all_fit(self) -> bool:
@@ -104,7 +104,7 @@ class _Combine:
         return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch(self) -> fb.Scratch:
-        plan, stages = self.rows.plan, self.num_stages
+        plan, stages = self.transfer.plan, self.num_stages
         list_shape = self.num_pairs, self.rows_of_pair
         weights = plgpu.SMEM((self.num_pairs, self.top_k), jnp.float32)
         return fb.Scratch(
@@ -131,11 +131,11 @@ class _Combine:
         y, topk_idx, rows, *rest = refs
         weights = rest.pop(0) if self.weighted else None
         (out,) = rest
-        warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
+        warpgroup, warpgroups = lax.axis_index("warpgroup"), self.transfer.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
         def sum_rows() -> None:
-            summer = dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
+            summer = dataclasses.replace(self, transfer=self.transfer.for_warpgroup(warpgroup))
             summer._sum(topk_idx, weights, out, scratch)
 
         @pl.when(warpgroup == warpgroups)
@@ -152,7 +152,7 @@ class _Combine:
         owners = [lax.rem(fabric.rank() + 1 + j, num_ranks) for j in range(fabric.num_ranks)]
         return [
             (i * fabric.num_ranks + j, i, token, exists, owner)
-            for i, (token, exists) in enumerate(self.rows.tokens())
+            for i, (token, exists) in enumerate(self.transfer.tokens())
             for j, owner in enumerate(owners)
         ]
 
@@ -169,7 +169,7 @@ class _Combine:
         ):
             sent = fb.any_row(places) & exists
             if self.by_rank:
-                place = owner * self.rows.plan.num_tokens + token
+                place = owner * self.transfer.plan.num_tokens + token
                 places = [jnp.where(sent, place, fb.NOWHERE)]
             count = jnp.int32(0)
             for choice, place in enumerate(places):
@@ -219,12 +219,12 @@ class _Combine:
 
     def _sum(self, topk_idx: Any, weights: Any, out: Any, scratch: fb.Scratch) -> None:
         """Runs a summer: sends sums to the tokens' ranks, then adds the sums it receives."""
-        fabric, of_rows = self.fabric, self.rows
+        fabric, transfer = self.fabric, self.transfer
         fabric.delay_point(0)
-        endpoint = of_rows.open()
+        endpoint = transfer.open()
         if self.weighted:
-            of_rows.send_values(weights)
-        ranks = [of_rows.ranks_of(topk_idx, token) for token, _ in of_rows.tokens()]
+            transfer.send_values(weights)
+        ranks = [transfer.ranks_of(topk_idx, token) for token, _ in transfer.tokens()]
         if self.weighted:
             self._read_weights(scratch)
         plgpu.barrier_wait(scratch.listed)
@@ -238,18 +238,18 @@ class _Combine:
             add = functools.partial(
                 self._add, pair=pair, begun=used, num_rows=num_rows, scratch=scratch
             )
-            zeros = [of_rows.zeros() for _ in of_rows.tiles()]
+            zeros = [transfer.zeros() for _ in transfer.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
-            sums = [total.astype(of_rows.plan.dtype) for total in sums]
+            sums = [total.astype(transfer.plan.dtype) for total in sums]
             # A token's owners are the peers in the order of `endpoint.peers`, then this rank.
             peer = pair % fabric.num_ranks
             if peer < len(endpoint.peers):
-                of_rows.send(endpoint, peer, i, sums, count >= 0, exact=False)
+                transfer.send(endpoint, peer, i, sums, count >= 0, exact=False)
             else:
                 sums_of_own_tokens.append(sums)
         fabric.delay_point(1)
-        for i, (token, exists) in enumerate(of_rows.tokens()):
+        for i, (token, exists) in enumerate(transfer.tokens()):
             self._receive(endpoint, i, token, exists, ranks[i], sums_of_own_tokens[i], out)
         fabric.delay_point(2)
         endpoint.close()
@@ -258,10 +258,10 @@ class _Combine:
         # Each warpgroup receives the weights of some pairs, and waits for the others.
         for pair, _, token, _, owner in self._pairs():
 
-            @pl.when(self.rows.warpgroup == pair % self.rows.plan.warpgroups)
+            @pl.when(self.transfer.warpgroup == pair % self.transfer.plan.warpgroups)
             def read(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
                 start = token * self.top_k
-                self.fabric.read_values(owner, start, scratch.weights.at[pair], self.rows.what)
+                self.fabric.read_values(owner, start, scratch.weights.at[pair], self.transfer.what)
 
         meet(self.fabric, scratch.together)
 
@@ -276,15 +276,15 @@ class _Combine:
         scratch: fb.Scratch,
     ) -> list[jax.Array]:
         """Adds row r of a pair, number begun + r of the block, times its weight, to `sums`."""
-        of_rows, stage = self.rows, self._stage(begun + r)
+        transfer, stage = self.transfer, self._stage(begun + r)
         plgpu.barrier_wait(scratch.full.at[stage])
         added = []
-        for (where, _), total in zip(of_rows.tiles(), sums, strict=True):
-            row = fb.load(scratch.stages.at[stage, where], of_rows.plan.vector)
+        for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
+            row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
                 weight = scratch.weights[pair, scratch.choices[pair, r]]
-                row = vectors.times(row, weight, of_rows.plan.vector)
+                row = vectors.times(row, weight, transfer.plan.vector)
             added.append(total + row)
         if not self.all_fit:
 
@@ -307,17 +307,17 @@ class _Combine:
         out: Any,
     ) -> None:
         """Waits for peers' sums of this rank's token, adds them to `own_sums`, stores the total."""
-        fabric, of_rows = self.fabric, self.rows
+        fabric, transfer = self.fabric, self.transfer
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
-        received = of_rows.receive(endpoint, i, comes, exact=False)
+        received = transfer.receive(endpoint, i, comes, exact=False)
         for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
             # Puts the sums, which begin with this rank's, into rank order.
             parts = [own_sum, *arrived]
-            parts = vectors.rotate(parts, endpoint.rank, of_rows.plan.vector)
+            parts = vectors.rotate(parts, endpoint.rank, transfer.plan.vector)
             # The total starts from 0.0, so that a total of zero is never -0.0.
-            total = of_rows.zeros()
+            total = transfer.zeros()
             for part, was_sent in zip(parts, sent, strict=True):
                 part = part.astype(jnp.float32)
                 total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
-            of_rows.store(fabric.mine(out), token, j, total.astype(of_rows.plan.dtype), exists)
+            transfer.store(fabric.mine(out), token, j, total.astype(transfer.plan.dtype), exists)

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.low_latency import Rows, hello, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, count_width, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
@@ -63,7 +63,7 @@ def low_latency_dispatch(
         "ep_dispatch_ll",
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
         [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-        Rows(fabric, channels, plan, "dispatch"),
+        RowTransfer(fabric, channels, plan, "dispatch"),
         buffer,
         routes_known=False,
     )
@@ -94,21 +94,21 @@ def dispatch_like(
         rows.reshape(*lead, num_ranks, num_tokens * top_k),
         pad_last(counts, count_width(num_experts) - num_experts),
     ]
-    of_rows = Rows(fabric, channels, plan, "dispatch")
-    return tuple(_run("ep_dispatch_like_ll", operands, [], of_rows, buffer, routes_known=True))
+    transfer = RowTransfer(fabric, channels, plan, "dispatch")
+    return tuple(_run("ep_dispatch_like_ll", operands, [], transfer, buffer, routes_known=True))
 
 
 def _run(
     name: str,
     operands: Sequence[jax.Array],
     more_results: Sequence[Any],
-    of_rows: Rows,
+    transfer: RowTransfer,
     buffer: ReceiveBuffer,
     *,
     routes_known: bool,
 ) -> list[jax.Array]:
     """Runs the kernel; returns the receive buffer's values and then `more_results`."""
-    fabric, plan = of_rows.fabric, of_rows.plan
+    fabric, plan = transfer.fabric, transfer.plan
     experts = ExpertRows(
         fabric,
         plan.num_blocks,
@@ -117,7 +117,7 @@ def _run(
         parts=[(plan.hidden, plan.dtype)],
         count_arrivals=None if routes_known else plan.warpgroups,
     )
-    kernel = _Dispatch(of_rows, experts, routes_known)
+    kernel = _Dispatch(transfer, experts, routes_known)
     return fb.kernel(
         fabric,
         kernel,
@@ -144,24 +144,24 @@ class _Refs(NamedTuple):
 class _Dispatch:
     """The kernel of `low_latency_dispatch` and, where `routes_known`, of `dispatch_like`."""
 
-    rows: Rows
+    transfer: RowTransfer
     experts: ExpertRows
     routes_known: bool
 
     @property
     def top_k(self) -> int:
-        return self.rows.plan.top_k
+        return self.transfer.plan.top_k
 
     @property
     def fabric(self) -> fb.Fabric:
-        return self.rows.fabric
+        return self.transfer.fabric
 
     @property
     def num_choices(self) -> int:
-        return self.rows.plan.num_tokens * self.top_k
+        return self.transfer.plan.num_tokens * self.top_k
 
     def scratch(self) -> fb.Scratch:
-        plan, ranks = self.rows.plan, self.fabric.num_ranks
+        plan, ranks = self.transfer.plan, self.fabric.num_ranks
         width = self.experts.count_width
         if self.routes_known:
             return fb.Scratch(experts=self.experts.scratch())
@@ -191,46 +191,46 @@ class _Dispatch:
             refs = _Refs(x, topk_idx, rows, counts, tokens, groups)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < self.rows.plan.warpgroups)
+        @pl.when(warpgroup < self.transfer.plan.warpgroups)
         def move() -> None:
-            mover = dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
+            mover = dataclasses.replace(self, transfer=self.transfer.for_warpgroup(warpgroup))
             mover._move(refs, scratch)
 
-        @pl.when(warpgroup == self.rows.plan.warpgroups)
+        @pl.when(warpgroup == self.transfer.plan.warpgroups)
         def plan() -> None:
             self._plan(refs, scratch)
 
     def _plan(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs the planner: finds where each expert's rows are, and zeroes unused rows."""
-        fabric, of_experts = self.fabric, self.experts
+        fabric, expert_rows = self.fabric, self.experts
         if self.routes_known:
             hello(fabric.signal, release=False)
-            of_experts.fetch_counts(refs.counts, scratch.experts)
-            of_experts.find_groups(scratch.experts)
+            expert_rows.fetch_counts(refs.counts, scratch.experts)
+            expert_rows.find_groups(scratch.experts)
         else:
-            of_experts.find_groups(
+            expert_rows.find_groups(
                 scratch.experts, group_starts=scratch.group_starts, all_counts_ref=refs.counts
             )
             plgpu.barrier_arrive(scratch.groups_known)
-            of_experts.describe(scratch.experts, refs.groups)
+            expert_rows.describe(scratch.experts, refs.groups)
         fabric.delay_point(3)
-        of_experts.fill([refs.tokens], scratch.experts)
+        expert_rows.fill([refs.tokens], scratch.experts)
         if self.routes_known:
             hello(fabric.wait, "dispatch")
 
     def _move(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a mover: sends tiles of this rank's tokens, and stores tiles it receives."""
-        fabric, of_rows = self.fabric, self.rows
+        fabric, transfer = self.fabric, self.transfer
         fabric.delay_point(0)
-        endpoint = of_rows.open()
+        endpoint = transfer.open()
         if not self.routes_known:
             self._send_choices(refs.topk_idx)
-        sent = of_rows.send_tokens(endpoint, refs.x, refs.topk_idx)
+        sent = transfer.send_tokens(endpoint, refs.x, refs.topk_idx)
         fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(refs, scratch)
         sources = [endpoint.rank, *endpoint.peers]
-        for i, (token, exists) in enumerate(of_rows.tokens()):
+        for i, (token, exists) in enumerate(transfer.tokens()):
 
             def places_of(j: int, i: int = i, token: Any = token, exists: Any = exists):
                 """Returns the row here of each choice of the block's i-th token of sources[j]."""
@@ -249,7 +249,7 @@ class _Dispatch:
             for number, tile in enumerate(sent[i]):
                 self._store(refs.tokens, number, tile, places_of(0))
             comes = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
-            for number, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
+            for number, arrived in enumerate(transfer.receive(endpoint, i, comes, exact=True)):
                 for j, tile in enumerate(arrived, start=1):
                     self._store(refs.tokens, number, tile, places_of(j))
         fabric.delay_point(2)
@@ -260,8 +260,8 @@ class _Dispatch:
         # Two expert ids are sent as one 32-bit value. The last warpgroup's part is moved back until
         # it ends with the choices, and may overlap.
         pairs = -(-self.num_choices // 2)
-        count = -(-pairs // self.rows.plan.warpgroups)
-        first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
+        count = -(-pairs // self.transfer.plan.warpgroups)
+        first = jnp.minimum(self.transfer.warpgroup * count, pairs - count)
 
         @pl.when(lax.axis_index("block") == 0)
         def send() -> None:
@@ -271,19 +271,19 @@ class _Dispatch:
         """Stores this warpgroup's i-th tile of a row to each row of `tokens` in `places`."""
         for place in places:
             kept = (place >= 0) & (place < self.experts.buffer.capacity)
-            self.rows.store(self.fabric.mine(tokens), place, i, tile, kept)
+            self.transfer.store(self.fabric.mine(tokens), place, i, tile, kept)
 
     # The remaining methods compute the row of each choice, unless it is known. Each mover handles
     # the tokens of some of the source ranks.
 
     def _find_rows(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Writes the rows here of the block's tokens to `token_rows` and `refs.rows`."""
-        plan = self.rows.plan
+        plan = self.transfer.plan
 
         def each_source(function: Callable[[jax.Array], None]) -> None:
             """Calls `function` with each source rank whose tokens this mover handles."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
-                source = first + self.rows.warpgroup
+                source = first + self.transfer.warpgroup
                 all_have_one = first + plan.warpgroups <= self.fabric.num_ranks
                 pl.when(all_have_one or source < self.fabric.num_ranks)(
                     lambda source=source: function(source)
@@ -298,31 +298,31 @@ class _Dispatch:
     def _count(self, source: jax.Array, scratch: fb.Scratch) -> None:
         """Receives the choices of rank `source`, and counts how many are of each expert."""
         # `all_counts` counts all choices, `next_rows` those of blocks with lower indices.
-        fabric, of_experts = self.fabric, self.experts
-        width, num_choices = of_experts.count_width, self.num_choices
+        fabric, expert_rows = self.fabric, self.experts
+        width, num_choices = expert_rows.count_width, self.num_choices
         all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from
         fb.clear(next_rows.at[source], width)
         fb.clear(all_counts.at[source], width)
         choices = scratch.choices.at[source, pl.ds(0, num_choices)]
         fabric.read_halves(source, choices, "dispatch")
         fabric.barrier()
-        earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
+        earlier = lax.axis_index("block") * self.transfer.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
             size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, WARPGROUP))
             experts = fb.load(scratch.choices.at[source, pl.ds(start, size)], 1)
             entries = start + fb.iota(size)
             if start + size > num_choices:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
-            fb.count(all_counts.at[source], experts, of_experts.num_experts)
+            fb.count(all_counts.at[source], experts, expert_rows.num_experts)
             experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
             bins = next_rows.at[source, pl.ds(0, width)]
-            fb.count(bins, experts, of_experts.num_experts)
+            fb.count(bins, experts, expert_rows.num_experts)
         fabric.barrier()
 
     def _rows_from(self, source: jax.Array, rows: Any, scratch: fb.Scratch) -> None:
         """Writes the rows of `source`'s tokens of this block to `token_rows` and `rows`."""
-        fabric, of_experts, top_k = self.fabric, self.experts, self.top_k
-        width, per_rank = of_experts.count_width, of_experts.num_local_experts
+        fabric, expert_rows, top_k = self.fabric, self.experts, self.top_k
+        width, per_rank = expert_rows.count_width, expert_rows.num_local_experts
         entries = pl.ds(0, width)
         next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
         next_rows = next_rows + fb.load(scratch.group_starts, 1)
@@ -333,16 +333,16 @@ class _Dispatch:
         scratch.next_rows_from[source, entries] = next_rows
         fabric.barrier()
         first_expert = fabric.rank() * per_rank
-        for i, (token, exists) in enumerate(self.rows.tokens()):
+        for i, (token, exists) in enumerate(self.transfer.tokens()):
             experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
             is_local = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(ok, e, width) for e, ok in zip(experts, is_local, strict=True)]
-            found = of_experts.take_rows(
+            found = expert_rows.take_rows(
                 experts,
                 scratch.next_rows_from,
                 scratch.experts,
                 leading=(source,),
-                last=i + 1 == self.rows.plan.tokens_per_block,
+                last=i + 1 == self.transfer.plan.tokens_per_block,
             )
             places = [
                 jnp.where(ok, place, fb.NOWHERE) for ok, place in zip(is_local, found, strict=True)

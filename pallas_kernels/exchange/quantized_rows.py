@@ -49,8 +49,8 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
             """Loads this thread's numbers of its warp's i-th block: (block, column, numbers)."""
             block = mosaic.add(warp, i * warps)
             column = mosaic.add(mosaic.mul(block, BLOCK), mosaic.mul(lane, _VALUES))
-            place = mosaic.element_pointer(pointers[0], column, source_type)
-            numbers = mosaic.load_numbers(place, _VALUES, source_type)
+            pointer = mosaic.element_pointer(pointers[0], column, source_type)
+            numbers = mosaic.load_numbers(pointer, _VALUES, source_type)
             if source_type != f32:
                 numbers = [arith.extf(f32, number) for number in numbers]
             return block, column, numbers
@@ -82,16 +82,16 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
     def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
         f32 = mosaic.float_type()
         registers = mosaic.registers(array)
-        places = vectors.pointers(values_ref, elements, len(registers))
+        pointers = vectors.pointers(values_ref, elements, len(registers))
         block, lane_of_block = mosaic.divided(mosaic.warpgroup_thread(), threads)
         is_first = mosaic.equal(lane_of_block, 0)
-        for i, (register, place) in enumerate(zip(registers, places, strict=True)):
+        for i, (register, pointer) in enumerate(zip(registers, pointers, strict=True)):
             numbers = [llvm.extractelement(register, mosaic.i32(j)) for j in range(elements)]
             words, scale = _quantize(wire, numbers, threads)
             # Registers past the end of the row are padding.
             inside = mosaic.below(mosaic.warpgroup_thread(), hidden // elements - i * WARPGROUP)
             with mosaic.when(inside):
-                mosaic.store_numbers(words, place)
+                mosaic.store_numbers(words, pointer)
             with mosaic.when(arith.andi(inside, is_first)):
                 index = mosaic.add(block, i * WARPGROUP // threads)
                 llvm.store(scale, mosaic.pointer_at(scales_ref, index, f32))
@@ -223,16 +223,16 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
     """
     num_vectors = _vectors_of(ref)
 
-    def emit(source_ref: Value, out: Value, *places: Any) -> None:
+    def emit(source_ref: Value, out: Value, *row_numbers: Any) -> None:
         from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
         zero = mosaic.i32(0)
-        # Each thread stores one vector at a time: vector `part` of the row at places[number].
+        # Each thread stores one vector at a time: vector `part` of the row row_numbers[i].
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
             unit = mosaic.add(mosaic.warpgroup_thread(), first)
-            number, part = mosaic.divided(unit, num_vectors)
+            i, part = mosaic.divided(unit, num_vectors)
             row = mosaic.i32(fb.NOWHERE)
-            for i, place in enumerate(places):
-                row = arith.select(mosaic.equal(number, i), mosaic.scalar(place), row)
+            for j, number in enumerate(row_numbers):
+                row = arith.select(mosaic.equal(i, j), mosaic.scalar(number), row)
             with mosaic.when(_is_row(row)):
                 words = mosaic.load_numbers(_vector_at(from_row, zero, num_vectors, part), _WORDS)
                 mosaic.store_numbers(words, _vector_at(to_rows, row, num_vectors, part))

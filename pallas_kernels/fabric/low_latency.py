@@ -46,7 +46,6 @@ from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vec
 _INSTEAD = 0xFFFFFFFE
 # A note's memory until it has arrived: a byte of `EMPTY`.
 _NO_NOTE = memory_map.EMPTY & 0xFF
-
 _NOTES_BYTES = memory_map.TILE_BUFFER_BYTES - memory_map.TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
 
@@ -98,6 +97,7 @@ class Endpoint:
             self.send_to(i, index, tile, exact=exact)
 
     def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
+        """Sends `tile`, in registers, to peers[i] as its tile number `index`."""
         number = self._buffer_number(self.gpu, self._gpus[i], self._calls[i], index)
         self.channels.memory.send(self._gpus[i], number, tile, exact=exact)
 
@@ -196,7 +196,7 @@ class TileMemory:
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
-            where = mosaic.scalar(gpu), mosaic.scalar(buffer)
+            destination = mosaic.scalar(gpu), mosaic.scalar(buffer)
             empty = [mosaic.equal(word, memory_map.EMPTY) for word in words]
             if exact:
                 # The note, and whether this thread sends it.
@@ -207,7 +207,7 @@ class TileMemory:
                 mosaic.asm(
                     "@$2 st.relaxed.sys.global.b8 [$0], $1;",
                     "l,r,b",
-                    self._note(*where),
+                    self._note(*destination),
                     functools.reduce(arith.ori, bits),
                     _any([*empty, *(mosaic.equal(word, _INSTEAD) for word in words)]),
                 )
@@ -215,7 +215,7 @@ class TileMemory:
                 arith.select(is_empty, mosaic.i32(_INSTEAD), word)
                 for is_empty, word in zip(empty, words, strict=True)
             ]
-            _store(self._buffer(*where), words)
+            _store(self._buffer(*destination), words)
 
         layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
         mosaic.inline(emit, [gpu, buffer, (tile, layout)])

@@ -30,7 +30,6 @@ llvm = requirements.module("jaxlib.mlir.dialects.llvm")
 scf = requirements.module("jaxlib.mlir.dialects.scf")
 vector = requirements.module("jaxlib.mlir.dialects.vector")
 
-
 # An MLIR value.
 Value = Any
 # An array in the registers of a warpgroup while MLIR is emitted: Mosaic's FragmentedArray.

@@ -395,9 +395,9 @@ class Gpus(RanksOfMesh):
                 if halves:
                     both = low_half(value), arith.shrsi(value, i32(16))
                     parts = [(add(mul(index, 2), i), half) for i, half in enumerate(both)]
-                for place, word in parts:
-                    with mosaic.when(below(place, num_words)):
-                        pointer = add(words_address, mul(place, 4))
+                for word_index, word in parts:
+                    with mosaic.when(below(word_index, num_words)):
+                        pointer = add(words_address, mul(word_index, 4))
                         mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", pointer, word)
 
             for first in range(0, total, _VALUES_AT_ONCE):

@@ -126,7 +126,7 @@ def load_each(
         return arrays
 
     array = mosaic.in_registers((num_vectors * WARPGROUP * elements,), dtype, elements)
-    flags = [h.astype(jnp.int32) for h in held]
+    flags = [is_held.astype(jnp.int32) for is_held in held]
     return list(mosaic.inline(emit, [*flags, *refs], [array] * len(refs)))
 
 

@@ -42,7 +42,7 @@ _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
 _EXP = Elementwise(lambda value, largest: jnp.exp(value - largest), 2)
 _DIVIDE = Elementwise(lambda a, b: a / b, 2)
-_SCALE = Elementwise(lambda x, scale: x * scale, 2)
+_MULTIPLY = Elementwise(lambda a, b: a * b, 2)
 # sigmoid(x) = exp(_EXPONENT(x)) * _FACTOR(x), and the factor is at least 1/2.
 _EXPONENT = Elementwise(lambda logit: jnp.minimum(logit, np.float32(0)), 1)
 _FACTOR = Elementwise(lambda logit: jax.nn.sigmoid(jnp.abs(logit)), 1)
@@ -238,7 +238,7 @@ class _TopK:
         weighing = self.weighing
         scale = _number(weighing.scale)
         if not weighing.normalize:
-            return _apply(_SCALE, chosen, scale)
+            return _apply(_MULTIPLY, chosen, scale)
         is_choice = mosaic.below(lanes.lane, self.k)
         exponent = _apply(_EXPONENT, chosen) if weighing.sigmoid else chosen
         key = mosaic.warp_max(arith.select(is_choice, _key(exponent), mosaic.i32(0)))
@@ -247,14 +247,14 @@ class _TopK:
         largest = _apply(_MAX, _bits(key), log_epsilon)
         terms = _apply(_EXP, exponent, largest)
         if weighing.sigmoid:
-            terms = _apply(_SCALE, terms, _apply(_FACTOR, chosen))
+            terms = _apply(_MULTIPLY, terms, _apply(_FACTOR, chosen))
         total = arith.select(is_choice, terms, mosaic.i32(0))
         total = _sum_of_lanes(total, pl.next_power_of_2(self.k))
         if weighing.epsilon:
             total = _apply(_ADD, total, _apply(_EXP, log_epsilon, largest))
         # Terms are divided by their sum, which must not be 0.
         total = _apply(_MAX, total, _number(LEAST_SUM))
-        return _apply(_SCALE, _apply(_DIVIDE, terms, total), scale)
+        return _apply(_MULTIPLY, _apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: _Lanes, values: Sequence[Value], other: Value) -> list[Value]:
         """Returns the softmax of a row's logits `values`, and then the probability of `other`."""
