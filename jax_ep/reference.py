@@ -221,7 +221,8 @@ def combine(
       added in float32, in their order. (With one host, the library also rounds the sum of a token's
       rows on each rank; this reference does not.)
     """
-    outputs, dtype = [], y_per_rank[0].dtype
+    outputs = []
+    dtype = y_per_rank[0].dtype
     ranks_of_host = len(y_per_rank) // num_hosts
     for rank, routes in enumerate(routes_per_rank):
         num_tokens, top_k = routes.rows.shape

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from jax_ep import formats
 from jax_ep.bench import layer as layer_bench
 from jax_ep.bench import runner
-from jax_ep.bench.layer import SHAPES, TOLERANCE, Shape
+from jax_ep.bench.layer import SHAPES, TOLERANCE
 from jax_ep.bench.operations import random_rows, rank_seeds
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import AXIS, Loop, expert_mesh, on_ranks
@@ -108,9 +107,28 @@ class DecodeBench(runner.Bench):
         return self.shapes[row["shape"]].config(matmul_dtype=FORMATS[row["format"]].matmul_dtype)
 
     def prepare(self, row: Row) -> Stack:
+        """Makes the random parameters of the layers, with a leading axis of ranks."""
         shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
-        stored = FORMATS[row["format"]].stored
-        return make_stack(shape, self.config(row), row["layers"], mesh, stored)
+        config, stored = self.config(row), FORMATS[row["format"]].stored
+
+        def layer(own_seed: jax.Array, gate_seed: jax.Array) -> Any:
+            params = layer_bench.random_params(shape, mesh.size, own_seed, gate_seed)
+            if stored is not None:
+                quantized_matrices: dict[str, Any] = {
+                    name: formats.quantize(getattr(params, name), stored)
+                    for name in QuantizedExperts._fields
+                }
+                params = params._replace(**quantized_matrices)
+            quantized = None if config.matmul_dtype is None else quantize_experts(params, config)
+            return params, quantized
+
+        make = on_ranks(layer, mesh)
+        seeds = rank_seeds(mesh.size)
+        # Each rank has a seed of its own for its experts, and all have the same one for the gate.
+        return [
+            make(seeds + 10_000 * i, np.full_like(seeds, 10_000 * i + 9_999))
+            for i in range(row["layers"])
+        ]
 
     def build(self, row: Row, shared: Stack) -> Loop:
         config, mesh = self.config(row), expert_mesh(row["ranks"])
@@ -166,30 +184,6 @@ class DecodeBench(runner.Bench):
 
     def program(self, row: Row) -> str:
         return row["format"]
-
-
-def make_stack(
-    shape: Shape, config: MoEConfig, layers: int, mesh: Mesh, stored: formats.Format | None = None
-) -> Stack:
-    """Makes the random parameters of `layers` MoE layers, with a leading axis of ranks."""
-
-    def layer(own_seed: jax.Array, gate_seed: jax.Array) -> Any:
-        params = layer_bench.random_params(shape, mesh.size, own_seed, gate_seed)
-        if stored is not None:
-            quantized_matrices: dict[str, Any] = {
-                name: formats.quantize(getattr(params, name), stored)
-                for name in QuantizedExperts._fields
-            }
-            params = params._replace(**quantized_matrices)
-        quantized = None if config.matmul_dtype is None else quantize_experts(params, config)
-        return params, quantized
-
-    make = on_ranks(layer, mesh)
-    seeds = rank_seeds(mesh.size)
-    # Each rank has a seed of its own for its experts, and all have the same one for the gate.
-    return [
-        make(seeds + 10_000 * i, np.full_like(seeds, 10_000 * i + 9_999)) for i in range(layers)
-    ]
 
 
 def step_of_layers(

@@ -428,10 +428,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
     prefix = _find_prefix(directory, keys, layer)
-    if replaces and prefix is not None:
-        return _block(directory, prefix, keys)
     if prefix is not None:
-        return None
+        return _block(directory, prefix, keys) if replaces else None
     like = None
     blocks, _ = _routers(directory, keys)
     layers = [found for name in directory.files if (found := _LAYER.match(name))]

@@ -41,7 +41,6 @@ If a peer is late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
         message says why. Kernels that sum take bfloat16, float16 and float32; None and "xla" take
         any floating dtype.
     """
-    return _linear("all_reduce", XlaCollectives.all_reduce, x, axis_name, algorithm)
+    return _linear("all_reduce", x, axis_name, algorithm)
 
 
 def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -92,7 +91,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Raises:
       ValueError, TypeError: as for `all_reduce`.
     """
-    return _linear("all_gather", XlaCollectives.all_gather, x, axis_name, algorithm)
+    return _linear("all_gather", x, axis_name, algorithm)
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -109,7 +108,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
     Raises:
       ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
-    return _linear("reduce_scatter", XlaCollectives.reduce_scatter, x, axis_name, algorithm)
+    return _linear("reduce_scatter", x, axis_name, algorithm)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -125,7 +124,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Raises:
       ValueError, TypeError: as for `all_reduce`, or if N does not divide the first axis of x.
     """
-    return _linear("all_to_all", XlaCollectives.all_to_all, x, axis_name, algorithm)
+    return _linear("all_to_all", x, axis_name, algorithm)
 
 
 def all_reduce_rms_norm(
@@ -222,14 +221,8 @@ def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
     return (normalized, new_residual), (normalized_dot, new_residual_dot)
 
 
-def _linear(
-    op: str,
-    by_xla: Callable[[XlaCollectives, jax.Array], jax.Array],
-    x: jax.Array,
-    axis_name: AxisName,
-    algorithm: Algorithm,
-) -> jax.Array:
-    """Checks the arguments of collective `op`; computes it by `by_xla` or by its primitive."""
+def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) -> jax.Array:
+    """Checks the arguments of collective `op`; computes it by XLA or by its primitive."""
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     checks.check_array("x", x, None, jnp.floating, _ANY_DTYPE)
@@ -249,7 +242,7 @@ def _linear(
         return x.reshape(rows, *x.shape[1:])
     if runs_on_xla:
         # Over no axes, x is the only rank's, and no collective changes it.
-        return by_xla(XlaCollectives(axes), x) if axes else x
+        return getattr(XlaCollectives(axes), op)(x) if axes else x
     (out,) = primitives.LINEAR[op].bind(
         jax_compat.lowered_anew_for_other_devices(x),
         axis_name=axes,

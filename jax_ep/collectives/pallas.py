@@ -175,7 +175,9 @@ class PallasCollectives:
         num_ranks, hidden = self._num_ranks, x.shape[-1]
         algorithm = self.algorithm
         if algorithm == "fused":
-            algorithm = _fused_algorithm(num_ranks, x.size * x.dtype.itemsize)
+            # In one shot, a rank sends N - 1 times x. Two shots send 2 / N of that, in two trips.
+            saved = (num_ranks - 1) * (1 - 2 / num_ranks) * x.size * x.dtype.itemsize
+            algorithm = "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
         # scale [H] becomes scales [1, H], whose only row the kernels take.
         rows, residuals, scales = (
             _pad(array.reshape(-1, hidden), x.dtype) for array in (x, residual, scale)
@@ -258,12 +260,6 @@ def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     shard = reduce_scatter(flat.astype(jnp.float32), **options(jnp.float32))
     out = all_gather(shard.astype(x.dtype), **options(x.dtype))
     return out[: x.size].reshape(x.shape)
-
-
-def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    # In one shot, a rank sends (N - 1) * num_bytes. Two shots send 2 / N of that, in two trips.
-    saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
-    return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:

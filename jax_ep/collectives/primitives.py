@@ -21,8 +21,8 @@ from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Program, result_type, to_varying, varying_axes
 
 
-def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: Any) -> Any:
-    """Defines the primitive of `op`, which `method` looks up in an `XlaCollectives` or the like."""
+def _primitive(op: str, **rules: Any) -> Any:
+    """Defines the primitive of `op`, the name of a method of `XlaCollectives` and the like."""
 
     # In `compute` and `lower`, `params` are the options of `op`, such as eps.
     def compute(*operands, axis_name, algorithm, num_ranks, **params):
@@ -32,7 +32,7 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
             from jax_ep.collectives.pallas import PallasCollectives
 
             collectives = PallasCollectives(algorithm, axis_name)
-        return jax.tree.leaves(method(collectives)(*operands, **params))
+        return jax.tree.leaves(getattr(collectives, op)(*operands, **params))
 
     def lower(program: Program, *operands, axis_name, algorithm: Algorithm, num_ranks, **params):
         target = availability.Lowered(program)
@@ -53,12 +53,7 @@ def _primitive(op: str, method: Callable[[Any], Callable[..., Any]], **rules: An
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 
 
-def _linear(
-    op: str,
-    method: Callable[[Any], Callable[..., Any]],
-    result: Callable[[Any, int, tuple[str, ...]], Any],
-    transposed: str,
-) -> Any:
+def _linear(op: str, result: Callable[[Any, int, tuple[str, ...]], Any], transposed: str) -> Any:
     """Defines the primitive of linear `op`; `transposed` names the collective of its transpose."""
     # `result` maps x's type, the number of ranks N and the mesh axes to the result's type.
 
@@ -79,7 +74,7 @@ def _linear(
         (x,), (axis,) = operands, axes
         return LINEAR[op].bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
-    return _primitive(op, method, abstract_eval=abstract_eval, transpose=transpose, batch=batch)
+    return _primitive(op, abstract_eval=abstract_eval, transpose=transpose, batch=batch)
 
 
 # Each function below returns the type of a collective's result for the type of x.
@@ -102,12 +97,10 @@ def _scattered(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
 
 
 LINEAR = {
-    "all_reduce": _linear("all_reduce", lambda c: c.all_reduce, _reduced, "all_reduce"),
-    "all_gather": _linear("all_gather", lambda c: c.all_gather, _gathered, "reduce_scatter"),
-    "reduce_scatter": _linear(
-        "reduce_scatter", lambda c: c.reduce_scatter, _scattered, "all_gather"
-    ),
-    "all_to_all": _linear("all_to_all", lambda c: c.all_to_all, _same, "all_to_all"),
+    "all_reduce": _linear("all_reduce", _reduced, "all_reduce"),
+    "all_gather": _linear("all_gather", _gathered, "reduce_scatter"),
+    "reduce_scatter": _linear("reduce_scatter", _scattered, "all_gather"),
+    "all_to_all": _linear("all_to_all", _same, "all_to_all"),
 }
 
 
@@ -136,7 +129,6 @@ def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
 
 ep_all_reduce_rms_norm_p = _primitive(
     "all_reduce_rms_norm",
-    lambda c: c.all_reduce_rms_norm,
     abstract_eval=_rms_norm_types,
     batch=_batch_rms_norm,
 )

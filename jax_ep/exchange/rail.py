@@ -179,7 +179,11 @@ class Rail:
         rows, state = x, None
         for turn in range(1, self.num_hosts):
             # Sends the rows for the host `turn` places before this one.
-            arriving = self._shift(self._for_host(x, self.host - turn), -turn)
+            sent = x
+            if self.sent_tokens is not None:
+                host = (self.host - turn) % self.num_hosts
+                sent = _picked(x, self.sent_tokens[host], fill=0)
+            arriving = self._shift(sent, -turn)
             state = add(self._source(turn - 1, self.host), rows, state)
             # Without this barrier, XLA sends the rows of all turns first. Only the last of these
             # transfers then overlaps with a kernel.
@@ -188,16 +192,10 @@ class Rail:
             rows = arriving
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
-    def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Returns the rows of x [T, ...] for the host numbered `host` modulo M."""
-        if self.sent_tokens is None:
-            return x
-        return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
-
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Yields for each host, in order, its sums [T, ...] for this rank's tokens."""
-        # `sums(source)` computes those for the next host while the sums for one host are sent; this
-        # host's come last.
+        # While the sums for one host are sent, `sums(source)` computes the sums for the next host.
+        # The sums for this host are computed last.
         if self.at_once:
             own, others = self._split(sums(None))
             returned = self._exchange(others)

@@ -81,13 +81,21 @@ def dispatch_like(
     """Sends x [T, H] to the rows of an earlier dispatch; returns the receive buffer [R, H]."""
     all_bits = stack_ranks(pack(x, config.wire), config)
     all_bits = all_bits.reshape(-1, all_bits.shape[2])  # [N·T, ...]
-    choices = _choice_of_row(routes.rows, config.capacity)
+    # The flat index of each row's choice, [R]; -1 for an empty row.
+    indices = row_indices(routes.rows, config.capacity)
+    choices = jnp.full_like(indices, -1, shape=(config.capacity,))
+    choices = choices.at[indices].set(jnp.arange(indices.size, dtype=jnp.int32), mode="drop")
     # An index of a choice, divided by K, is the index of its token among all ranks' N·T tokens. For
     # an empty row, the quotient is -1, too, and `take_rows` gives zeros.
     tokens = choices // routes.rows.shape[2]
     received = unpack(take_rows(all_bits, tokens), x, config.wire)
-    # Rows that this call does not send are zeros in `received`, so the union keeps those of `into`.
-    return received if into is None else tuple(map(_union, into, received))
+    if into is None:
+        return received
+    # Rows that this call does not send are zeros in `received`, so the OR keeps those of `into`.
+    return tuple(
+        lax.bitcast_convert_type(pack(before) | pack(part), part.dtype)
+        for before, part in zip(into, received, strict=True)
+    )
 
 
 def combine(
@@ -195,19 +203,6 @@ def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
 
 
-def _union(some: jax.Array, others: jax.Array) -> jax.Array:
-    """Merges two arrays by the OR of their bits; at most one may be nonzero at each position."""
-    bits = pack(some) | pack(others)
-    return lax.bitcast_convert_type(bits, some.dtype)
-
-
-def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """Inverts `rows` [N, T, K]: the flat index of each row's choice, [R]; -1 for an empty row."""
-    indices = row_indices(rows, capacity)
-    nothing = jnp.full_like(indices, -1, shape=(capacity,))
-    return nothing.at[indices].set(jnp.arange(indices.size, dtype=jnp.int32), mode="drop")
-
-
 def row_indices(rows: jax.Array, capacity: int) -> jax.Array:
     """Flattens rows [N, T, K]; dropped and other ranks' rows become `capacity`."""
     flat = rows.reshape(-1)
@@ -227,7 +222,8 @@ def unpack(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.
     """Unpacks rows of `pack`: (rows,), or (values, scales); x has the width and the dtype."""
     if not wire.quantized:
         return (lax.bitcast_convert_type(sent, x.dtype),)
-    unpacked, start = [], 0
+    unpacked = []
+    start = 0
     for columns, dtype in wire.row_parts(x.shape[-1], x.dtype):
         size = jnp.dtype(dtype).itemsize
         part = sent[..., start : start + columns * size]

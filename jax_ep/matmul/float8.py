@@ -277,8 +277,8 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
 @_exact
 def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unused):
     rows, matrices = pairs[0]
-    num_rows, shape = rows.values.shape[0], matrices.values.shape[1:]
-    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    shape = matrices.values.shape[1:]
+    backend, has_kernels = _selected(implementation, platform, shape, rows.values.shape[0])
     if has_kernels:
         return _product_by_kernel(pairs, groups, dtype, zero_unused)
     return _sum_of_products(backend, pairs, groups, zero_unused).astype(dtype)
@@ -326,8 +326,8 @@ def _sum_of_products(
 
 @_exact
 def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
-    num_rows, shape = lhs.values.shape[0], rhs[0].values.shape[1:]
-    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    shape = rhs[0].values.shape[1:]
+    backend, has_kernels = _selected(implementation, platform, shape, lhs.values.shape[0])
     if has_kernels:
         results = gated_product_by_kernel(lhs, rhs, groups, gating, keep)
         if results is not None:
@@ -346,7 +346,7 @@ def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
 def gated_product_by_kernel(
     lhs: Scaled, rhs: tuple[Scaled, Scaled], groups: Groups, gating: Gating, keep: bool
 ) -> Any:
-    """Returns None if no kernel can call `gating`."""
+    """Computes `gated_product_of_float8` by a kernel; None if none can call `gating`."""
     from pallas_kernels.matmul.float8 import float8_gated_matmul
 
     if (function := as_elementwise(gating)) is None:

@@ -24,7 +24,6 @@ from pallas_kernels.matmul.row_blocks import BLOCK
 
 if TYPE_CHECKING:
     from pallas_kernels.formats import Scaled
-    from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
 # _MULTIPLES[has_scales] holds the dtypes that the kernels multiply, for operands with or without
@@ -117,7 +116,7 @@ def sum_of_products(
     transpose_rhs: bool,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """If there is only one pair, its rhs may be `Scaled` transposes in MXFP4."""
+    """Computes it by a kernel. The rhs of a single pair may be `Scaled` transposes in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
     lhs, rhs = pairs[0]
@@ -192,12 +191,14 @@ def drhs_of_each(
 
     # The kernel adds in place to sums of the operands' dtype.
     in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
+    num_cols = grads[0].shape[1]
+    block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
         [pad_rows(grad) for grad in grads],
         group_sizes,
         sums if in_place else None,
-        tiles=drhs_tiles(grads[0].shape[1]),
+        tiles=kernels.DrhsTiles.fitting(block_n, band(num_cols, block_n, most=16)),
         **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
     )
     return results if in_place else added(sums, results)
@@ -211,7 +212,7 @@ def gate_gradient(
     weights: jax.Array,
     group_sizes: jax.Array,
 ) -> tuple[jax.Array, ...] | None:
-    """Returns None if no kernel supports the dtypes, the width or `gating`."""
+    """Computes it by a kernel; None if none supports the dtypes, the width or `gating`."""
     from pallas_kernels.matmul import gate_gradient as kernels
 
     gate, up = products
@@ -309,13 +310,6 @@ def chosen_tiles(
     band_columns = band(num_cols, block_n, most=8)
     options: Any = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
     return Tiles.fitting((groups.height,), block_n, band_columns, **options)
-
-
-def drhs_tiles(num_cols: int) -> DrhsTiles:
-    from pallas_kernels.matmul.drhs import DrhsTiles
-
-    block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
-    return DrhsTiles.fitting(block_n, band(num_cols, block_n, most=16))
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:

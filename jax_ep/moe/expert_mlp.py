@@ -282,29 +282,16 @@ def backward(
         if (bias := getattr(experts, name)) is not None:
             dbias = sum_by_group(dproduct, group_of_rows, bias)
             dexperts = dexperts._replace(**{name: dbias})  # type: ignore
-    if experts.wo_bias is not None:
-        dbias, dweights = _wo_bias_gradient(experts.wo_bias, grad, weights, dweights, group_of_rows)
+    if (bias := experts.wo_bias) is not None:
+        # Rows past the last group may hold anything.
+        dout = jnp.where((group_of_rows < len(bias))[:, None], grad, 0).astype(wide)
+        if weights is not None and dweights is not None:
+            terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
+            dweights += terms.astype(dweights.dtype)
+            dout *= weights.astype(wide)[:, None]
+        dbias = sum_by_group(dout.astype(grad.dtype), group_of_rows, bias)
         dexperts = dexperts._replace(wo_bias=dbias)
     return dtokens, dexperts, dweights
-
-
-def _wo_bias_gradient(
-    bias: jax.Array,
-    grad: jax.Array,
-    weights: jax.Array | None,
-    dweights: jax.Array | None,
-    group_of_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the gradient of wo_bias, and `dweights` with the part that flows through the bias."""
-    # Rows past the last group may hold anything.
-    grad = jnp.where((group_of_rows < len(bias))[:, None], grad, 0)
-    wide = wide_dtype(grad.dtype)
-    dout = grad.astype(wide)
-    if weights is not None and dweights is not None:
-        terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
-        dweights += terms.astype(dweights.dtype)
-        dout *= weights.astype(wide)[:, None]
-    return sum_by_group(dout.astype(grad.dtype), group_of_rows, bias), dweights
 
 
 _expert_mlp.defvjp(_forward, _backward)

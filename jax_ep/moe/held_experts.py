@@ -41,11 +41,18 @@ def experts_of_rank(
     where: LayerMesh,
 ) -> Experts:
     """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype."""
-    weights: dict[str, Any] = {
-        name: _own_experts(name, array, placement, config, where)
-        for name in ROUTED_WEIGHTS
-        if (array := getattr(params, name)) is not None
-    }
+    weights: dict[str, Any] = {}
+    for name in ROUTED_WEIGHTS:
+        if (array := getattr(params, name)) is None:
+            continue
+        # The axes that split the experts, FSDP axes included.
+        axes = where.expert_axes + where.further(name)[0]
+        num_own = config.num_held // where.size(axes)
+        own = jax.tree.map(functools.partial(_select, num=num_own, where=where), array)
+        # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
+        if placement is not None and not isinstance(own, QuantizedArray):
+            own = equal_copies(own, placement, axes)
+        weights[name] = own
     matrices = [name for name in QuantizedExperts._fields if name in weights]
     weights, quantized = _gathered(weights, quantized, config, where)
     if quantized is not None:
@@ -84,24 +91,6 @@ def _gathered(
         has_copies = quantized is not None and name in matrices
         whole[name] = fsdp.gather(name, part, where, dtype, zeros=has_copies)
     return whole, quantized
-
-
-def _own_experts(
-    name: str,
-    weights: jax.Array | QuantizedArray,
-    placement: Placement | None,
-    config: MoEConfig,
-    where: LayerMesh,
-) -> jax.Array | QuantizedArray:
-    """Returns `weights` of this rank's experts; copies of an expert get equal gradients."""
-    # The axes that split the experts, FSDP axes included.
-    axes = where.expert_axes + where.further(name)[0]
-    num_local = config.num_held // where.size(axes)
-    weights = jax.tree.map(lambda part: _select(part, num_local, where), weights)
-    # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
-    if placement is None or isinstance(weights, QuantizedArray):
-        return weights
-    return equal_copies(weights, placement, axes)
 
 
 def _select(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:

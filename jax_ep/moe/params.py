@@ -281,15 +281,11 @@ def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Weig
         init = getattr(jax.nn.initializers, kind)
     if config.num_slots is None or name not in ROUTED_WEIGHTS:
         return init
-    return _of_slots(init, config.num_experts)
-
-
-def _of_slots(init: WeightInitializer, num_experts: int) -> WeightInitializer:
-    """Returns an initializer of P slots [P, ...]: slot s gets expert s modulo `num_experts`."""
 
     def init_slots(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        experts = init(key, (num_experts, *shape[1:]), dtype)
-        return jnp.take(experts, jnp.arange(shape[0]) % num_experts, axis=0)
+        # Of P slots [P, ...], slot s gets expert s modulo E.
+        experts = init(key, (config.num_experts, *shape[1:]), dtype)
+        return jnp.take(experts, jnp.arange(shape[0]) % config.num_experts, axis=0)
 
     return init_slots
 

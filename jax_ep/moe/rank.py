@@ -342,12 +342,8 @@ def _run_routed_experts(
     with jax.named_scope("metrics"):
         if placement is not None:
             return out, counts_by_expert(dropped, placement, where.expert_axes)
-        return out, _of_all_experts(dropped, where)
-
-
-def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
-    """Expands counts of this rank's experts to counts of all E experts; the others get 0."""
-    num_ranks, num_held = where.num_ranks(), counts.shape[0]
-    experts = jnp.arange(num_held * num_ranks, dtype=jnp.int32)
-    is_held = experts // num_held == lax.axis_index(where.expert_axes)
-    return jnp.where(is_held, jnp.tile(counts, num_ranks), 0)
+        # The counts are expanded to all E experts; those of other ranks get 0.
+        num_ranks, num_held = where.num_ranks(), dropped.shape[0]
+        ids = jnp.arange(num_held * num_ranks, dtype=jnp.int32)
+        is_held = ids // num_held == lax.axis_index(where.expert_axes)
+        return out, jnp.where(is_held, jnp.tile(dropped, num_ranks), 0)

@@ -220,7 +220,12 @@ def _run_experts(
     with jax.named_scope("dispatch"):
         weights: jax.Array | None = topk_weights.astype(jnp.float32)
         if config.weights_on == "input":
-            tokens = _weighted_rows(tokens, topk_weights, handle, implementation)
+            # Each received row is multiplied by the weight of its (token, choice) pair.
+            row_weights = choices_to_rows(topk_weights.astype(jnp.float32), handle, implementation)[
+                :, None
+            ]
+            wide = wide_dtype(tokens.dtype)
+            tokens = (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
             weights = None
     if experts.adapters:
         with jax.named_scope("experts"):
@@ -256,15 +261,6 @@ def _check_received(received: Any, matmul_dtype: Any) -> None:
             f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
             'matmul_dtype, or dispatch with output="dequantized".'
         )
-
-
-def _weighted_rows(
-    tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
-) -> jax.Array:
-    """Multiplies each received row of `tokens` by the weight [T, K] of its (token, choice) pair."""
-    row_weights = choices_to_rows(weights.astype(jnp.float32), handle, implementation)[:, None]
-    wide = wide_dtype(tokens.dtype)
-    return (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -290,7 +290,13 @@ def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingO
 
 def _probs(score: str, logits: jax.Array) -> jax.Array:
     """Returns `Routing.probs` [T, E]: all scores, of which some do not underflow in each token."""
-    return _SCORES[score](logits if score == "softmax" else _raised(logits))
+    if score != "softmax":
+        # Shifts the logits of a token whose largest is below `_LOWEST_LOGIT`, to this maximum.
+        largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        # With the lowest finite number, a token whose logits are all -inf gets no NaN.
+        raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
+        logits = jnp.where(largest < _LOWEST_LOGIT, raised, logits)
+    return _SCORES[score](logits)
 
 
 def _weighing(options: RoutingOptions) -> Weighing:
@@ -314,14 +320,6 @@ def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.A
     if score == "softmax" and weighing.epsilon:
         return jax.nn.log_softmax(logits, axis=-1)
     return logits
-
-
-def _raised(logits: jax.Array) -> jax.Array:
-    """Shifts the logits of each token whose largest is below `_LOWEST_LOGIT`, to this maximum."""
-    largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    # With the lowest finite number, a token whose logits are all -inf gets no NaN.
-    raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
-    return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:

@@ -192,7 +192,13 @@ class Meeting(contextlib.ExitStack):
 
     def _ended(self, process: int) -> Refused:
         """Makes the error for a process that has ended; removes the socket that it left, if any."""
-        _remove(self._paths[process])
+        path = self._paths[process]
+        folder = os.path.dirname(path)
+        is_ours = os.path.basename(folder).startswith(_FOLDER)
+        with contextlib.suppress(OSError):
+            if is_ours and stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)
+                os.rmdir(folder)
         return Refused(f"process {process} ended, or had given up, while memory was being shared")
 
     def _late(self, process: int) -> Refused:
@@ -314,11 +320,3 @@ def raise_failure(messages: Mapping[int, Message]) -> None:
     for _, message in sorted(messages.items()):
         if failure := message.get("failure"):
             raise Refused(failure)
-
-
-def _remove(path: str) -> None:
-    folder = os.path.dirname(path)
-    with contextlib.suppress(OSError):
-        if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-            os.rmdir(folder)

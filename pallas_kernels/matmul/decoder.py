@@ -117,7 +117,8 @@ class Decoder:
         """Starts to load a step's scales of a group's columns; returns words for `stage_scales`."""
         # N, the number of columns of a matrix, and K / 32, the number of scales of a column.
         _, width, scales_of_column = self.matrices[0].scales.shape
-        count, num_bytes = self._columns_of_thread * self._words_of_column, self._loaded_bytes
+        num_bytes = self._loaded_bytes
+        count = self._columns_of_thread * self._words_of_column  # words of a thread
         shape = (count * WARPGROUP,)
 
         def emit(*values: Any) -> Any:
@@ -209,7 +210,8 @@ class Decoder:
         def emit(values: Value, scales: Value, table: Value, stage: Any, first_of_part: Any) -> Any:
             # The thread's first column, counted in the stage.
             column = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_of_part))
-            word, stage = mosaic.integer_type(32), mosaic.scalar(stage)
+            word = mosaic.integer_type(32)
+            stage = mosaic.scalar(stage)
 
             def start_of(ref: Value, column: Value, words: int) -> Value:
                 at = mosaic.mul(column, words)

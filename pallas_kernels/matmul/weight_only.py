@@ -316,9 +316,10 @@ class _Thread:
         """Returns which four numbers this thread scales: (chunk, exists, row, first number)."""
         # Chunks are numbered through all rows, and the warps take turns at them, from `start` on.
         # Past the last chunk, the row and the numbers are those of the last.
-        count, index = self.sizes.num_rows * self.sizes.chunks, mosaic.add(self.warp, start)
-        exists = mosaic.below(index, count)
-        index = arith.minui(index, mosaic.i32(count - 1))
+        count = self.sizes.num_rows * self.sizes.chunks
+        number_of_chunk = mosaic.add(self.warp, start)
+        exists = mosaic.below(number_of_chunk, count)
+        index = arith.minui(number_of_chunk, mosaic.i32(count - 1))
         row, chunk_of_row = mosaic.divided(index, self.sizes.chunks)
         number = mosaic.add(mosaic.mul(chunk_of_row, _CHUNK), mosaic.mul(self.lane, 4))
         return index, exists, row, number
@@ -467,10 +468,10 @@ class _Thread:
 
     def load_bias(self, memref: Value, column: Value) -> Value:
         """Loads the group's bias of a column, from [L, N], as float32."""
-        kind, width = mosaic.element_of(memref), self.sizes.width
+        kind = mosaic.element_of(memref)
         # The last block may reach past the last column.
-        column = arith.minui(column, mosaic.i32(width - 1))
-        at = pointer_to(memref, self.group, width, column, mosaic.bytes_of(kind))
+        column = arith.minui(column, mosaic.i32(self.sizes.width - 1))
+        at = pointer_to(memref, self.group, self.sizes.width, column, mosaic.bytes_of(kind))
         bias = llvm.load(kind, at)
         return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
 
@@ -576,7 +577,7 @@ _FLOAT4 = 64.0
 
 
 def _float8_of_float4(word: Value) -> list[Value]:
-    """Converts 8 float4 numbers to float8, divided by 64: words of the even, the odd ones."""
+    """Converts 8 float4 numbers to float8, divided by 64: a word of the even, one of the odd."""
 
     # Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8.
     def merged(signs: Value, sizes: Value) -> Value:
