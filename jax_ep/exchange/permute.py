@@ -98,7 +98,8 @@ def sum_by_token(
             f"{checks.described(grouped)}."
         )
     num_ranks, num_tokens, top_k = received.handle.shape
-    rows, expected = grouped.handle.routes.rows, (1, num_ranks * num_tokens, top_k)
+    rows = grouped.handle.routes.rows
+    expected = (1, num_ranks * num_tokens, top_k)
     if grouped.handle.axis_name or rows.shape != expected:
         raise ValueError(
             "grouped must be the Dispatched that group_by_expert(received) returned, with routes "

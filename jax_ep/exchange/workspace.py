@@ -194,7 +194,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     tokens_of_call = num_tokens
     if at_once:  # as many as `Rail.rows` returns
         tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
-    of_host = dataclasses.replace(  # the sizes of the exchange inside a host
+    inside = dataclasses.replace(  # the sizes of the exchange inside a host
         sizes,
         num_tokens=tokens_of_call,
         num_experts=sizes.num_experts // num_hosts,
@@ -206,7 +206,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     )
     # The rank-major kernels of a host take and return rows sorted by the source rank's number
     # within its host. XLA copies rows between this order and the order of all N source ranks.
-    reordered = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
+    reordered = inside.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
     weights = 0 if sizes.by_rank else WORD_BYTES * num_hosts * rows_to_host * sizes.top_k
     held = {
         "weights of the rail": weights if operation == "combine" else 0,
@@ -224,18 +224,18 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
             "returned sums, by token": others * sum_bytes,
         }
         if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
-            of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
-        if kernels and of_host.dtype != sizes.dtype:
-            held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
-        return held | of_call(operation, kernels, of_host)
-    return held | _rows_workspace(operation, kernels, sizes, of_host, at_once)
+            inside = dataclasses.replace(inside, dtype=_FLOAT32)
+        if kernels and inside.dtype != sizes.dtype:
+            held["float32 rows and sums"] = inside.rows(sizes.capacity + tokens_of_call)
+        return held | of_call(operation, kernels, inside)
+    return held | _rows_workspace(operation, kernels, sizes, inside, at_once)
 
 
 def _rows_workspace(
     operation: str,
     kernels: bool,
     sizes: CallSizes,
-    of_host: CallSizes,  # of the exchange inside a host
+    inside: CallSizes,  # of the exchange inside a host
     at_once: bool,  # whether one call inside the host has the tokens of all hosts
 ) -> dict[str, int]:
     """Returns the buffers, name -> bytes, in which rows cross to other hosts and are forwarded."""
@@ -259,9 +259,9 @@ def _rows_workspace(
     }
     if sizes.wire.quantized:
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
-        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
+        inside = dataclasses.replace(inside, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
         held["received rows"] = sizes.quantized_rows(sizes.capacity)
-    parts = of_call("dispatch_like", kernels, of_host)
+    parts = of_call("dispatch_like", kernels, inside)
     if "gathered tokens" in parts:
         # XLA gathers the tokens of one source host after the other. It holds at most those of this
         # host (T of each rank) and of one other host (rows_to_host of each rank).

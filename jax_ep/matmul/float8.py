@@ -114,8 +114,8 @@ def transpose_rows(
         _, transposed = _TRANSPOSE_ROWS(_parts(rows), blocks, **options)
         return rows if return_rows else None, transposed
     options = dict(return_rows=return_rows, implementation=implementation)
-    kept, transposed = _TRANSPOSE_ROWS(rows, blocks, **options)
-    return _array(FLOAT8_ROWS, kept, rows.dtype) if return_rows else None, transposed
+    quantized, transposed = _TRANSPOSE_ROWS(rows, blocks, **options)
+    return _array(FLOAT8_ROWS, quantized, rows.dtype) if return_rows else None, transposed
 
 
 def product_of_float8(
@@ -225,8 +225,8 @@ def _compute_matrices(matrices, *, implementation, platform):
         from pallas_kernels.matmul import quantize as kernels
 
         return in_32_bits(kernels.quantize_matrices)(matrices)
-    kept = _encode(FLOAT8_MATRICES, matrices)
-    return kept, Scaled(*(jnp.swapaxes(part, 1, 2) for part in kept))
+    encoded = _encode(FLOAT8_MATRICES, matrices)
+    return encoded, Scaled(*(jnp.swapaxes(part, 1, 2) for part in encoded))
 
 
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
@@ -258,9 +258,9 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         values = lax.optimization_barrier(values)
         return None, TransposedRows(jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales)
     wide = rows.astype(jnp.float32)
-    kept = _encode(FLOAT8_ROWS, wide) if return_rows else None
+    quantized = _encode(FLOAT8_ROWS, wide) if return_rows else None
     values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))
-    return kept, TransposedRows(values.T, scales)
+    return quantized, TransposedRows(values.T, scales)
 
 
 def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,8 +277,8 @@ def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:
 @_exact
 def _compute_product(pairs, groups, *, dtype, implementation, platform, zero_unused):
     rows, matrices = pairs[0]
-    num_rows, shape = rows.values.shape[0], matrices.values.shape[1:]
-    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    shape = matrices.values.shape[1:]
+    backend, has_kernels = _selected(implementation, platform, shape, rows.values.shape[0])
     if has_kernels:
         return _product_by_kernel(pairs, groups, dtype, zero_unused)
     return _sum_of_products(backend, pairs, groups, zero_unused).astype(dtype)
@@ -326,8 +326,8 @@ def _sum_of_products(
 
 @_exact
 def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
-    num_rows, shape = lhs.values.shape[0], rhs[0].values.shape[1:]
-    backend, has_kernels = _selected(implementation, platform, shape, num_rows)
+    shape = rhs[0].values.shape[1:]
+    backend, has_kernels = _selected(implementation, platform, shape, lhs.values.shape[0])
     if has_kernels:
         results = gated_product_by_kernel(lhs, rhs, groups, gating, keep)
         if results is not None:
@@ -346,7 +346,7 @@ def _compute_gated(lhs, rhs, groups, *, gating, keep, implementation, platform):
 def gated_product_by_kernel(
     lhs: Scaled, rhs: tuple[Scaled, Scaled], groups: Groups, gating: Gating, keep: bool
 ) -> Any:
-    """Returns None if no kernel can call `gating`."""
+    """Computes `gated_product_of_float8` by a kernel; None if none can call `gating`."""
     from pallas_kernels.matmul.float8 import float8_gated_matmul
 
     if (function := as_elementwise(gating)) is None:

@@ -116,7 +116,7 @@ def sum_of_products(
     transpose_rhs: bool,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """If there is only one pair, its rhs may be `Scaled` transposes in MXFP4."""
+    """Computes it by a kernel. The rhs of a single pair may be `Scaled` transposes in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
     lhs, rhs = pairs[0]
@@ -212,7 +212,7 @@ def gate_gradient(
     weights: jax.Array,
     group_sizes: jax.Array,
 ) -> tuple[jax.Array, ...] | None:
-    """Returns None if no kernel supports the dtypes, the width or `gating`."""
+    """Computes it by a kernel; None if none supports the dtypes, the width or `gating`."""
     from pallas_kernels.matmul import gate_gradient as kernels
 
     gate, up = products

@@ -88,15 +88,15 @@ class RowTransfer:
             vectors.store([ref.at[row, columns]], tile, self.plan.vector)
 
     def send(
-        self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],
+        self, endpoint: Endpoint, peer_index: int, token: int, tiles: Sequence[jax.Array],
         goes: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends this warpgroup's tiles of a block's token to endpoint.peers[peer], if `goes`."""
+        """Sends this warpgroup's tiles of the block's token number `token` to a peer, if `goes`."""
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & exists)
             def send_tile(i: int = i, tile: jax.Array = tile) -> None:
-                endpoint.send_to(peer, self.index(token, i), tile, exact=exact)
+                endpoint.send_to(peer_index, self.index(token, i), tile, exact=exact)
 
     def send_tokens(self, endpoint: Endpoint, x: Any, topk_idx: Any) -> list[list[jax.Array]]:
         """Sends this warpgroup's tiles of tokens to the peers whose experts they choose.

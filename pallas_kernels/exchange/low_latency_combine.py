@@ -230,22 +230,22 @@ class _Combine:
         plgpu.barrier_wait(scratch.listed)
         fabric.barrier()
         counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
-        num_rows = functools.reduce(jnp.add, counts)  # of the block
+        rows_of_block = functools.reduce(jnp.add, counts)
         used = jnp.int32(0)  # the number of the block's next row
         sums_of_own_tokens = []
         for pair, i, _, _, _ in self._pairs():
             count = scratch.num_rows[pair]
             add = functools.partial(
-                self._add, pair=pair, begun=used, num_rows=num_rows, scratch=scratch
+                self._add, pair=pair, begun=used, rows_of_block=rows_of_block, scratch=scratch
             )
             zeros = [transfer.zeros() for _ in transfer.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
             sums = [total.astype(transfer.plan.dtype) for total in sums]
             # A token's owners are the peers in the order of `endpoint.peers`, then this rank.
-            peer = pair % fabric.num_ranks
-            if peer < len(endpoint.peers):
-                transfer.send(endpoint, peer, i, sums, count >= 0, exact=False)
+            peer_index = pair % fabric.num_ranks
+            if peer_index < len(endpoint.peers):
+                transfer.send(endpoint, peer_index, i, sums, count >= 0, exact=False)
             else:
                 sums_of_own_tokens.append(sums)
         fabric.delay_point(1)
@@ -272,7 +272,7 @@ class _Combine:
         *,
         pair: int,
         begun: jax.Array,
-        num_rows: jax.Array,
+        rows_of_block: jax.Array,
         scratch: fb.Scratch,
     ) -> list[jax.Array]:
         """Adds row r of a pair, number begun + r of the block, times its weight, to `sums`."""
@@ -288,7 +288,7 @@ class _Combine:
             added.append(total + row)
         if not self.all_fit:
 
-            @pl.when(begun + r + self.num_stages < num_rows)
+            @pl.when(begun + r + self.num_stages < rows_of_block)
             def free_stage() -> None:
                 # This fence orders the next copy to the stage after this warpgroup's reads.
                 plgpu.commit_smem()

@@ -331,12 +331,12 @@ class _Computer:
     feeder: Feeder
 
     def run(self) -> None:
-        kernel, zero = self.kernel, jnp.int32(0)
-        values = zeros(self._shape, kernel.dtype)
+        zero = jnp.int32(0)
+        values = zeros(self._shape, self.kernel.dtype)
         # The tile held at first lies below the output, so nothing of it is stored.
-        below = jnp.int32(kernel.height)
+        below = jnp.int32(self.kernel.height)
         before_first = _Held(grad_index=zero, group=zero, top=below, left_edge=zero, values=values)
-        look_up = functools.partial(kernel.look_up, self.table)
+        look_up = functools.partial(self.kernel.look_up, self.table)
         carry = zero, self.feeder.start(), before_first
         used, _, last = self.feeder.tiles.walk(look_up, self._compute_tile, carry)
         self._store_from(last, chunk=0)
@@ -365,7 +365,8 @@ class _Computer:
     def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, step: jax.Array) -> None:
         """Starts the matmul of a step of a tile, once its stage is cleared if necessary."""
         left, right = self.ring.left.at[stage], self.ring.right.at[stage]
-        rows, cleared = tile.rows_of_group(step), self.cleared.at[stage]
+        rows = tile.rows_of_group(step)
+        cleared = self.cleared.at[stage]
 
         @pl.when(rows.leaves_rows_out)
         def _():

@@ -106,14 +106,14 @@ def gate_gradient(
 
     rows = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     # The next matmuls take the scales of rows transposed. The sums of rows have the same shape.
-    of_rows = jax.ShapeDtypeStruct((tile_columns, num_rows), jnp.float32)
+    row_scales = jax.ShapeDtypeStruct((tile_columns, num_rows), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
-    of_blocks = jax.ShapeDtypeStruct((num_row_blocks, tile_columns), jnp.float32)
+    block_scales = jax.ShapeDtypeStruct((num_row_blocks, tile_columns), jnp.float32)
     results = on_tiles(
         "gate_gradient_float8",
         [dhidden, *gate, *up, weights],
         blocks,
-        [*[rows, of_rows] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, of_rows],
+        [*[rows, row_scales] * _WITH_ROWS, *[transposed, block_scales] * _RESULTS, row_scales],
         emit,
         width=width,
         num_warps=_WARPS,
@@ -233,8 +233,7 @@ class _Tile(Tile):
         """Stores the transposed results `outs`, which `store_rows` has left in shared memory."""
         thread = mosaic.thread()
         # The thread's first column in the tile, and the first of the 16 rows of its pieces.
-        piece = arith.remui(thread, mosaic.i32(_PIECES))
-        first_column = arith.divui(thread, mosaic.i32(_PIECES))
+        first_column, piece = mosaic.divided(thread, _PIECES)
         row = mosaic.mul(piece, _PIECE)
         turn, row_of_turn = mosaic.divided(row, _ROWS_OF_TURN)
         top = mosaic.add(mosaic.mul(self.block, BLOCK), row)
@@ -361,7 +360,8 @@ def _combined_row(words: list[Value], combine: Callable[[Value, Value], Value]) 
     while distance < _ACROSS:
         if len(words) > 1:
             # Of two threads, one goes on with one half of the rows, and the other with the rest.
-            half, has_upper = len(words) // 2, _is_odd(across, distance)
+            half = len(words) // 2
+            has_upper = _is_odd(across, distance)
             pairs = list(zip(words[:half], words[half:], strict=True))
             sent = [arith.select(has_upper, low, high) for low, high in pairs]
             words = [arith.select(has_upper, high, low) for low, high in pairs]

@@ -110,7 +110,7 @@ class Tiles:
             # The longest is the first.
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
-        # Of 64 of K, and then of a step.
+        # The bytes of a stage, at first with 64 of K.
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
@@ -345,7 +345,8 @@ class Loader(operand_ring.Loader):
     def _fill(self, tile: Any, operands: Sequence[Any], step: jax.Array, number: jax.Array) -> None:
         """Fills the stage of step `number` by the operands of a pair, at its step `step`."""
         group, first_row, left_edge, height_index = tile
-        (lhs, *rhs), length = operands, self.kernel.tiles.step
+        lhs, *rhs = operands
+        length = self.kernel.tiles.step
         inner = pl.ds(step * length, length)
         rhs_inner = self.stored_range(step, inner)
         columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
@@ -426,7 +427,8 @@ class Matrices:
 
     def _columns(self, stage: jax.Array, matrix: Any, first: Any) -> Any:
         """Returns the columns of a stage's tile of a matrix from column `first` on, [part, 64]."""
-        tile, columns = self.ring.right_tile(stage, matrix), pl.ds(first, self.kernel.tiles.part)
+        tile = self.ring.right_tile(stage, matrix)
+        columns = pl.ds(first, self.kernel.tiles.part)
         return tile.at[columns] if self.kernel.transpose_rhs else transposed(tile.at[:, columns])
 
 
@@ -447,7 +449,7 @@ class Computer:
     feeder: Feeder
 
     def run(self) -> None:
-        kernel, zero = self.kernel, jnp.int32(0)
+        kernel = self.kernel
         feed = self._begin()
         empty_results = zeros(self._shape, kernel.dtype)
         held = (empty_results,) * kernel.outputs if kernel.holds else ()
@@ -455,8 +457,8 @@ class Computer:
         # is (its position, its results). Before the first tile, that is the position of tile 0 with
         # an empty range of rows, [begin, begin). A constant would have another type in `shard_map`:
         # it does not vary over mesh axes (vma), as later positions do.
-        position, *_ = self._look_up(zero)
-        carry = zero, feed, (position._replace(end=position.begin), held)
+        position, *_ = self._look_up(jnp.int32(0))
+        carry = jnp.int32(0), feed, (position._replace(end=position.begin), held)
         used, *_ = self.feeder.tiles.walk(
             self._look_up, self._compute_tile, carry, once_more=kernel.holds
         )

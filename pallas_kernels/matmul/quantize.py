@@ -75,7 +75,8 @@ def quantize_rows(
     `return_rows`, and transposed rows [K, P]. Past the last group, both are undefined.
     """
     (num_rows, width), num_row_blocks = rows.shape, blocks.shape[0]
-    packed, tiles = Packed(rows.dtype), width // BLOCK
+    packed = Packed(rows.dtype)
+    tiles = width // BLOCK
     kept_types = [
         jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn),
         # A matmul takes the scales of rows transposed.
@@ -130,7 +131,8 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     scales.
     """
     num_matrices, height, width = matrices.shape
-    packed, tile_columns, tile_rows = Packed(matrices.dtype), width // BLOCK, height // BLOCK
+    packed = Packed(matrices.dtype)
+    tile_columns, tile_rows = width // BLOCK, height // BLOCK
 
     def emit(memrefs: Any, tile: Tile) -> None:
         source, values, transposed, scales, transposed_scales, shared = memrefs
@@ -151,7 +153,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         row = mosaic.add(mosaic.mul(tile_row, BLOCK), patch.place.row)
         patch.store_transposed(pointer_to(transposed, column, height, row, size=1), height, rounded)
 
-    values, transposed, scales, transposed_scales = on_tiles(
+    results = on_tiles(
         "quantize_matrices",
         [matrices.reshape(-1, width)],
         blocks=None,
@@ -166,15 +168,11 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         num_warps=_warps_of(packed),
         num_shared=_SIDES * BLOCK + _warps_of(packed),
     )
-    return (
-        Scaled(
-            values.reshape(matrices.shape), scales.reshape(num_matrices, tile_rows, tile_columns)
-        ),
-        Scaled(
-            transposed.reshape(num_matrices, width, height),
-            transposed_scales.reshape(num_matrices, tile_columns, tile_rows),
-        ),
+    # The rows of all matrices follow each other in a result.
+    values, transposed, scales, transposed_scales = (
+        result.reshape(num_matrices, -1, result.shape[1]) for result in results
     )
+    return Scaled(values, scales), Scaled(transposed, transposed_scales)
 
 
 def _rows_of(packed: Packed) -> int:

@@ -165,7 +165,8 @@ def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
 
     def emit(ref: Value, first: Array) -> Array:
         # A thread has the elements of two rows, 8 apart, of each 64.
-        kind, row, values = mosaic.element_of(ref), mosaic.tensor_core_row(), []
+        kind, row = mosaic.element_of(ref), mosaic.tensor_core_row()
+        values = []
         for tile in range(0, count, 64):
             for half in (0, 8):
                 index = mosaic.add(mosaic.add(mosaic.scalar(first), row), tile + half)
@@ -205,20 +206,15 @@ def zero_rows_outside(
         begin, end, count = map(mosaic.scalar, scalars)
         # Each thread zeroes a piece: number `index` of those in the rows to zero.
         index = mosaic.add(mosaic.scalar(first), mosaic.warpgroup_thread())
-        row = arith.divui(index, mosaic.i32(pieces))
-        piece = arith.remui(index, mosaic.i32(pieces))
         # The rows to zero are numbered without those of [begin, end).
-        is_before = mosaic.below(row, begin)
-        row = arith.select(is_before, row, mosaic.add(row, arith.subi(end, begin)))
-        block = mosaic.add(
-            mosaic.mul(arith.divui(row, mosaic.i32(8)), blocks), arith.divui(piece, mosaic.i32(8))
-        )
+        number, piece = mosaic.divided(index, pieces)
+        is_before = mosaic.below(number, begin)
+        row = arith.select(is_before, number, mosaic.add(number, arith.subi(end, begin)))
+        block_row, row_of_block = mosaic.divided(row, 8)
+        block_column, piece_of_row = mosaic.divided(piece, 8)
+        block = mosaic.add(mosaic.mul(block_row, blocks), block_column)
         offset = mosaic.add(
-            mosaic.mul(block, 1024),
-            mosaic.add(
-                mosaic.mul(arith.remui(row, mosaic.i32(8)), 128),
-                mosaic.mul(arith.remui(piece, mosaic.i32(8)), 16),
-            ),
+            mosaic.mul(block, 1024), mosaic.mul(row_of_block, 128), mosaic.mul(piece_of_row, 16)
         )
         mosaic.asm(
             "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {$2, $2, $2, $2}; }",
@@ -248,7 +244,8 @@ def each_zero_chunk(
 ) -> None:
     """Calls `zero` for a worker's share of the chunks of an array's rows from `start` on."""
     (num_rows, width), (height, columns) = out_shape, chunk_shape
-    chunk_columns, workers = jnp.int32(width // columns), jnp.int32(num_workers)
+    workers = jnp.int32(num_workers)
+    chunk_columns = jnp.int32(width // columns)
     # Chunks are numbered row by row, from the row of chunks that has row `start`.
     first_chunk_row = lax.div(start, jnp.int32(height))
     chunks = (-(-num_rows // height) - first_chunk_row) * chunk_columns

@@ -82,7 +82,8 @@ class Store:
         """Stores those rows of a chunk of a tile that belong to the tile's group."""
         # Only constant indices can select registers, so the code that writes a chunk to a buffer is
         # emitted once for each chunk; the code that copies a buffer to the output once.
-        chunks, num_buffers = self._chunks(), self.buffers.shape[0]
+        chunks = self._chunks()
+        num_buffers = self.buffers.shape[0]
         chunk_row, chunk_column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
         inside = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
         top = position.top + chunk_row * STORED_ROWS
