@@ -302,7 +302,17 @@ def adding(
             f"{min(in_file)}; rename that file, in the index too."
         )
     index = _read_index(index_file) if index_file.exists() else {}
-    index["metadata"] = _metadata(directory, index.get("metadata") or {}, tensors, kept)
+    lost = [directory.entry(name) for name in directory.files.keys() - kept.keys()]
+    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+    metadata = index["metadata"] = dict(index.get("metadata") or {})
+    if all((directory.path / file).exists() for file in set(directory.files.values())):
+        kept_bytes = sum(directory.entry(name).num_bytes for name in kept)
+        metadata["total_size"] = added_bytes + kept_bytes
+    elif "total_size" in metadata:  # some `kept` cannot be read, as after a partial download
+        metadata["total_size"] += added_bytes - sum(entry.num_bytes for entry in lost)
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] += sum(math.prod(shape) for _, shape in tensors.values())
+        metadata["total_parameters"] -= sum(math.prod(entry.shape) for entry in lost)
     index["weight_map"] = kept | dict.fromkeys(tensors, file)
     with _scratch(directory.path) as scratch:
         create(scratch / file, tensors)
@@ -312,23 +322,6 @@ def adding(
         # The index comes last, because the tensors that it names must be there.
         os.replace(scratch / file, directory.path / file)
         os.replace(scratch / INDEX, index_file)
-
-
-def _metadata(
-    directory: Directory, metadata: Mapping[str, Any], tensors: TensorTypes, kept: Iterable[str]
-) -> dict[str, Any]:
-    """Returns an index's updated "metadata": `tensors` are new, and only `kept` old ones remain."""
-    removed = [directory.entry(name) for name in directory.files.keys() - set(kept)]
-    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
-    out = dict(metadata)
-    if all((directory.path / file).exists() for file in set(directory.files.values())):
-        out["total_size"] = added_bytes + sum(directory.entry(name).num_bytes for name in kept)
-    elif "total_size" in out:  # some `kept` cannot be read, as after a partial download
-        out["total_size"] += added_bytes - sum(entry.num_bytes for entry in removed)
-    if "total_parameters" in out:
-        out["total_parameters"] += sum(math.prod(shape) for _, shape in tensors.values())
-        out["total_parameters"] -= sum(math.prod(entry.shape) for entry in removed)
-    return out
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:

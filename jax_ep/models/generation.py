@@ -36,22 +36,19 @@ class Model(NamedTuple):
     def of(cls, params: Params, config: DecoderConfig, num_ranks: int) -> Model:
         """Makes the model from parameters, whose experts are spread over `num_ranks` ranks."""
         shared = {n: w for n, w in params.weights.items() if ".layers." not in n}
-        layers = [_one_qkv(params.of_layer(i)) for i in range(config.num_layers)]
+        layers = [params.of_layer(i) for i in range(config.num_layers)]
+        for weights in layers:
+            # Decoding multiplies queries', keys' and values' weights at once.
+            for kind in ("weight", "bias"):
+                names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+                if names[0] in weights:
+                    joined = jnp.concatenate([weights.pop(name) for name in names])
+                    weights[f"{QKV}.{kind}"] = joined
         placement = None
         if config.moe.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.moe.num_slots}
             placement = Placement.in_order(**sizes, num_ranks=num_ranks)[0]
         return cls(shared, layers, params.moe, placement)
-
-
-def _one_qkv(weights: Weights) -> Weights:
-    """Joins queries', keys' and values' weights, which decoding then multiplies at once."""
-    weights = dict(weights)
-    for kind in ("weight", "bias"):
-        names = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-        if names[0] in weights:
-            weights[f"{QKV}.{kind}"] = jnp.concatenate([weights.pop(name) for name in names])
-    return weights
 
 
 class Cache(NamedTuple):

@@ -209,15 +209,6 @@ def balance_sums(
     chosen = jax.nn.one_hot(topk_idx, num_experts, dtype=jnp.int32, axis=1).sum(axis=-1)
     # Each token's own choices, probabilities and number, 0 or 1.
     of_tokens = BalanceSums(chosen, probs, is_routed)
-    return _sums_of_sequences(of_tokens, num_sequences, sequence_ids)
-
-
-def _sums_of_sequences(
-    of_tokens: BalanceSums, num_sequences: int, sequence_ids: jax.Array | None
-) -> BalanceSums:
-    """Checks the arguments, and sums the arrays [T, ...] by sequence, to [num_sequences, ...]."""
-    probs = of_tokens.probs
-    num_tokens = probs.shape[0]
     if sequence_ids is None:
         if num_tokens % num_sequences:
             raise ValueError(

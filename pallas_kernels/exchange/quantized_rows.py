@@ -162,7 +162,12 @@ def add_rows(
         for i in range(num_vectors):
             # Loads the next vectors before it adds the present ones, so that both overlap.
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
-            total = _add_vectors(wire, loaded, elements)
+            # Dequantizes this thread's values, and adds up the rows in order, in float32.
+            sums = [mosaic.f32(0.0)] * elements
+            for words, scale in loaded:
+                row = [value for word in words for value in float8.widened(_PTX_TYPES[wire], word)]
+                sums = [arith.addf(s, arith.mulf(v, scale)) for s, v in zip(sums, row, strict=True)]
+            total = vector.from_elements(mosaic.vector_type(elements, mosaic.float_type()), sums)
             totals.append(total if total.type == narrow else arith.truncf(narrow, total))
         return mosaic.array_of(totals, (hidden,), elements)
 
@@ -195,18 +200,6 @@ def _load_quantized(
     scale = llvm.load(f32, scale_at)
     words = [arith.select(taken, word, mosaic.i32(0)) for word in words]
     return words, arith.select(taken, scale, mosaic.f32(0.0))
-
-
-def _add_vectors(
-    wire: RowFormat, loaded: Sequence[tuple[list[Value], Value]], elements: int
-) -> Value:
-    """Dequantizes a thread's values of several rows, and adds up the rows in order, in float32."""
-    f32 = mosaic.float_type()
-    total = [mosaic.f32(0.0)] * elements
-    for words, scale in loaded:
-        row = [value for word in words for value in float8.widened(_PTX_TYPES[wire], word)]
-        total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
-    return vector.from_elements(mosaic.vector_type(elements, f32), total)
 
 
 # -------------------------------------------------------------------------------- rows of scales
