@@ -266,7 +266,18 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     given: dict[str, Any] = dict(spmd.get_logical_axis_rules())  # the rules in force
     fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))  # by logical axis
     expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
-    defaults = _default_rules(fsdp, given, mesh, config)
+    # The mesh axes of each logical axis of the parameter that has no rule.
+    options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
+    defaults: dict[str, Any] = {}
+    for axis, further in fsdp.items():
+        if axis is None or axis in given:
+            continue
+        named_axes = (*as_axes(options.get(axis, ())), *further)
+        if named_axes or axis == "exp":
+            defaults[axis] = _axes_of(mesh, named_axes) or None
+        else:
+            # As in Flax, a logical axis without a rule is the mesh axis of its name.
+            defaults[axis] = axis if axis in mesh.axis_names else None
     rules = given | defaults
     if "exp" in axes and not expert_axes:
         # Without an expert axis on the mesh, every rank has all experts (data parallelism).
@@ -284,27 +295,6 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
     return kind(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
-
-
-def _default_rules(
-    fsdp: Mapping[str | None, tuple[str, ...]],  # by logical axis, its axes of `fsdp_axes`
-    given: Mapping[str, Any],
-    mesh: AbstractMesh,
-    config: MoEConfig,
-) -> dict[str, Any]:
-    """Returns the mesh axes of each logical axis of a parameter that has no rule in `given`."""
-    options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
-    defaults: dict[str, Any] = {}
-    for axis, further in fsdp.items():
-        if axis is None or axis in given:
-            continue
-        named_axes = (*as_axes(options.get(axis, ())), *further)
-        if named_axes or axis == "exp":
-            defaults[axis] = _axes_of(mesh, named_axes) or None
-        else:
-            # As in Flax, a logical axis without a rule is the mesh axis of its name.
-            defaults[axis] = axis if axis in mesh.axis_names else None
-    return defaults
 
 
 def _without_repeats(

@@ -116,12 +116,12 @@ def dispatch(
     if capacity is None:
         capacity = dropless_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
 
-    given_per_rank = topk_idx_per_rank  # before the host_capacity masks choices
+    unmasked_per_rank = topk_idx_per_rank  # before the host_capacity masks choices
     topk_idx_per_rank = [
         _within_host_capacity(
             idx, rank * num_hosts // num_ranks, num_experts, num_hosts, host_capacity
         )
-        for rank, idx in enumerate(given_per_rank)
+        for rank, idx in enumerate(unmasked_per_rank)
     ]
     route_ranks = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
     route_rows = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
@@ -155,8 +155,8 @@ def dispatch(
             end = start + round_up(min(row - start, quota), expert_alignment)
             group_sizes[local] = min(end, capacity) - min(start, capacity)
             start = end
-            given = sum(int(np.sum(idx == own_experts[local])) for idx in given_per_rank)
-            dropped_counts[local] += given - wanted[local]
+            num_unmasked = sum(int(np.sum(idx == own_experts[local])) for idx in unmasked_per_rank)
+            dropped_counts[local] += num_unmasked - wanted[local]
         num_dropped = np.int32(dropped_counts.sum())
         rows_needed = np.int32(sum(round_up(rows, expert_alignment) for rows in wanted))
         received.append(

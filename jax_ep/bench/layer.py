@@ -150,8 +150,26 @@ class LayerBench(runner.Bench):
         """Makes the operands, the configuration and, with --quantize=once, the float8 experts."""
         shape, mesh = self.shapes[row["shape"]], expert_mesh(row["ranks"])
         state = make_state(shape, row["tokens"], mesh)
-        # `compiled` adds `self.load`, the rows of receive buffers, to the results.
-        config, self.load = make_config(shape, state, mesh, self.args.capacity_factor)
+        config = shape.config()
+
+        def route(params, x):
+            logits = routing.router_logits(x, params.gate)
+            return routing.top_k_routing(logits, shape.top_k, score=shape.score).topk_idx
+
+        topk_idx = np.asarray(on_ranks(route, mesh)(*state[:2]))
+        needed = rows_needed(topk_idx, shape.num_experts)
+        average = topk_idx.size // mesh.size
+        # The most rows that a rank can receive: every token of all ranks, once for each of the
+        # rank's experts, but at most K times.
+        most = topk_idx.size // shape.top_k * min(shape.top_k, shape.num_experts // mesh.size)
+        # The rows that a rank receives (the mean and the most) and those of its receive buffer,
+        # which drops none; `compiled` adds them to the results.
+        self.load = {"rows": average, "rows_needed": needed, "capacity": most}
+        if self.args.capacity_factor:
+            rows = max(math.ceil(self.args.capacity_factor * average), needed)
+            rows = -(-rows // 128) * 128
+            self.load["capacity"] = min(rows, most)
+            config = dataclasses.replace(config, capacity_factor=rows / average)
         quantized = None
         if self.args.quantize == "once":
             float8 = dataclasses.replace(config, matmul_dtype=jnp.float8_e4m3fn)
@@ -301,35 +319,6 @@ def random_params(
         wi_1=rows(2, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
         wo=rows(3, num_local, mlp_dim, hidden) * math.sqrt(9 / mlp_dim),
     )
-
-
-def make_config(
-    shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
-) -> tuple[MoEConfig, dict[str, Any]]:
-    """Makes the configuration of the measured layers, with a receive buffer that drops no rows.
-
-    Also returns "rows", the mean number of rows that a rank receives; "rows_needed", the number on
-    the most loaded rank; and "capacity", the number of rows of the buffer. A `capacity_factor` of 0
-    makes room for any routing.
-    """
-    config = shape.config()
-
-    def route(params, x):
-        logits = routing.router_logits(x, params.gate)
-        return routing.top_k_routing(logits, shape.top_k, score=shape.score).topk_idx
-
-    topk_idx = np.asarray(on_ranks(route, mesh)(*state[:2]))
-    needed = rows_needed(topk_idx, shape.num_experts)
-    average = topk_idx.size // mesh.size
-    # The most rows that a rank can receive: every token of all ranks, once for each of the rank's
-    # experts, but at most K times.
-    most = topk_idx.size // shape.top_k * min(shape.top_k, shape.num_experts // mesh.size)
-    if not capacity_factor:
-        return config, {"rows": average, "rows_needed": needed, "capacity": most}
-    rows = max(math.ceil(capacity_factor * average), needed)
-    rows = -(-rows // 128) * 128
-    config = dataclasses.replace(config, capacity_factor=rows / average)
-    return config, {"rows": average, "rows_needed": needed, "capacity": min(rows, most)}
 
 
 def make_step(name: str, direction: str, config: MoEConfig, remat: str = "none") -> Any:

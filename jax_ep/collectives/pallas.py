@@ -94,7 +94,20 @@ def no_room_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
 ) -> str | None:
     """Returns why x does not fit in the low-latency buffers; with more GPUs they are smaller."""
-    workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
+    # The warpgroups of the call, and the tiles that each sends to a peer.
+    trips = 2 if "two_shot" in algorithm else 1
+    if op == "all_reduce_rms_norm":
+        grid = _RowGrid.of(algorithm, math.prod(shape[:-1]), shape[-1], dtype, num_ranks)
+        tiles_of_row = -(-_num_tiles(shape[-1], dtype) // grid.num_warpgroups)
+        # In two shots, a rank sums and sends one of the N rows of a block.
+        rows = 1 if trips == 2 else grid.rows_per_block
+        workers, tiles = grid.num_blocks * grid.num_warpgroups, trips * rows * tiles_of_row
+    else:
+        sends_all_of_x = algorithm == "one_shot_ll" or op == "all_gather"
+        num_elements = math.prod(shape) if sends_all_of_x else -(-math.prod(shape) // num_ranks)
+        num_tiles = _num_tiles(num_elements, dtype)
+        workers = min(num_tiles, memory_map.MAX_WORKERS)
+        tiles = trips * -(-num_tiles // memory_map.MAX_WORKERS)
     most = memory_map.tiles_of_channel(num_gpus)
     if workers > memory_map.MAX_WORKERS or tiles > most:
         return (
@@ -103,24 +116,6 @@ def no_room_reason(
             f"of {num_gpus} GPUs there is room for {memory_map.MAX_WORKERS} with {most} tiles each"
         )
     return None
-
-
-def _workers_and_tiles(
-    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
-) -> tuple[int, int]:
-    """Returns the warpgroups of a low-latency call, and the tiles that each sends to a peer."""
-    trips = 2 if "two_shot" in algorithm else 1
-    if op == "all_reduce_rms_norm":
-        grid = _RowGrid.of(algorithm, math.prod(shape[:-1]), shape[-1], dtype, num_ranks)
-        tiles_of_row = -(-_num_tiles(shape[-1], dtype) // grid.num_warpgroups)
-        # In two shots, a rank sums and sends one of the N rows of a block.
-        rows = 1 if trips == 2 else grid.rows_per_block
-        return grid.num_blocks * grid.num_warpgroups, trips * rows * tiles_of_row
-    sends_all_of_x = algorithm == "one_shot_ll" or op == "all_gather"
-    num_elements = math.prod(shape) if sends_all_of_x else -(-math.prod(shape) // num_ranks)
-    num_tiles = _num_tiles(num_elements, dtype)
-    tiles_of_worker = -(-num_tiles // memory_map.MAX_WORKERS)
-    return min(num_tiles, memory_map.MAX_WORKERS), trips * tiles_of_worker
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,16 +98,16 @@ def result_bytes(
     operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
 ) -> dict[str, int]:
     """Returns the bytes of the returned rows, for arguments of `workspace_bytes`."""
-    given = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
-    given.apply_defaults()
-    call = _checked(types.SimpleNamespace(**given.arguments))
+    bound = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
+    bound.apply_defaults()
+    call = _checked(types.SimpleNamespace(**bound.arguments))
     if operation == "dispatch" and call.quantized:
         values = call.capacity * call.hidden  # of one byte each
         return {"received tokens": values, "scales": call.sent_rows(call.capacity) - values}
     if operation == "combine_grad":
         weights = 0 if call.by_rank else WORD_BYTES * call.num_tokens * call.top_k
-        found = {"gradient of y": call.rows(call.capacity), "gradient of the weights": weights}
-        return {name: size for name, size in found.items() if size}
+        results = {"gradient of y": call.rows(call.capacity), "gradient of the weights": weights}
+        return {name: size for name, size in results.items() if size}
     name, num_rows = {
         "dispatch": ("received tokens", call.capacity),
         "dispatch_like": ("received tokens", call.capacity),

@@ -247,8 +247,8 @@ class Rail:
             own = lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False)
             others = [self._received_of(by_host[host], host) for host in range(self.num_hosts)]
             return jnp.concatenate([own, *others], axis=1)
-        of_host = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
-        return of_host if source.turn == 0 else self._received_of(of_host, source.host)
+        host_entries = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
+        return host_entries if source.turn == 0 else self._received_of(host_entries, source.host)
 
     def _received_of(self, entries: jax.Array, host: jax.Array | int) -> jax.Array:
         """Selects, of the entries [G, T, ...] of `host`, those of tokens sent to this host."""

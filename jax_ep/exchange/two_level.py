@@ -57,8 +57,8 @@ class TwoLevel:
             message = jnp.concatenate([message, chosen - count_experts(kept, config.num_experts)])
         largest = max(config.num_experts, topk_idx.size)  # of the expert ids, positions and counts
         # [G, M, words]: by the source rank's number within its host, then by its host.
-        of_rails = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), rail.inside)
-        messages = of_rails.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
+        gathered = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), rail.inside)
+        messages = gathered.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, groups = xla_exchange.read_messages(messages[:, :num_words], kept, config)
         if rail.limit(topk_idx.shape[0]) is not None:
             dropped = counts_here(messages[:, num_words:], config.rank())
@@ -214,10 +214,10 @@ class TwoLevel:
         # The kernels write zeros after an expert's last row. To find that row, they need the
         # counts of the rows from all hosts. Entry g of `counts` is the sum over the ranks, one on
         # each host, that have the number g within their hosts.
-        of_experts_here = lax.dynamic_slice_in_dim(
+        local_counts = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
-        by_host = of_experts_here.reshape(rail.num_hosts, rail.ranks_per_host, -1)
+        by_host = local_counts.reshape(rail.num_hosts, rail.ranks_per_host, -1)
         counts = jnp.sum(by_host, axis=0, dtype=jnp.int32)
         return Routes(rail.rows(*choices, source), rows, counts)
 

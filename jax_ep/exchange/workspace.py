@@ -194,7 +194,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     tokens_of_call = num_tokens
     if at_once:  # as many as `Rail.rows` returns
         tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
-    of_host = dataclasses.replace(  # the sizes of the exchange inside a host
+    inside = dataclasses.replace(  # the sizes of the exchange inside a host
         sizes,
         num_tokens=tokens_of_call,
         num_experts=sizes.num_experts // num_hosts,
@@ -206,27 +206,36 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     )
     # The rank-major kernels of a host take and return rows sorted by the source rank's number
     # within its host. XLA copies rows between this order and the order of all N source ranks.
-    reordered = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
+    reordered = inside.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
     weights = 0 if sizes.by_rank else WORD_BYTES * num_hosts * rows_to_host * sizes.top_k
     held = {
         "weights of the rail": weights if operation == "combine" else 0,
         "rows inside a host": reordered,
     }
     if sums:
-        held |= _sums_workspace(sizes, at_once)
+        sum_bytes = sizes.sent_rows(1)
+        # One call computes the sums for all hosts before they are sent, so those that arrive need
+        # their own buffers.
+        hosts_held = 2 * num_hosts if at_once else num_hosts
+        others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
+        held |= {
+            "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
+            "sums of this host": 0 if at_once else num_tokens * sum_bytes,
+            "returned sums, by token": others * sum_bytes,
+        }
         if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
-            of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
-        if kernels and of_host.dtype != sizes.dtype:
-            held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
-        return held | of_call(operation, kernels, of_host)
-    return held | _rows_workspace(operation, kernels, sizes, of_host, at_once)
+            inside = dataclasses.replace(inside, dtype=_FLOAT32)
+        if kernels and inside.dtype != sizes.dtype:
+            held["float32 rows and sums"] = inside.rows(sizes.capacity + tokens_of_call)
+        return held | of_call(operation, kernels, inside)
+    return held | _rows_workspace(operation, kernels, sizes, inside, at_once)
 
 
 def _rows_workspace(
     operation: str,
     kernels: bool,
     sizes: CallSizes,
-    of_host: CallSizes,  # of the exchange inside a host
+    inside: CallSizes,  # of the exchange inside a host
     at_once: bool,  # whether one call inside the host has the tokens of all hosts
 ) -> dict[str, int]:
     """Returns the buffers, name -> bytes, in which rows cross to other hosts and are forwarded."""
@@ -250,44 +259,25 @@ def _rows_workspace(
     }
     if sizes.wire.quantized:
         # The exchange inside a host forwards quantized rows as 32-bit words, typed as float32.
-        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
+        inside = dataclasses.replace(inside, hidden=sent_bytes // WORD_BYTES, dtype=_FLOAT32)
         held["received rows"] = sizes.quantized_rows(sizes.capacity)
-    parts = of_call("dispatch_like", kernels, of_host)
+    parts = of_call("dispatch_like", kernels, inside)
     if "gathered tokens" in parts:
         # XLA gathers the tokens of one source host after the other. It holds at most those of this
         # host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
-        held |= _routing_workspace(sizes)
+        # A dispatch gathers and counts the choices of all hosts.
+        choices = num_tokens * sizes.top_k
+        numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
+        # The bytes of a number between hosts, as `two_level` narrows them.
+        narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
+        held |= {
+            "choices of the rail": narrow * num_hosts * numbers,
+            "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
+            # `routes.count_choices` pads the choices to whole chunks.
+            "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
+        }
     if sizes.by_rank or operation == "dispatch":
         parts["routes"] = sizes.routes()
     return held | {name: size for name, size in parts.items() if size}
-
-
-def _sums_workspace(sizes: CallSizes, at_once: bool) -> dict[str, int]:
-    """Returns the buffers, name -> bytes, of the sums between hosts."""
-    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
-    sum_bytes = sizes.sent_rows(1)
-    # One call computes the sums for all hosts before they are sent, so those that arrive need their
-    # own buffers.
-    hosts_held = 2 * num_hosts if at_once else num_hosts
-    others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
-    return {
-        "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
-        "sums of this host": 0 if at_once else num_tokens * sum_bytes,
-        "returned sums, by token": others * sum_bytes,
-    }
-
-
-def _routing_workspace(sizes: CallSizes) -> dict[str, int]:
-    """Returns the buffers in which a dispatch gathers and counts the choices of all hosts."""
-    choices = sizes.num_tokens * sizes.top_k
-    numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
-    # The bytes of a number between hosts, as `two_level` narrows them.
-    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
-    return {
-        "choices of the rail": narrow * sizes.num_hosts * numbers,
-        "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
-        # `routes.count_choices` pads the choices to whole chunks.
-        "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
-    }

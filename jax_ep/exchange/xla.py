@@ -214,8 +214,8 @@ def pack(x: jax.Array, wire: RowFormat = PLAIN) -> jax.Array:
     # They are as wide as x's dtype; of quantized rows, uint8: a row's values, then its scales.
     if not wire.quantized:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    of_parts = (_to_bytes(part) for part in wire.encode(not_folded(x)))
-    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in of_parts], axis=-1)
+    bytes_of_parts = (_to_bytes(part) for part in wire.encode(not_folded(x)))
+    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in bytes_of_parts], axis=-1)
 
 
 def unpack(sent: jax.Array, x: jax.Array, wire: RowFormat = PLAIN) -> tuple[jax.Array, ...]:

@@ -114,8 +114,8 @@ def transpose_rows(
         _, transposed = _TRANSPOSE_ROWS(_parts(rows), blocks, **options)
         return rows if return_rows else None, transposed
     options = dict(return_rows=return_rows, implementation=implementation)
-    kept, transposed = _TRANSPOSE_ROWS(rows, blocks, **options)
-    return _array(FLOAT8_ROWS, kept, rows.dtype) if return_rows else None, transposed
+    quantized, transposed = _TRANSPOSE_ROWS(rows, blocks, **options)
+    return _array(FLOAT8_ROWS, quantized, rows.dtype) if return_rows else None, transposed
 
 
 def product_of_float8(
@@ -225,8 +225,8 @@ def _compute_matrices(matrices, *, implementation, platform):
         from pallas_kernels.matmul import quantize as kernels
 
         return in_32_bits(kernels.quantize_matrices)(matrices)
-    kept = _encode(FLOAT8_MATRICES, matrices)
-    return kept, Scaled(*(jnp.swapaxes(part, 1, 2) for part in kept))
+    encoded = _encode(FLOAT8_MATRICES, matrices)
+    return encoded, Scaled(*(jnp.swapaxes(part, 1, 2) for part in encoded))
 
 
 def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
@@ -258,9 +258,9 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         values = lax.optimization_barrier(values)
         return None, TransposedRows(jnp.moveaxis(values, 2, 1).reshape(-1, width).T, scales)
     wide = rows.astype(jnp.float32)
-    kept = _encode(FLOAT8_ROWS, wide) if return_rows else None
+    quantized = _encode(FLOAT8_ROWS, wide) if return_rows else None
     values, scales = _encode(_BLOCKS_OF_ROWS, in_blocks(wide).reshape(-1, width))
-    return kept, TransposedRows(values.T, scales)
+    return quantized, TransposedRows(values.T, scales)
 
 
 def _exact(compute: Callable[..., Any]) -> Callable[..., Any]:

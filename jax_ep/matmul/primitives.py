@@ -109,8 +109,8 @@ def define(
         return program.lower(functools.partial(run, platform), *leaves, **params)
 
     def batch(operands, dims, **params):
-        found = jax_compat.one_by_one(functools.partial(primitive.bind, **params), operands, dims)
-        return found, [0] * len(found)
+        results = jax_compat.one_by_one(functools.partial(primitive.bind, **params), operands, dims)
+        return results, [0] * len(results)
 
     def without_unused(used, params):
         assert unused is not None
@@ -130,11 +130,11 @@ def define(
 
     def apply(*operands: Any, **params: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        of_leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        types, returned = result_types(tree, of_leaves, **params)
+        leaf_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        types, returned = result_types(tree, leaf_types, **params)
         params |= {"tree": tree, "types": types}
         bind_leaves = functools.partial(primitive.bind, **params)
-        found = jax_compat.replicated_over_explicit_axes(bind_leaves, *leaves)
-        return jax.tree.unflatten(returned, found)
+        results = jax_compat.replicated_over_explicit_axes(bind_leaves, *leaves)
+        return jax.tree.unflatten(returned, results)
 
     return apply

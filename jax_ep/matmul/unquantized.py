@@ -157,10 +157,10 @@ def _drhs_fwd(lhs, grads, group_sizes, implementation, sums=None):
 def _drhs_bwd(implementation, saved, cts):
     lhs, grads, group_sizes, sums = saved
     # A group's result is lhs^T @ grad, so lhs gets grad @ ct^T, and grad gets lhs @ ct.
-    of_products = tuple(ct.astype(lhs.dtype) for ct in cts)
-    pairs = tuple(zip(grads, of_products, strict=True))
+    cast_cts = tuple(ct.astype(lhs.dtype) for ct in cts)
+    pairs = tuple(zip(grads, cast_cts, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
-    dgrads = tuple(product_of_arrays(lhs, ct, group_sizes, implementation) for ct in of_products)
+    dgrads = tuple(product_of_arrays(lhs, ct, group_sizes, implementation) for ct in cast_cts)
     return dlhs, dgrads, None, None if sums is None else cts
 
 

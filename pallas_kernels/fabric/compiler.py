@@ -73,21 +73,18 @@ def _simplify_once_lowered() -> None:
             found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
             finish()
             if found:
+                # Host code copies the TMA descriptors, an argument of the kernel, element by
+                # element. LLVM's time grows faster than the number of elements, so make them 64-bit
+                # words instead of bytes.
                 allocation, load, _ = found
-                _pack_descriptors(allocation, load, scratch.next_offset)
+                words = llvm.ArrayType.get(mosaic.integer_type(64), scratch.next_offset // 8)
+                allocation.elem_type = ir.TypeAttr.get(words)
+                load.result.set_type(words)
             _simplify(context.module)
 
         scratch.finalize_size = finish_and_simplify
 
     plgpu.inline_mgpu()(run)()
-
-
-def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
-    # Host code copies the TMA descriptors, an argument of the kernel, element by element. LLVM's
-    # time grows faster than the number of elements, so make them 64-bit words instead of bytes.
-    words = llvm.ArrayType.get(mosaic.integer_type(64), num_bytes // 8)
-    allocation.elem_type = ir.TypeAttr.get(words)
-    load.result.set_type(words)
 
 
 def _simplify(module: Any) -> None:

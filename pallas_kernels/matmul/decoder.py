@@ -140,10 +140,10 @@ class Decoder:
                 row = mosaic.add(mosaic.mul(group, width), column)
                 pointer = pointer_to(memrefs[matrix], row, scales_of_column, first_code, size=1)
                 if self.block_n < WARPGROUP:
-                    of_second = pointer_to(
+                    second_pointer = pointer_to(
                         memrefs[matrix + 1], row, scales_of_column, first_code, size=1
                     )
-                    pointer = arith.select(is_second, of_second, pointer)
+                    pointer = arith.select(is_second, second_pointer, pointer)
                 for offset in range(0, SCALES * self.pieces, num_bytes):
                     words += _load_codes(past(pointer, offset), num_bytes)
             vector_type = mosaic.vector_type(len(words), mosaic.integer_type(32))
@@ -218,10 +218,10 @@ class Decoder:
                 return mosaic.pointer_at(ref, at, word)
 
             column_of_values = mosaic.add(column, mosaic.mul(stage, stage_columns))
-            of_values = start_of(values, column_of_values, _WORDS * pieces)
+            values_start = start_of(values, column_of_values, _WORDS * pieces)
             piece_of_ring = mosaic.add(mosaic.mul(stage, pieces), piece)
             column_of_scales = mosaic.add(column, mosaic.mul(piece_of_ring, stage_columns))
-            of_scales = start_of(scales, column_of_scales, 1)
+            scales_start = start_of(scales, column_of_scales, 1)
             # Selects byte q of a word, and zeros in place of the other bytes.
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
             selector = arith.ori(q, mosaic.i32(0x4440))
@@ -232,14 +232,14 @@ class Decoder:
             words = []
             for half in range(2):
                 # The thread's second column is `APART` columns after the first.
-                of_half = mosaic.i32(half * APART * _WORDS * pieces)
+                words_before = mosaic.i32(half * APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _QUAD):
                     quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
-                    place = mosaic.add(of_half, mosaic.mul(quad, _QUAD))
-                    start = mosaic.element_pointer(of_values, place, word)
+                    place = mosaic.add(words_before, mosaic.mul(quad, _QUAD))
+                    start = mosaic.element_pointer(values_start, place, word)
                     for eight_numbers in mosaic.load_numbers(start, _QUAD):
                         words.append(look_up(table_of_lane, eight_numbers, selector))
-                start = mosaic.element_pointer(of_scales, mosaic.i32(half * APART), word)
+                start = mosaic.element_pointer(scales_start, mosaic.i32(half * APART), word)
                 words += mosaic.load_numbers(start, 1)
             all_words = vector.from_elements(mosaic.vector_type(len(words), word), words)
             return mosaic.array_of([all_words], _LOADED, _PER_THREAD, is_signed=True)
@@ -318,8 +318,8 @@ def _load_codes(pointer: Value, num_bytes: int) -> list[Value]:
         return [arith.extui(word, loaded)]
     if num_bytes == WORD_BYTES:
         return [mosaic.asm("ld.global.nc.b32 $0, [$1];", "=r,l", address, returns=word)]
-    both = mosaic.struct_type([word] * 2)
-    loaded = mosaic.asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", address, returns=both)
+    words = mosaic.struct_type([word] * 2)
+    loaded = mosaic.asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", address, returns=words)
     return [llvm.extractvalue(word, loaded, [i]) for i in range(2)]
 
 

@@ -106,14 +106,14 @@ def gate_gradient(
 
     rows = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     # The next matmuls take the scales of rows transposed. The sums of rows have the same shape.
-    of_rows = jax.ShapeDtypeStruct((tile_columns, num_rows), jnp.float32)
+    row_scales = jax.ShapeDtypeStruct((tile_columns, num_rows), jnp.float32)
     transposed = jax.ShapeDtypeStruct((width, height), gate.values.dtype)
-    of_blocks = jax.ShapeDtypeStruct((num_row_blocks, tile_columns), jnp.float32)
+    block_scales = jax.ShapeDtypeStruct((num_row_blocks, tile_columns), jnp.float32)
     results = on_tiles(
         "gate_gradient_float8",
         [dhidden, *gate, *up, weights],
         blocks,
-        [*[rows, of_rows] * _WITH_ROWS, *[transposed, of_blocks] * _RESULTS, of_rows],
+        [*[rows, row_scales] * _WITH_ROWS, *[transposed, block_scales] * _RESULTS, row_scales],
         emit,
         width=width,
         num_warps=_WARPS,

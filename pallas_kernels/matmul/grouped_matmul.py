@@ -110,7 +110,7 @@ class Tiles:
             # The longest is the first.
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
         chunk_bytes = 2 * CHUNK * STORED_ROWS
-        # Of 64 of K, and then of a step.
+        # The bytes of a stage, at first with 64 of K.
         stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.

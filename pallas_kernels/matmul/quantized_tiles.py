@@ -71,8 +71,8 @@ def on_tiles(
             first, count = block * BLOCK, jnp.int32(BLOCK)
             mosaic.inline(emit_tile, [*memrefs, block, column, first, count])
         else:
-            of_blocks = memrefs.pop(len(operands))
-            first, count = of_blocks[block, 0], of_blocks[block, 1]
+            block_rows = memrefs.pop(len(operands))
+            first, count = block_rows[block, 0], block_rows[block, 1]
 
             # The condition on `first` always holds. It makes the kernel load `first` together with
             # `count`, not after the branch.
@@ -212,8 +212,8 @@ def rounded_words(numbers: Sequence[Value], factors: Sequence[Value]) -> list[Va
     """Multiplies float32 numbers by their factors, and packs them as float8, four in a word."""
     words = []
     for i in range(0, len(numbers), PER_WORD):
-        of_word = slice(i, i + PER_WORD)
-        pairs = zip(numbers[of_word], factors[of_word], strict=True)
+        word_slice = slice(i, i + PER_WORD)
+        pairs = zip(numbers[word_slice], factors[word_slice], strict=True)
         four = [arith.mulf(number, factor) for number, factor in pairs]
         words.append(float8.packed(PTX_TYPE, four))
     return words
@@ -271,8 +271,8 @@ class Packed:
             # A bfloat16 number is the upper half of the float32 number.
             half, upper = mosaic.i32(16), mosaic.i32(0xFFFF0000)
             for word in words:
-                both = arith.shli(word, half), arith.andi(word, upper)
-                numbers += [arith.bitcast(f32, each) for each in both]
+                halves = arith.shli(word, half), arith.andi(word, upper)
+                numbers += [arith.bitcast(f32, each) for each in halves]
             return numbers
         two = mosaic.vector_type(2, mosaic.element_type(self.dtype))
         places = mosaic.i32(0), mosaic.i32(1)

@@ -99,22 +99,20 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
 
         @pl.when(group < num_groups)
         def _group():
-            # The group's rows, without those cut off.
-            size = jnp.clip(sizes[group], 0, num_rows)
-            size = jnp.minimum(start + size, num_rows) - start
+            # The group has rows [start, end), without those cut off.
+            end = jnp.minimum(start + jnp.clip(sizes[group], 0, num_rows), num_rows)
             first = start - lax.rem(start, ROW_ALIGNMENT)
-            # The tiles of the largest height that cover them.
-            to_cover = lax.rem(start, ROW_ALIGNMENT) + size
-            tiles = lax.div(to_cover + (heights[-1] - 1), heights[-1])
-            tiles = jnp.where(size > 0, tiles, 0)
-            # The lowest height at which so many tiles cover the group.
+            # The number of tiles of the largest height that cover rows [first, end).
+            tiles = lax.div(end - first + (heights[-1] - 1), heights[-1])
+            tiles = jnp.where(end > start, tiles, 0)
+            # The lowest height at which so many tiles cover these rows.
             divisor = jnp.maximum(tiles, 1)
-            height = _lowest(heights, lax.div(start + size - first + (divisor - 1), divisor))
+            height = _lowest(heights, lax.div(end - first + (divisor - 1), divisor))
 
             def write_tile(i, _):
                 row = first + i * height
-                end = jnp.minimum(row + height, start + size)
-                write(tiles_before + i, group, row, jnp.maximum(row, start), end)
+                end_of_tile = jnp.minimum(row + height, end)
+                write(tiles_before + i, group, row, jnp.maximum(row, start), end_of_tile)
 
             lax.fori_loop(0, tiles, write_tile, None)
 

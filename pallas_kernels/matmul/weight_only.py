@@ -87,11 +87,11 @@ def unsupported_reason(format: Format, num_rows: int, depth: int, width: int) ->
     """Returns why the kernel cannot multiply T rows by matrices [depth, width], or None."""
     if format not in (FLOAT8_MATRICES, MXFP4):
         return f"it decodes float8_e4m3fn with blocks of 128 x 128, and MXFP4, not {format.name}"
-    of_depth, of_width = format.block[1], max(_COLUMNS, format.block[0])
-    if depth < _CHUNK or depth % of_depth or width % of_width:
+    row_multiple, column_multiple = format.block[1], max(_COLUMNS, format.block[0])
+    if depth < _CHUNK or depth % row_multiple or width % column_multiple:
         return (
-            f"matrices must have a multiple of {of_depth} rows, at least {_CHUNK}, and a multiple "
-            f"of {of_width} columns, but have {depth} and {width}"
+            f"matrices must have a multiple of {row_multiple} rows, at least {_CHUNK}, and a "
+            f"multiple of {column_multiple} columns, but have {depth} and {width}"
         )
     padded = -(-depth // _CHUNK) * _CHUNK
     if not 0 < num_rows <= MOST_ROWS or 2 * num_rows * padded > _MOST_BYTES:
@@ -358,9 +358,9 @@ class _Thread:
         for i, pair in enumerate(pairs):
             at = mosaic.add(byte, i * (4 if is_float8 else 8))
             pointer = mosaic.pointer_at(self.rows, at, mosaic.integer_type(8))
-            both = Packed(jnp.float16).pair(*(scaled[j] for j in pair))
+            word = Packed(jnp.float16).pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
-                llvm.store(both, pointer, alignment=4)
+                llvm.store(word, pointer, alignment=4)
         with mosaic.when(arith.andi(exists, mosaic.equal(self.lane, 0))):
             share(self.scales, index, [scale])
 
@@ -435,9 +435,9 @@ class _Thread:
 
     def index_of_sum(self, warp: Value, matrix: int, row: Value, column: Value) -> Value:
         """Returns the index in `sums` of a warp's sum for a matrix, a row and a column."""
-        of_warp = mosaic.add(mosaic.mul(warp, self.sizes.num_matrices), matrix)
-        at = mosaic.add(mosaic.mul(of_warp, self.sizes.num_rows), row)
-        return mosaic.add(mosaic.mul(at, _COLUMNS), column)
+        matrix_index = mosaic.add(mosaic.mul(warp, self.sizes.num_matrices), matrix)
+        row_index = mosaic.add(mosaic.mul(matrix_index, self.sizes.num_rows), row)
+        return mosaic.add(mosaic.mul(row_index, _COLUMNS), column)
 
     def store_result(self, index: Value) -> None:
         """Computes number `index` of the round's results from the warps' sums, and stores it."""
@@ -450,12 +450,12 @@ class _Thread:
         bfloat16 = mosaic.element_type(jnp.bfloat16)
         numbers = []
         for i, has_bias in enumerate(sizes.has_bias):
-            of_warps = []
+            warp_sums = []
             for split in range(sizes.splits):
                 warp = mosaic.add(mosaic.mul(strip, sizes.splits), split)
                 at = self.index_of_sum(warp, i, row, column_of_strip)
-                of_warps.append(mosaic.element_at(self.sums, at))
-            rounded = arith.truncf(bfloat16, functools.reduce(arith.addf, of_warps))
+                warp_sums.append(mosaic.element_at(self.sums, at))
+            rounded = arith.truncf(bfloat16, functools.reduce(arith.addf, warp_sums))
             number = arith.extf(mosaic.float_type(), rounded)
             if has_bias:
                 number = arith.addf(number, self.load_bias(next(biases), column))
@@ -612,11 +612,11 @@ def _load(
     is_float = instruction.endswith("f32")
     element = mosaic.float_type() if is_float else mosaic.integer_type(32)
     names = ", ".join(f"${i}" for i in range(count))
-    found = llvm.inline_asm(
+    loaded = llvm.inline_asm(
         mosaic.struct_type([element] * count) if count > 1 else element,
         [address],
         f"{instruction} {'{' + names + '}' if count > 1 else names}, [${count}+{offset}];",
         ",".join(["=f" if is_float else "=r"] * count + ["r" if "shared" in instruction else "l"]),
         has_side_effects=True,
     )
-    return [llvm.extractvalue(element, found, [i]) for i in range(count)] if count > 1 else found
+    return [llvm.extractvalue(element, loaded, [i]) for i in range(count)] if count > 1 else loaded
