@@ -6,6 +6,8 @@ import math
 import numbers
 import operator
 import reprlib
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -28,6 +30,14 @@ _KINDS = {
     jnp.bool_: "a bool array",
     jnp.number: "an array of numbers",
 }
+
+
+def warn(message: str) -> None:
+    """Warns of the line that called this library, maybe through Flax or JAX."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("jax_ep", "jax", "flax"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:

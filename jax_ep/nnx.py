@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_ep.checks import as_axes
+from jax_ep.checks import as_axes, warn
 from jax_ep.exchange.interface import Implementation
 from jax_ep.matmul.primitives import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
@@ -314,11 +313,10 @@ def _without_repeats(
 def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
     """Warns if a rule shards "exp" over `axes` of a mesh that lacks the expert axis."""
     if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
-        warnings.warn(
+        warn(
             f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '
             f"expert_axis {as_axes(config.expert_axis)}: every rank has all experts. Set "
             "expert_axis to the axes of the rule, or leave the rule out.",
-            stacklevel=4,
         )
 
 

@@ -43,6 +43,7 @@ def add_flags(flags: Flags) -> None:
     algorithms = "The algorithms to measure. Default: all that run here, but fused and multimem."
     flags.add("implementations", None, algorithms, some(choice(_ALGORITHM_NAMES)))
     flags.add("write_table", None, "The JSON file of the lookup table to update.", output)
+    # A loop of fewer calls would time its own start.
     runner.add_flags(flags, "results with those of xla", repeats=7, least=10)
 
 

@@ -42,6 +42,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("wire_dtype", "none", wire, some(choice(WIRE_DTYPES)))
     outputs = choice(("dequantized", "quantized"))
     flags.add("output", "dequantized", "What a dispatch with a wire dtype returns.", outputs)
+    # A loop of fewer calls would time its own start.
     runner.add_flags(flags, "results with those of xla", repeats=5, least=10)
 
 

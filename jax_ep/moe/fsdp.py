@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jax_ep.checks import warn
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.config import MoEConfig
@@ -117,10 +117,9 @@ def _warn_of_copies(wi_0: Any, further: Sequence[Axes], mesh: Mesh | AbstractMes
     split_over = {axis for part in sharding.spec for axis in large_axes(part, mesh)}
     wanted = [axis for axes in further for axis in large_axes(axes, mesh)]
     if not split_over.issuperset(wanted):
-        warnings.warn(
+        warn(
             f"wi_0 of shape {wi_0.shape} is sharded by {sharding.spec}, and not over {wanted} of "
             "fsdp_axes: each rank along them holds a copy. A rule may be missing or misspelled.",
-            stacklevel=5,
         )
 
 
@@ -160,18 +159,16 @@ def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: A
     meant = [axes_in(given) for ruled, given in axis_rules if ruled == logical]
     if set(base) < set(axes):
         right = *base, *(axis for axis in axes if axis not in base)
-        warnings.warn(
+        warn(
             f"{name} is split along {logical!r} over {axes}, where {base} must come first: the "
             "layer does not gather its parts, so XLA moves and gathers whole parameters. Write "
             f"{right} in the axis rules.",
-            stacklevel=2,
         )
     elif not axes and any(set(base) & set(each) for each in meant):
-        warnings.warn(
+        warn(
             f"no axis rule splits {name} along {logical!r} over {base}, because a rule before it "
             f"gives its mesh axes to another dimension: every rank holds all of {logical!r}. Put "
             f"the rule of {logical!r} first.",
-            stacklevel=2,
         )
 
 

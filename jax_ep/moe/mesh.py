@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep.checks import as_axes
+from jax_ep.checks import as_axes, warn
 from jax_ep.formats import QuantizedArray
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import LOGICAL_AXES
@@ -179,12 +178,11 @@ def check_sharding_of_experts(
         if not split_over and not seen.is_whole:
             how, split_over = _guessed_axes(logical, axes, axis_rules, mesh)
         if split_over and not set(split_over) & set(axes):
-            warnings.warn(
+            warn(
                 f"wi_0 of shape {wi_0.shape} {how} {split_over} of the mesh "
                 f"{dict(mesh.shape)}, but {name} is {axes}: every rank gathers it all on each "
                 f"call. Set {name} to the axes that it is sharded over, or ignore this warning "
                 "if you gather it on purpose.",
-                stacklevel=4,
             )
         if split_over or where.mesh is None or not large_axes(axes, mesh):
             continue
@@ -201,12 +199,11 @@ def check_sharding_of_experts(
     if replicated:
         named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
         quoted = " and ".join(f'"{dims[name][0]}"' for name in replicated)
-        warnings.warn(
+        warn(
             f"wi_0 of shape {wi_0.shape} is replicated on the mesh {dict(mesh.shape)}, and not "
             f"sharded over {named}: every rank holds it all. Map {quoted} to mesh axes in the axis "
             "rules, where a rule may be missing or misspelled, or ignore this warning if you "
             "replicate it on purpose.",
-            stacklevel=4,
         )
 
 
@@ -257,10 +254,9 @@ def _warn_of_options_of_meshes(config: MoEConfig) -> None:
     names = "batch_axes", "sequence_axes", "fsdp_axes", "tensor_axis", "host_capacity_factor"
     given = {name: value for name in names if (value := getattr(config, name))}
     if given:
-        warnings.warn(
+        warn(
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())} has no effect "
             "without a mesh: call the layer under jax.set_mesh(mesh).",
-            stacklevel=5,
         )
 
 
@@ -283,11 +279,10 @@ def _warns_that_no_mesh_is_set(wi_0: Any, config: MoEConfig, seen: _SeenSharding
     axes = set(large_axes(expert_axes, seen.mesh))
     if seen.is_whole or not axes - explicit_axes(seen.mesh):
         return False
-    warnings.warn(
+    warn(
         f"wi_0 of shape {wi_0.shape} is on a mesh with expert_axis {expert_axes}, but no mesh is "
         "set: if it is sharded over that axis, every rank gathers it all on each call. Call the "
         "layer under jax.set_mesh(mesh).",
-        stacklevel=5,
     )
     return True
 

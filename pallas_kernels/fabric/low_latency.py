@@ -189,7 +189,7 @@ class TileMemory:
     num_gpus: int  # GPUs that have a heap
 
     def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Writes a tile in registers to tile buffer number `buffer` of GPU `gpu`."""
+        """Writes a tile to tile buffer number `buffer` of `gpu`; `exact`: NaNs keep their bits."""
 
         # Each thread sends one vector of the tile: `_WORDS` words, none of which may be `EMPTY`.
         def emit(gpu: Array, buffer: Array, tile: Array) -> None:

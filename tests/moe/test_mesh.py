@@ -98,10 +98,11 @@ def test_shard_map_over_some_axes_of_a_mesh_whose_others_are_explicit(spec, chec
 
 
 def warnings_of(function, *args) -> list[str]:
-    """Returns the warnings that a call of a function gives."""
+    """Returns the warnings that a call of a function gives, which must be of the caller's line."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         function(*args)
+    assert {warning.filename for warning in found} <= {__file__}
     return [str(warning.message) for warning in found]
 
 
