@@ -21,9 +21,6 @@ from jax_ep.runtime import availability
 
 WIRE_DTYPES = ("none", *(dtype.name for dtype in interface.WIRE_DTYPES))
 
-# The fields of a row that are the values of flags.
-_FROM_FLAGS = ("hidden", "num_experts", "top_k", "capacity_factor", "output")
-
 
 def add_flags(flags: Flags) -> None:
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
@@ -122,6 +119,7 @@ class ExchangeBench(runner.Bench):
                 for name in names]  # fmt: skip
         if op in operations.DIRECTIONS:
             ways += [("expert", "none", name) for name in args.baselines]
+        from_flags = "hidden", "num_experts", "top_k", "capacity_factor", "output"
         for layout, wire_dtype, name in ways:
             yield {
                 "op": op,
@@ -133,7 +131,7 @@ class ExchangeBench(runner.Bench):
                 # LLVM takes long to compile an unrolled loop for CPUs.
                 "unroll": 10 if jax.default_backend() == "gpu" else 1,
                 "iterations": runner.iterations(args, num_tokens, on_cpus=20, many=60, few=400),
-                **{key: getattr(args, key) for key in _FROM_FLAGS},
+                **{key: getattr(args, key) for key in from_flags},
             }
 
     def _check_flags(self, ranks: Sequence[int]) -> None:

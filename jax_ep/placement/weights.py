@@ -287,7 +287,11 @@ def _mover(
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: axis + 1]
-        columns = _row_length(leaf.shape[axis + 1 :], leaf.dtype.itemsize)
+        # The length of a row: the weights' last axis, doubled while `_ROW_BYTES` allow.
+        *others, columns = leaf.shape[axis + 1 :] or (1,)
+        count = math.prod(others)
+        while count % 2 == 0 and 2 * columns * leaf.dtype.itemsize <= _ROW_BYTES:
+            columns, count = 2 * columns, count // 2
         # The bits of each slot's weights as M rows: [layers, P / N, M, columns].
         rows = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
@@ -297,16 +301,6 @@ def _mover(
 
     moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
     return jax.jit(moved, donate_argnums=0)
-
-
-def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the length of a row: the weights' last axis, doubled while `_ROW_BYTES` allow."""
-    # `shape` is that of the weights in one slot.
-    length = shape[-1] if shape else 1
-    rows = math.prod(shape[:-1])
-    while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
-        length, rows = 2 * length, rows // 2
-    return length
 
 
 def _move_rows(
