@@ -74,8 +74,7 @@ _TOGETHER = 2
 _LARGEST = 12
 # How many chunks of rows a warp loads before it begins to load matrices.
 _ROW_LOADS = 4
-# The most vectors of 16 bytes of matrices that a thread loads ahead of their multiplication; so many
-# take 64 registers.
+# The most vectors of 16 bytes of matrices that a thread loads ahead. So many take 64 registers.
 _AHEAD = 16
 # The bytes of zeros in shared memory: 16 float16 numbers, which replace 16 numbers of a row.
 _ZEROS = 32
