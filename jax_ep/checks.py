@@ -33,7 +33,7 @@ _KINDS = {
 
 
 def warn(message: str) -> None:
-    """Warns of the line that called this library, maybe through Flax or JAX."""
+    """Warns; shows the user's line that called this library, directly or through Flax or JAX."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("jax_ep", "jax", "flax"):
         level, frame = level + 1, frame.f_back
@@ -88,6 +88,7 @@ def check_array(
     may_be_quantized: bool = False,
 ) -> None:
     """Raises unless `array` has `ndim` axes (None: any) and a dtype of `kind`; quotes `shape`."""
+    # `kind` is a key of `_KINDS`. `shape`, such as "[T, H]", is what messages call the right shape.
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{wanted}, but is {described(array)}.")
@@ -196,6 +197,7 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
     """Raises unless `value` is a finite Python or NumPy number above 0, or 0 if `may_be_zero`."""
+    # `otherwise`, such as ", or None", is what messages add to "a Python number".
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")
     if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):

@@ -301,7 +301,7 @@ def _without_repeats(
     axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
-    # The rules of the logical axes `prior` apply first.
+    # The rules of the logical axes `prior`, which `fsdp_axes` splits, apply first.
     parts = assign_axes(axes, sorted(rules.items(), key=lambda rule: rule[0] not in prior))
     kept = tuple(
         axis if axis and (part or not rules[axis]) else None

@@ -580,7 +580,8 @@ def _float8_block(x: Array) -> Array:
     finite = np.isfinite(x)
     largest = np.abs(np.where(finite, x, 0)).max(axis=(-2, -1), keepdims=True)
     # `largest` is multiplied by a little less than 1 / 448, so that 448 * scale, the largest number
-    # that this scale can represent, never exceeds `largest`.
+    # that this scale can represent, never exceeds `largest`. With 2^-117, the least scale, the
+    # smallest value but 0, 2^-9, stands for 2^-126, the smallest normal float32.
     scale = np.maximum(largest * np.float32((1 - 2**-22) / 448), np.float32(2.0**-117))
     value = (np.where(finite, x, 0) * (1 / scale)).astype(np.float64)
     # With 4 significant bits, a value in [2^(e - 1), 2^e) is a multiple of 2^(e - 4); e is >= -5.

@@ -140,7 +140,8 @@ class Rows:
         """Returns why the kernels cannot exchange such rows, or None if they can."""
         if reason := availability.dtype_unavailable_reason("the dtype of the rows", self.dtype):
             return reason
-        # A rank sends its counts of experts to each peer at once, padded to whole warpgroups.
+        # A rank sends its counts of experts to each peer at once, padded to whole warpgroups. The
+        # peer has room for MAX_VALUES of them.
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
             return f"it supports at most {memory_map.MAX_VALUES} experts, not {self.num_experts}"
         hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)

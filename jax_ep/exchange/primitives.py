@@ -156,7 +156,8 @@ def _define(
 ) -> Callable[..., Any]:
     """Defines the primitive of a function; returns the function (*operands, config) that binds it.
 
-    The primitive's operands are leaves with the structure `tree`, its results those of `types`.
+    The primitive's operands are the leaves of a pytree of structure `tree`. Its parameter `types`
+    has the shapes and dtypes of its results.
     """
 
     def abstract_eval(first, *_, types, **__):

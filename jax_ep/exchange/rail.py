@@ -227,7 +227,8 @@ class Rail:
 
     def rows(self, own: jax.Array, received: jax.Array, source: Source | None) -> jax.Array:
         """Selects the rows of `source` from this rank's own and from those that `send` returned."""
-        # One host's are [T, ...] or [C, ...]; all hosts' [M·T, ...] or [T + M·C, ...], own first.
+        # One host's are [T, ...] or [C, ...]. All hosts' are [M·T, ...], in the order of the hosts,
+        # or with a host_capacity [T + M·C, ...], this rank's own first.
         if source is None:
             others = received.reshape(-1, *received.shape[2:])
             return others if self.sent_tokens is None else jnp.concatenate([own, others])

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ep.runtime.jax_compat import register_for_export, smaller
 
-# Choices are counted in chunks of this number.
+# Choices are counted in chunks of this number; `count_choices` says why.
 CHUNK = 128
 
 # Selects the rows to drop where a receive buffer is too small; see `jax_ep.dispatch`.

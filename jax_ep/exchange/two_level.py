@@ -159,6 +159,8 @@ class TwoLevel:
         self, config: Config, y: jax.Array, topk_idx: jax.Array, in_float32: bool = False
     ) -> tuple[Rail, Any, Config]:
         """Returns `_of_call` of a combine, and the configuration of the exchange inside a host."""
+        # If the wire quantizes a host's sums, or if `in_float32`, they are float32 inside the host,
+        # so that the sum over the ranks of a host is rounded only once.
         sum_dtype = _FLOAT32 if in_float32 or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, topk_idx, sum_dtype, sums=True)
         return rail, exchange, dataclasses.replace(rail.inside, sum_dtype=sum_dtype)

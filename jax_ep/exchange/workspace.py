@@ -138,7 +138,7 @@ def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
         return tokens | {"gathered choices": gathered, "routes": sizes.routes()}
     tokens |= {
         "received rows": sizes.quantized_rows(sizes.capacity),
-        # Of each row, its choice; of each choice of all ranks, its row and its number.
+        # One word for each row: its choice. Two for each choice of all ranks: its row and number.
         "choice of each row": WORD_BYTES * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
     }
     if operation == "dispatch_like":

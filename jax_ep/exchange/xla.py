@@ -150,6 +150,7 @@ def rank_dispatch(
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Sends partial sums y [N, T, H] to the tokens' ranks and adds them there: [T, H]."""
+    # Where a token chose no expert of this rank, y may hold anything.
     was_received = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
     return _add_ranks(jnp.where(was_received, y, 0), config).astype(config.sum_dtype or y.dtype)
 

@@ -21,6 +21,7 @@ from jax_ep.matmul.backend import Backend
 from jax_ep.runtime.jax_compat import match_varying
 from pallas_kernels.matmul.row_blocks import row_ranges
 
+# Section "GPUs without kernels" of pallas_kernels/TUNING.md has this backend's times and memory.
 # The most memory that one step of a loop may take, in bytes.
 _MOST_BYTES = 512 << 20
 # The most blocks that are multiplied at once by copies of their matrices.
@@ -131,11 +132,11 @@ def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
 
 
 def _height(num_rows: Any, num_groups: int, most: int) -> int:
-    """Returns the rows of a block, about `most` at most."""
+    """Returns the number of rows of a block, at most `most` before it is rounded up."""
     if checks.is_symbolic(num_rows):
         return min(_USUAL_HEIGHT, most)
-    # Few groups of random sizes have more than `usual` rows: the mean and 4 standard deviations.
-    # These rows are cut into the fewest equal blocks.
+    # Few groups of random sizes have more than `usual` rows: the mean and 4 standard deviations, if
+    # sizes have a Poisson distribution. These rows are cut into the fewest equal blocks.
     mean = -(-num_rows // num_groups)
     usual = mean + 4 * math.sqrt(mean)
     height = math.ceil(usual / math.ceil(usual / most))

@@ -79,6 +79,7 @@ def matrices_as_operands(stored: QuantizedArray) -> QuantizedMatrices | None:
 def quantize_matrices(
     matrices: jax.Array, implementation: Implementation = None
 ) -> QuantizedMatrices:
+    """Quantizes matrices [L, K, N] in `FLOAT8_MATRICES`; returns them and their transposes."""
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     both = _QUANTIZE_MATRICES(matrices, implementation=implementation)
     return QuantizedMatrices(*(_array(FLOAT8_MATRICES, each, matrices.dtype) for each in both))

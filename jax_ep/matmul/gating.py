@@ -110,6 +110,7 @@ def sum_by_group(rows: jax.Array, group_of_rows: jax.Array, bias: jax.Array) -> 
 
 def filled_biases(biases: Sequence[jax.Array | None]) -> tuple[jax.Array, jax.Array] | None:
     """Replaces a missing one of two biases [L, N] by zeros; returns None if both are missing."""
+    # `Backend.gated_product` takes two biases or none.
     first, second = biases
     if first is not None:
         return first, jnp.zeros_like(first) if second is None else second

@@ -35,8 +35,9 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Without `setmaxnreg`, tiles of these heights leave room for a loader, a third warpgroup. The last
-# one pays from `_LARGE` rows a group on, on average. Measured with 256 and 1024 rows.
+# Without `setmaxnreg`, which moves registers between warpgroups, tiles of these heights leave room
+# for a loader, a third warpgroup. The last one pays from `_LARGE` rows a group on, on average.
+# Measured with 256 and 1024 rows.
 _LARGE = 512
 _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
@@ -116,7 +117,10 @@ def sum_of_products(
     transpose_rhs: bool,
     zero_unused: bool = True,
 ) -> jax.Array:
-    """Computes it by a kernel. The rhs of a single pair may be `Scaled` transposes in MXFP4."""
+    """Computes `Backend.sum_of_products` by a kernel.
+
+    The rhs of a single pair may be `Scaled` transposes in MXFP4.
+    """
     from pallas_kernels.matmul.grouped_matmul import grouped_matmul
 
     lhs, rhs = pairs[0]
@@ -155,7 +159,10 @@ def gated_product_by_kernel(
     biases: tuple[jax.Array, jax.Array] | None = None,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...] | None:
-    """Returns None if no kernel can call `gating`. Each rhs may be `Scaled` transposes in MXFP4."""
+    """Computes `Backend.gated_product` by a kernel; returns None if no kernel can call `gating`.
+
+    Each rhs may be `Scaled` transposes in MXFP4.
+    """
     from pallas_kernels.matmul.gated_matmul import gated_matmul
 
     num_groups, num_cols, mxfp4_depth = _sizes(rhs[0], transpose_rhs=False)
@@ -212,7 +219,7 @@ def gate_gradient(
     weights: jax.Array,
     group_sizes: jax.Array,
 ) -> tuple[jax.Array, ...] | None:
-    """Computes it by a kernel; None if none supports the dtypes, the width or `gating`."""
+    """Computes `Backend.gate_gradient`; None if no kernel supports the operands or `gating`."""
     from pallas_kernels.matmul import gate_gradient as kernels
 
     gate, up = products
@@ -243,8 +250,8 @@ def product_tiles(
     """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    # Larger tiles read less memory, but there must be enough of them to occupy all
-    # multiprocessors.
+    # Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.
+    # The section "Grouped matmul" of pallas_kernels/TUNING.md has the times of many tiles.
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)  # that a tile may have

@@ -63,7 +63,8 @@ def product_of_stored(
     Rows are [R, K] in group order. For S chosen groups, they are T = `num_rows` rows [T, K], which
     all groups multiply, or [S * height, K], with T rows of group s from row s * height on. Products
     are rounded to the dtype of rows before biases [L, N] are added. Without `zero_unused`, rows of
-    no group are undefined. With `keep`, the products follow in the result.
+    no group are undefined. With `keep`, the products follow in the result. A `gating` of None
+    returns the product of the only matrix, with its bias.
     """
     # JAX would report NaNs in rows that are undefined.
     zero_unused = zero_unused or looks_for_nans()
@@ -142,7 +143,7 @@ def _compute(operands, *, options, implementation, platform):
 def _gated(
     backend: Backend, operands: _Operands, options: _Options
 ) -> tuple[jax.Array, ...] | None:
-    """Computes a gated product at once; returns None if that takes one product after the other."""
+    """Computes a gated product by one call of the backend; None if no such call can compute it."""
     rows, matrices, biases, groups = operands
     both_biases = filled_biases(biases)
     if not all(_is_read_as_stored(backend, rows, each) for each in matrices):

@@ -27,7 +27,8 @@ _FUNCTIONS = ("router", "activation", "shared_activation")  # the fields that ho
 def check_compute_dtype(
     dtype: Any, hint: str = "", *, name: str = "dtype", may_be_wide: bool = True
 ) -> None:
-    """Raises TypeError unless `dtype` is floating, of 16 bits or more; `hint` ends the message."""
+    """Raises TypeError unless `dtype` is floating, of 16 or 32 bits, or wider if `may_be_wide`."""
+    # `hint` ends the message, in which `name` stands for the argument.
     known = checks.floating(dtype)
     if known is None or known.itemsize < 2 or (known.itemsize > 4 and not may_be_wide):
         bits = "16 bits or more" if may_be_wide else "16 or 32 bits"

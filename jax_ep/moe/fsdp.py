@@ -184,7 +184,7 @@ def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Ax
 
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
-    """Returns `where`, without FSDP axes unless they split wi_0, wi_1 and wo in float8 blocks."""
+    """Returns `where`, without FSDP axes if they would cut a float8 block of wi_0, wi_1 or wo."""
     # The shape of each matrix's shard.
     shapes = [
         tuple(
@@ -254,6 +254,7 @@ def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(dims: _Dims, dtype: Any, grad_dtype: Any, zeros: bool, part: jax.Array) -> jax.Array:
     """Gathers the shard `part` along `dims`, in `dtype`; or, with `zeros`, makes zeros instead."""
+    # The gradient is reduced and scattered in `grad_dtype`, the dtype of the parameter.
     if not zeros:
         return _all_gather(part.astype(dtype), dims)
     shape = list(part.shape)

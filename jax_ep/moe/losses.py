@@ -230,7 +230,7 @@ def balance_sums(
 
 
 def in_float32(sums: BalanceSums) -> BalanceSums:
-    """Returns the sums with counts as float32, of which sums do not overflow."""
+    """Returns the sums with counts as float32, which do not overflow when many are added."""
     return BalanceSums(*(jnp.asarray(array, jnp.float32) for array in sums))
 
 

@@ -154,7 +154,7 @@ def _check_has_axes(mesh: Mesh | AbstractMesh, name: str, axes: Axes, where: str
 def check_sharding_of_experts(
     wi_0: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules, in_init: bool | None
 ) -> None:
-    """Warns or raises if every rank gathers or holds all of wi_0, though `config` splits it."""
+    """Warns if every rank gathers or holds all of wi_0 [E, H, F], though `config` splits it."""
     # `axis_rules` and `in_init` are as in `run_layer`.
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.

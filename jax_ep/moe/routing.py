@@ -26,7 +26,7 @@ GroupScore = Literal["top2", "max"] | int
 _GROUP_SCORES = {"top2": 2, "max": 1}
 
 # Logits of a token whose largest is lower are raised before `Routing.probs` are computed, as all
-# sigmoids could underflow to 0.
+# sigmoids could underflow to 0. sigmoid(-64) is 2e-28, and the smallest normal float32 is 1e-38.
 _LOWEST_LOGIT = -64.0
 
 
@@ -113,7 +113,8 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits x into `count` bfloat16 parts, each the rounded rest; one if x is bfloat16 already."""
+    """Splits x into `count` bfloat16 parts that add up to about x; [x] if x is bfloat16."""
+    # Each part is what the parts before it leave of x, rounded.
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
