@@ -27,7 +27,7 @@ class Flags(argparse.ArgumentParser):
     def add(
         self, name: str, default: Any, help: str, type: Callable[[str], Any] = str, **how: Any
     ) -> None:
-        """Adds the flag --`name`. A default that is a string is parsed like a value."""
+        """Adds --`name`; argparse takes `how`. A default that is a string is parsed, too."""
         if default not in (None, ""):
             help += " Default: %(default)s."
         self.add_argument(f"--{name}", default=default, type=type, help=help, **how)

@@ -66,8 +66,7 @@ CASES = (
     Case("qwen3-moe up, decode", 1152, 2048, 768, 64, 1024),
     Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
 )
-# The cases that are measured on CPUs.
-SMALL_CASES = (Case("small", 96, 256, 128, 3, 80, slow=True),)
+SMALL_CASES = (Case("small", 96, 256, 128, 3, 80, slow=True),)  # measured on CPUs
 
 
 class Operands(NamedTuple):

@@ -73,9 +73,9 @@ class Work:
         return by_token.sum(axis=1)
 
     def wire_rows(self, implementation: str = "") -> float | None:
-        """Counts the rows that a rank sends to other ranks, mean over ranks; None if unknown."""
+        """Counts the rows that a rank sends to others (mean); "": what any must send; None: unknown."""
         if implementation == "two_level":
-            return None
+            return None  # unknown: it depends on the hosts
         # XLA's collectives send every token to all ranks.
         if implementation in ("xla", *BASELINES):
             return float((self.num_ranks - 1) * self.num_tokens)
@@ -239,7 +239,7 @@ def make_operation(op: str, work: Work, implementation: str) -> Operation:
 
 
 def sent_bytes(op: str, work: Work, implementation: str = "") -> float | None:
-    """Returns the bytes that a rank sends to other ranks, mean over ranks; None if unknown."""
+    """Returns a rank's bytes to other ranks, mean over ranks; None if unknown; see `wire_rows`."""
     rows = work.wire_rows(implementation)
     row_bytes = work.wire.row_bytes(work.hidden, work.dtype)
     if op == "round_trip":  # whose combine sends rows in the tokens' dtype

@@ -202,7 +202,7 @@ def run(bench: Bench) -> int:
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:
-    """Returns all devices of JAX: on CPUs `cpu_devices`, unless JAX has started already."""
+    """Returns JAX's devices: on CPUs `cpu_devices`, unless XLA_FLAGS set it or JAX has started."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started
             jax.config.update("jax_num_cpu_devices", cpu_devices)

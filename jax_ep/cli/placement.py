@@ -87,6 +87,7 @@ def _placements(trace: np.ndarray, num_experts: int, args: Args) -> dict[str, Pl
     if args.ranks % args.hosts:
         raise Error(f"--hosts: {args.hosts} does not divide --ranks={args.ranks}")
     ranks: dict[str, Any] = dict(num_ranks=args.ranks, num_hosts=args.hosts)
+    # `least` slots have room for one copy of each expert, `most` for one of each on every rank.
     least, most = -(-num_experts // args.ranks) * args.ranks, num_experts * args.ranks
     slots = args.slots or min(least + args.ranks, most)
     if slots % args.ranks or not num_experts <= slots <= most:

@@ -132,7 +132,7 @@ def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
     while len(centers) < parts:
         alike = (profile @ centers.T).max(axis=1)
         centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
-    for _ in range(10):
+    for _ in range(10):  # bounds the time
         alike = profile @ centers.T
         part = _assign(alike, load=np.zeros(len(profile)), limit=0.0)  # loads do not matter here
         # The sum of each part's rows, scaled to norm 1.
@@ -150,7 +150,7 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int) -> float:
     """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
     # Updates `part` [layers, n] by at most four sweeps, which bounds the time. `near` [n, n] counts
-    # pairs of choices. Returns how many of these pairs then share a part.
+    # pairs of choices, `limit` is a part's largest load. Returns how many pairs then share a part.
 
     def kept(part: Array) -> float:
         same = (a[:, None] == b[None] for a, b in zip(part, part[1:], strict=False))

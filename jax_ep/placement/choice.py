@@ -70,7 +70,7 @@ def slots_on_rank(
     num_copies: jax.Array,
     slots_per_rank: int,
 ) -> jax.Array:
-    """Returns the result of `choose_slots`, of the same arguments, on `rank`, without checks."""
+    """Returns the result of `choose_slots` on `rank`, unchecked; runs outside `shard_map`, too."""
     num_experts = len(num_copies)
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
