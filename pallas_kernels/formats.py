@@ -86,10 +86,12 @@ class Format:
 
     def stored_order(self, of_axes: Sequence[Any]) -> tuple[Any, ...]:
         """Reorders items from the axes of the decoded array to the axes of the stored arrays."""
+        # A format that stores transposes overrides this.
         return tuple(of_axes)
 
     def row_parts(self, hidden: int, dtype: DType) -> list[tuple[int, DType]]:
         """Returns (columns, dtype) of the values and of the scales of a row of `hidden` numbers."""
+        # Only `Plain` depends on `dtype`, that of the numbers.
         (value_columns,) = self.values_shape((hidden,))
         (scale_columns,) = self.scales_shape((hidden,))
         return [(value_columns, self.dtype), (scale_columns, self.scale_dtype)]

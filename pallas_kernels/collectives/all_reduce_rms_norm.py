@@ -291,7 +291,8 @@ class _Body:
     ) -> None:
         """Adds the residual to a row of sums, normalizes the result, and stores both.
 
-        `half`, 0 or 1, is that of `scratch.squares`; `signal` tells peers that inputs were read.
+        `half`, 0 or 1, is that of `scratch.squares`; `signal` tells peers that this block
+        has read their inputs; None: the caller does, or no signal is needed.
         """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
@@ -341,6 +342,7 @@ class _Body:
 
     def _without_overlap(self, i: int, value: jax.Array) -> jax.Array:
         """Returns `value`, with zeros where an earlier tile contains elements of the i-th tile."""
+        # So a sum over all tiles counts each element of the row once.
         index = self._my_indices()[i]
         # No tile was moved back if tiles fill the row and no warpgroup's i-th tile is past it.
         fills_row = self.tiles_per_row * self.tile == self.padded

@@ -477,6 +477,7 @@ class _Combine:
 
 def _indices_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the number of kept entries, and each entry's new index: kept ones go to the front."""
+    # A worker then loads only the first `count` rows of a list.
     ones = [is_kept.astype(jnp.int32) for is_kept in kept]
     count = sum(ones, jnp.int32(0))
     indices, next_kept, next_other = [], jnp.int32(0), count

@@ -489,14 +489,14 @@ class _Routes:
     scratch: fb.Scratch
 
     def row(self, words: List, i: jax.Array) -> jax.Array:
-        """Returns the first row in `words` that is in the receive buffer, or NOWHERE."""
+        """Returns the first of `words` that is a row of the buffer, or NOWHERE; `i` is unused."""
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(words):
             place = jnp.where(self.kernel.kept(row), row, place)
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns for each choice but the first its row; NOWHERE for the one that `row` returns."""
+        """Returns the rows of choices after the first; NOWHERE if none, or if `row` returns it."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)

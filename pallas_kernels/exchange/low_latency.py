@@ -91,7 +91,11 @@ class RowTransfer:
         self, endpoint: Endpoint, peer_index: int, token: int, tiles: Sequence[jax.Array],
         goes: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends this warpgroup's tiles of the block's token number `token` to a peer, if `goes`."""
+        """Sends this warpgroup's tiles of the block's token number `token` to a peer, if `goes`.
+
+        `tiles` has one for each of `self.tiles()`; they go to `endpoint.peers[peer_index]`.
+        `exact`: NaNs keep their bits. The receiver must pass the same to `receive`.
+        """
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & exists)
@@ -118,7 +122,7 @@ class RowTransfer:
 
         `token` is an index in the block, and `comes` says for each peer whether it sends. Yields
         for each tile of a row the list of that tile from all peers; undefined for a peer that sends
-        none.
+        none. `exact` is that of `send`.
         """
         plan, tiles = self.plan, self.tiles()
         indices = [self.index(token, i) for i in range(len(tiles))]

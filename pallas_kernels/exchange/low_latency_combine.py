@@ -307,6 +307,7 @@ class _Combine:
         out: Any,
     ) -> None:
         """Waits for peers' sums of this rank's token, adds them to `own_sums`, stores the total."""
+        # `token` is the block's i-th token; `ranks` has the rank of each of its K experts.
         fabric, transfer = self.fabric, self.transfer
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]

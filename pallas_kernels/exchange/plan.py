@@ -33,6 +33,8 @@ ROW_BYTES = 128
 ROW_MULTIPLE = 512
 # This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
 _PADDING_BYTES = 16 * 1024
+# A dispatch's sender loads the routing data of at most this many tokens at a time, and a step of a
+# combine has at most this many tokens.
 _WINDOW_TOKENS = 16
 # A ring buffer in shared memory holds at most this many rows.
 _RING_STAGES = 16
@@ -189,7 +191,8 @@ class ReceiveBuffer:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    # A dispatch needs room for 3 rows in its rings, a combine for the lists of a step of one token.
+    # A dispatch needs room for 3 rows with the shortest steps: one of its two rings then has 2, and
+    # fetches a row while it stores another. A combine needs room for the lists of one token.
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return row.room(words) // row.stage_bytes >= 3 and _combine_step(row, num_ranks, top_k) >= 1
 
@@ -249,7 +252,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def num_stages(self) -> int:
-        """The number of rows in the ring of the low-latency kernel with the least room for it."""
+        """How many rows, up to `max_stages`, fit in shared memory besides a kernel's lists."""
         # A dispatch keeps the top-k choices of all ranks' tokens in shared memory, one word each.
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, WARPGROUP)
         # A combine keeps 4 words for each choice of each token of a block, for every rank: weight,
@@ -319,6 +322,7 @@ def count_width(num_experts: int) -> int:
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     """Returns how many 32-bit words of shared memory a dispatch needs besides its rows."""
+    # The default of `step_tokens` is that of the shortest steps; see `for_dispatch`.
     of_sender, of_step = (align_up(n * top_k, WARPGROUP) for n in (_WINDOW_TOKENS, step_tokens))
     choices = num_ranks * (of_sender + of_step)
     # The lists in the sender's ring, and those of the receiver, `step_copies`.
@@ -335,9 +339,10 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the `Plan` of the kernels of `expert_dispatch` and `dispatch.dispatch_like`."""
     few_tokens = sizes.num_tokens <= FEW_TOKENS
+    # A step is the tokens between two signals. With few tokens it is short, so that receivers start
+    # early. Else its rows take about _DISPATCH_BYTES, and its routing data, K words for each token,
+    # fits in WARPGROUP words.
     step_tokens = 2
-    # In a call of many tokens, the rows of a step (the tokens between two signals) take about
-    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in WARPGROUP words.
     if not few_tokens:
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, WARPGROUP // sizes.top_k))
 
@@ -352,7 +357,8 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
     # The receiver's ring gets up to two thirds of the rows that fit if there are few tokens, else
-    # one third, and the sender's ring the remaining room.
+    # one third, and the sender's ring the remaining room. The limits of 8 and _COPY_STAGES rows
+    # leave the rest to the sender's ring where many rows fit.
     fitting = room // row.stage_bytes
     if few_tokens:
         num_copy_stages = min(8, 2 * fitting // 3)
@@ -383,7 +389,7 @@ def for_rank_dispatch(
     row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
     """Returns the `Plan` of `rank_dispatch`, where routing weights are sent if `weighted`."""
-    step_tokens = 2
+    step_tokens = 2  # the tokens between two signals
     list_words = sizes.top_k * (2 if weighted else 1)
     # The sender's window of this rank's tokens, and the lists that every rank sends in a step.
     window_words = align_up(_WINDOW_TOKENS * list_words, WARPGROUP)
@@ -442,7 +448,8 @@ def combine_tile(row: Row) -> int:
     least = -(-row.hidden // (_TILE_VECTORS * WARPGROUP * vector))
     # All tiles have the same length, so their number must divide `units`, the length of a row in
     # tiles of the smallest size. With `least` tiles or more, a thread holds at most _TILE_VECTORS
-    # vectors of a tile, so these are tried first.
+    # vectors of a tile, so these are tried first. With more than 4 · `least`, over half of the
+    # threads would have no vector of a tile.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 

@@ -105,8 +105,9 @@ def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[
     assert isinstance(wire, Float8)
     finite, sizes = zip(*map(float8.magnitude, values), strict=True)
     largest = functools.reduce(arith.maxui, sizes, mosaic.i32(0))
+    # `warp_max` is one instruction, but takes the whole warp; smaller groups need a butterfly. All
+    # threads of the warp must execute either, so no thread may branch around it.
     if threads == WARP:
-        # All threads of the warp must execute `warp_max`, so no thread may branch around it.
         largest = mosaic.warp_max(largest)
     else:
         distance = 1
@@ -237,7 +238,7 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
     """Copies the first row of each of `count` lists to the other rows of the list.
 
     `ref` is [R, n] of a 32-bit dtype in this rank's global memory; n is a multiple of 4. `lists` is
-    [most, K] int32 in shared memory, rows of `ref` or NOWHERE.
+    [`count` or more, K] int32 in shared memory, rows of `ref` or NOWHERE.
     """
     top_k = lists.shape[1]
     num_vectors = _vectors_of(ref)

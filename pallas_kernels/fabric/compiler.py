@@ -35,11 +35,12 @@ def kernel(
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs `body` as a kernel, as `plgpu.kernel` does.
 
-    Simplified before Mosaic compiles it, a kernel compiles in less than half of the time, and one
-    that is part of several programs is compiled once. `auto_barriers` is whether Pallas adds
-    barriers around accesses of shared memory. `interpret` has the options of Pallas' GPU
-    interpreter, or is None on a GPU. Raises NotImplementedError if this JAX lacks a name that
-    kernels need.
+    Simplifies the kernel before Mosaic compiles it: Mosaic then takes less than half of the time,
+    and compiles a kernel that is part of several programs only once. The grid is `num_blocks`, or
+    if None the one in `options`; a block has `num_warpgroups`, or if None one. `auto_barriers` is
+    whether Pallas adds barriers around accesses of shared memory. `interpret` has the options of
+    Pallas' GPU interpreter, or is None on a GPU. Raises NotImplementedError if this JAX lacks a
+    name that kernels need.
     """
     if reason := requirements.unavailable_reason():
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")

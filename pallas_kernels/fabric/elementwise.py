@@ -139,7 +139,8 @@ def _tanh(x: Value) -> Value:
     """Emits tanh(x), by the same operations as XLA."""
 
     # A tiny x is the result. Else x is clamped to where tanh does not round to 1 or -1, and the
-    # result is an odd polynomial of x divided by an even one.
+    # result is an odd polynomial of x divided by an even one. Their coefficients are given as bits,
+    # from the highest power on.
     def constant(bits: int) -> Value:
         return mosaic.f32(float(np.uint32(bits).view(np.float32)))
 

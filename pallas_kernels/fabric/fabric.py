@@ -379,8 +379,8 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
     """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages."""
-    # Only each stage's last filling is still to be waited for: a warpgroup waits for a filling
-    # before it fills the stage again.
+    # A warpgroup must wait for every completion of a barrier. Only those of each stage's last
+    # filling are left: before it fills a stage again, it waits for the stage's previous filling.
 
     def wait(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_stages))])

@@ -76,8 +76,9 @@ class Endpoint:
     """
 
     def __init__(self, channels: Channels, mesh_index: jax.Array, worker: jax.Array, what: str):
+        # `mesh_index`, [] int32, is the row-major index of this rank's device in the mesh.
         self.channels = channels
-        self._worker = worker  # the number of this warpgroup
+        self._worker = worker  # the number of this warpgroup in the kernel
         self.what = what  # names the call in a timeout's message
         self.rank, index_of_rank_0 = channels.rank_and_index_of_rank_0(mesh_index)
         num_ranks = channels.num_ranks
@@ -116,10 +117,11 @@ class Endpoint:
         exact: bool = False,
         wanted: Sequence[Sequence[jax.Array]] | None = None,
     ) -> list[list[jax.Array]]:
-        """Waits for tiles from each peer at once; returns a list for each of `indices`.
+        """Waits in one polling loop for the tiles that each peer sends with the numbers `indices`.
 
-        wanted[i][j], [] bool, is whether peers[j] sends tile number indices[i]; a tile that is not
-        sent is undefined. None: all are sent.
+        Returns for each of `indices` the list of that tile from all peers. wanted[i][j], [] bool,
+        is whether peers[j] sends tile number indices[i]; a tile that is not sent is undefined.
+        None: all are sent.
         """
         buffers = [
             self._buffer_number(sender, self.gpu, calls, index)
@@ -232,7 +234,8 @@ class TileMemory:
     ) -> list[jax.Array]:
         """Waits for the `wanted` tiles in `buffers` of this GPU, and empties the buffers.
 
-        The peers of `endpoint`, in order and again from the first, send to one buffer each.
+        `endpoint.peers[i % len(endpoint.peers)]` sends to buffers[i]; wanted[i], [] bool, is
+        whether it does. None: all are sent.
         """
         count, what, timeout_s = len(buffers), endpoint.what, endpoint.channels.timeout_s
 

@@ -488,7 +488,7 @@ def shuffle(word: Value, distance: int) -> Value:
 
 
 def shuffle_up(word: Value, distance: int) -> Value:
-    """Emits a shuffle: the 32-bit `word` of the thread `distance` before, or the own one."""
+    """Emits a shuffle: the 32-bit `word` of the thread `distance` before, else its own."""
     text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 

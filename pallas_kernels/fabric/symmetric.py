@@ -463,7 +463,7 @@ class _Call:
     reads: bool
 
     def inline(self, emit: Callable[..., None], *operands: Any) -> None:
-        """Inserts what `emit(at, *operands)` emits, where `at` has the emitted values of this."""
+        """Inserts what `emit(at, *operands)` emits, where `at` has this call's values."""
         num_ranks = len(self.gpus)
 
         def run(table: Value, gpu: Any, rank: Any, *others: Any) -> None:

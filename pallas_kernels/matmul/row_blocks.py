@@ -31,7 +31,8 @@ class TransposedRows(NamedTuple):
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns each group's first row and the row after its last, [L] int32 each.
 
-    Negative sizes count as 0. Groups are cut off at `num_rows`. L * num_rows must be below 2^31.
+    Negative sizes count as 0. Groups are cut off at `num_rows`. L * num_rows must be below 2^31,
+    because sizes are summed in int32.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)

@@ -42,6 +42,7 @@ def unavailable_reason(num_tokens: int, hidden: int, num_experts: int) -> str | 
     """Returns why the kernel does not support tokens [T, H] and E experts, or None if it does."""
     if not 0 < num_tokens <= MOST_TOKENS:
         return f"it supports 1 to {MOST_TOKENS} tokens, not {num_tokens}"
+    # The kernel's code grows with `hidden`, since its steps are unrolled: 2**14 gives 64 steps.
     if num_experts % _COLUMNS or not 0 < hidden <= 2**14:
         return f"it does not support a gate [{hidden}, {num_experts}]"
     return None
@@ -88,6 +89,7 @@ class _Logits:
     def emit(
         self, x_ref: Value, gate_ref: Value, out: Value, shared: Value, block: mosaic.Array
     ) -> None:
+        """Emits the code of a thread; `shared` is [_WARPS * block_logits] float32."""
         thread = mosaic.thread()
         column = mosaic.mul(mosaic.scalar(block), _COLUMNS)
         sums = self.sums_of_thread(x_ref, gate_ref, thread, column)
@@ -96,7 +98,7 @@ class _Logits:
     def sums_of_thread(
         self, x_ref: Value, gate_ref: Value, thread: Value, column: Value
     ) -> list[list[Value]]:
-        """Returns what a thread's rows add to logits: [token][j] to that of column + j."""
+        """Returns a thread's sums over its rows: [token][j] is its part of logit column + j."""
         sums = [[mosaic.f32(0.0)] * _COLUMNS for _ in range(self.num_tokens)]
         steps = -(-self.hidden // _THREADS)
         # At most _AHEAD numbers of tokens and 8 * _COLUMNS of the gate are loaded ahead.
@@ -148,7 +150,7 @@ class _Logits:
     def load(
         self, x_ref: Value, gate_ref: Value, row: Value, exists: Value | None, column: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads number `row` of each token, and 4 of the gate's `row` from `column`, as float32."""
+        """Loads x[:, row] and gate[row, column : column + 4] as float32; 0 if not `exists`."""
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
         at = mosaic.add(mosaic.mul(row, self.num_experts), column)
