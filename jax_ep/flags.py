@@ -43,7 +43,7 @@ class Flags(argparse.ArgumentParser):
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
-    """Returns a parser of numbers, int or float, from `least` to 2^31 - 1."""
+    """Returns a parser of numbers, int or float, from `least` to the largest int32."""
 
     def parse(text: str) -> Any:
         try:

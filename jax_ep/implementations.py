@@ -48,7 +48,10 @@ class Implementations(Generic[_Kind]):
         return [each.name for each in self.table if each.unavailable_reason(problem) is None]
 
     def check(self, name: Any, problem: Any, argument: str | None = None) -> None:
-        """Raises ValueError, with the reason, unless `name` is None or supports `problem`."""
+        """Raises ValueError, with the reason, unless `name` is None or supports `problem`.
+
+        `argument` is the name of the caller's argument in the error; None: `self.argument`.
+        """
         if name is None:
             return
         argument = argument or self.argument

@@ -48,6 +48,7 @@ def add_flags(flags: Flags) -> None:
 
 
 def run(args: Args) -> int:
+    # Turns off NCCL's use of NVLink multicast, which many hosts lack.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     return runner.run(CollectivesBench(args))
 
@@ -121,7 +122,8 @@ class CollectivesBench(runner.Bench):
             return False
         other = self.build(row | {"implementation": "xla"}, shared)
         exact = row["op"] in ("all_gather", "all_to_all")
-        # XLA may round after each of the N - 1 additions of a sum over ranks.
+        # XLA may round, by eps / 2, after each of the N - 1 additions of a sum over ranks. The
+        # rest leaves room for partial sums that are larger than the sum.
         tolerance = 0.0 if exact else 8 * float(jnp.finfo(_DTYPE).eps) * row["ranks"]
         got = loop.outputs()
         runner.agree(got, other.outputs(), tolerance)

@@ -70,7 +70,9 @@ def estimate(args: Args, hosts: int) -> list[Row]:
     # The shares of hosts, and of the ranks of a host, that are not a token's own.
     other_hosts, other_ranks = 1 - 1 / hosts, 1 - 1 / per_host
     forwarded = reached(ranks) * other_ranks
-    # The rows of a token that are sent between hosts, and inside hosts.
+    # The rows of a token that are sent between hosts, and inside hosts. "flat" sends one to each
+    # rank with an expert of the token; "two-level" one to each host with an expert, where a rank
+    # forwards it; "static" does so for all hosts, since static shapes allow no choice.
     designs = {
         "flat": (reached(ranks) * other_hosts, forwarded / hosts),
         "two-level": (reached(hosts) * other_hosts, forwarded),

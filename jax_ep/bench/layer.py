@@ -213,7 +213,8 @@ class LayerBench(runner.Bench):
     def results(self, row: Row) -> Row:
         seconds = row["wall"]["median_us"] * 1e-6
         passes = 1 if row["direction"] == "forward" else 3
-        # Each of an expert's three matmuls takes 2 * H * F operations for a token.
+        # Each of an expert's three matmuls takes 2 * H * F operations for a token, and the backward
+        # pass twice as many.
         flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
         return {
             "tokens_per_s": row["ranks"] * row["tokens"] / seconds,

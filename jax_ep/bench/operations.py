@@ -185,6 +185,7 @@ def _round_trip(work: Work, implementation: Any) -> Operation:
 
 
 def _dispatch_grad(work: Work, implementation: Any) -> Operation:
+    # Only the gradient, which is timed, is sent in the wire dtype.
     call = _dispatcher(work.unquantized, implementation, grad_wire_dtype=work.wire_dtype)
 
     def prepare(seed, topk_idx):
@@ -200,6 +201,7 @@ def _dispatch_grad(work: Work, implementation: Any) -> Operation:
 
 
 def _combine_grad(work: Work, implementation: Any) -> Operation:
+    # As in `_dispatch_grad`, the forward pass is not timed.
     forward = _combine(work.unquantized, implementation)
     options = dict(grad_wire_dtype=work.wire_dtype, implementation=implementation)
 

@@ -20,7 +20,7 @@ class Column(NamedTuple):
     """A column of a text table.
 
     `value` is the name of a field, where "wall.median_us" is the field of a field, or a function of
-    the row; numbers are divided by `unit`.
+    the row. Numbers are divided by `unit` (None: 1), and `form` formats them. `left` aligns left.
     """
 
     header: str

@@ -39,7 +39,8 @@ class Bench:
     columns: Sequence[Column] = ()
     # Whether each program of a case runs once per round: a drifting clock then affects all alike.
     in_turns = False
-    spaced = True  # as for `Loop.device_time`
+    # Whether the spacer runs after each call, which only short calls need; see `bench.timing`.
+    spaced = True
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -155,7 +156,7 @@ class Bench:
                     row["of_floor"] = row["floor_us"] / time_of(row)
 
     def _device_time(self, loop: Loop) -> Row:
-        """Returns "device", microseconds or None, and after a failure "device_error"."""
+        """Returns "device", the dict of a `DeviceTime` or None, and perhaps a "device_error"."""
         if self.args.device_timer == "none" or jax.default_backend() != "gpu":
             return {"device": None}
         try:
@@ -167,6 +168,7 @@ class Bench:
 def run(bench: Bench) -> int:
     """Runs a bench command; returns its exit status: 1 if a program failed, else 0."""
     args = bench.args
+    # Without --ranks, CPUs get 8 virtual devices.
     devices = find_devices(max(args.ranks or [8]))
     ranks = args.ranks or bench.default_ranks(len(devices))
     if max(ranks) > len(devices):
@@ -272,7 +274,7 @@ def time_of(row: Row) -> float:
 
 
 def agree(got: Any, wanted: Any, tolerance: float, exceptions: float = 0.0) -> None:
-    """Raises AssertionError unless two pytrees of arrays agree; dequantizes their quantized ones.
+    """Raises AssertionError unless two pytrees of arrays agree; quantized arrays are dequantized.
 
     Integers must be equal. Two rows of floats (along the last axis) differ if the norm of their
     difference is more than `tolerance` times the sum of the expected row's norm and the root mean

@@ -33,7 +33,7 @@ from jax_ep.runtime import jax_compat
 # One launch of a kernel: its name, and its microseconds.
 Kernel = tuple[str, float]
 SPACER = "spacer"
-SPACER_MICROSECONDS = 250
+SPACER_MICROSECONDS = 250  # a wait in which the host gets ahead of the devices
 _COPY_BYTES = 2**30
 
 
@@ -236,8 +236,8 @@ def launches_by_device(
 ) -> list[list[Kernel]]:
     """Lists for each GPU in a profile its launches except the spacer's, in the order of start.
 
-    `label` returns the name under which an event is listed; None: its own. Launches whose name
-    `gives_way` count only while no others run; see `shared_durations`. None: all count in full.
+    `label` returns the name under which an event is listed; None: its own. `gives_way` returns
+    whether launches of a name count only while no others run (`shared_durations`); None: never.
     """
     devices = []
     for plane in profile.planes:
@@ -336,7 +336,7 @@ def measure_bandwidths(devices: Sequence[jax.Device]) -> Bandwidths:
 
 def _copies_per_second(copy: Callable[[], jax.Array]) -> float:
     """Returns the highest rate of 8 measurements: other work on the machine only lowers it."""
-    at_once = 8
+    at_once = 8  # so that the time to start a copy is hidden by the copies before
     jax.block_until_ready(copy())
     best = float("inf")
     for _ in range(8):

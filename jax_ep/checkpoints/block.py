@@ -71,7 +71,7 @@ class Block:
     prefix: str  # of the names of the block's tensors, such as "model.layers.3."
     tensors: Tensors
     quantization: encodings.Quantization  # that config.json states
-    # P, if parameters are read as slots of which s holds the stored expert s % E
+    # P: parameters are read as P slots, and slot s holds the stored expert s % E. None: as experts.
     num_slots: int | None = None
     # The prefix of another block, whose names and encodings a block to be added takes; None if
     # there is none.
@@ -671,7 +671,7 @@ def _entry(array: Parameter, i: int | None) -> Any:
 
 
 def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
-    """Calls `function` with each of `items`, in threads, since NumPy releases the GIL."""
+    """Calls `function` with each item, in threads: NumPy releases the GIL, and 8 bound memory."""
     if len(items) == 1:
         function(items[0])
         return

@@ -16,7 +16,7 @@ from jax_ep.checkpoints.functions import MAKE
 
 CONFIG = "config.json"
 
-# The quantizations that are written, too, and all that are read.
+# Values of quant_method: of quantizations that are read and written, and of all that are read.
 WRITTEN = ("fp8", "mxfp4")
 QUANTIZATIONS = (*WRITTEN, "mxfp8", "compressed-tensors", "modelopt")
 

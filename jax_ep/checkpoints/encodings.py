@@ -31,7 +31,7 @@ class Plain:
 
     directory: Directory
     name: str
-    format = None
+    format = None  # since the numbers are not quantized
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ class Plain:
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes `values`; of another dtype, they replace only numbers that, cast to it, differ."""
+        """Writes `values`. A stored number that equals its value in the dtype of `values` stays."""
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
@@ -139,7 +139,7 @@ class Blockwise:
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], numbers)
         if not changed.any():
             return
-        # Float8 is rounded as published checkpoints do.
+        # As in published checkpoints, float8 numbers are divided by their scale before rounding.
         options = {"divide": True} if isinstance(self.format, formats.Float8) else {}
         new_values, new_scales = self.format.encode(self._padded(numbers), **options)
         changed_blocks = self._any_of_block(self._padded(changed))

@@ -1,7 +1,7 @@
 """Defines the activation and router functions that a published model's config.json selects.
 
-Those that are made from a number are the same object for the same number, so that equal layers have
-equal `jax_ep.MoEConfig`.
+A function that is made from a number is the same object for the same number, so that equal layers
+have equal `jax_ep.MoEConfig`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def half_silu(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def step_activation(limit: float) -> Callable[..., jax.Array]:
-    """Returns Step-3.5's, which clamps silu(gate) and up; a `limit` of 0 clamps nothing."""
+    """Returns Step-3.5's activation: it clamps silu(gate) and up. A `limit` of 0 clamps nothing."""
     return functools.partial(_step_activation, limit=limit) if limit else jax.nn.silu
 
 
@@ -54,7 +54,7 @@ def _step_activation(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Arr
 
 @functools.cache
 def gpt_oss_activation(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns GPT-OSS's: (gate, up) -> gate * sigmoid(alpha * gate) * (up + 1)."""
+    """Returns GPT-OSS's activation: gate * sigmoid(alpha * gate) * (up + 1)."""
     return functools.partial(_gpt_oss_activation, alpha=alpha)
 
 
@@ -82,7 +82,7 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         # The gradient does not need `largest`, from which only the booleans `near` follow.
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
-        # The larger magnitude: no remaining logit is above `largest`, even if that is negative.
+        # The larger magnitude of both. If `largest` < 0, it is |logit|: no logit left is above it.
         size = jnp.maximum(jnp.abs(logits), largest)
         # Divides by 1 where `size` is 0, which changes no result: either the dividend is 0, or the
         # expert is already chosen.

@@ -35,7 +35,8 @@ from jax_ep.moe.params import MoEParams
 # Returns the sharding of a weight from its published name and its shape.
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 
-_READERS = 4  # the number of arrays that are read at a time
+# The number of arrays that are read at a time. Each has a shard in the host's memory.
+_READERS = 4
 
 
 class PublishedModel(NamedTuple):
@@ -398,12 +399,14 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns the first process that has the whole array, or with `by_row` each row; None: none."""
+    """Returns for each row the first process that has all of it; None: no process has.
+
+    Without `by_row`, the whole array counts as one row.
+    """
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}  # by process: (start, stop) on each axis
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():
         box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
-        # Without `by_row`, the whole array is the only row.
         held.setdefault(device.process_index, set()).add(box if by_row else ((0, 1), *box))
     if not by_row:
         shape = (1, *shape)

@@ -23,8 +23,9 @@ NO_WINDOW = 2**30
 class Yarn(NamedTuple):
     """How YaRN (Peng et al., 2023) stretches a rotary embedding to longer contexts.
 
-    Pairs keep their frequency from `fast` rotations within the original context on, and are slowed
-    down by `factor` below `slow` rotations.
+    A pair of values that rotates at least `fast` times within the original context keeps its
+    frequency. The frequency of one that rotates at most `slow` times is divided by `factor`. Pairs
+    in between get a weighted mean of both.
     """
 
     factor: float  # by how much the context is longer
@@ -164,6 +165,7 @@ class DecoderConfig:
         low, high = max(low, 0), min(high, width - 1)
         # For each pair, 0 where its frequency is kept, 1 where it is divided by `factor`.
         slowed = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
+        # Without a published scale, the one that the YaRN paper recommends.
         scale = yarn.scale or 0.1 * math.log(max(yarn.factor, 1)) + 1
         return (frequencies * (1 - slowed + slowed / yarn.factor)).astype(np.float32), scale
 
@@ -183,7 +185,8 @@ class DecoderConfig:
 
     def training_flops_per_token(self, seq_len: int) -> float:
         """Returns the FLOPs of a token, forward and backward, in sequences of `seq_len` tokens."""
-        # An active parameter takes 6 FLOPs; tokens attend to S / 2 keys on average, by 2 products.
+        # An active parameter takes 6 FLOPs. Tokens attend to S / 2 keys on average, by 2 products;
+        # shorter windows are not considered.
         attention = self.num_layers * seq_len * self.num_heads * self.head_dim
         return 6.0 * (self.active_params() + attention)
 

@@ -207,14 +207,15 @@ def masked_attention(
     """Computes attention of q [B, S, heads, D] to k and v [B, M, kv_heads, D].
 
     Equally many neighbouring heads share a key-value head. `seen` [B, S, M] bool says which keys a
-    query attends to. `sinks` [heads], if given, is one more score per head in the
-    softmax, without a value (GPT-OSS). Returns [B, S, heads, D].
+    query attends to. `sinks` [heads], if given, is one more score per head in the softmax, without
+    a value (GPT-OSS). Returns [B, S, heads, D].
     """
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width)
     # g are the key-value heads, r the heads that share one, s the queries, and m the keys.
     scores = jnp.einsum("bsgrd,bmgd->bgrsm", grouped, k, preferred_element_type=jnp.float32)
+    # Instead of -inf, which would give NaN for a query that sees no key, as at padding.
     scores = jnp.where(seen[:, None, None], scores * width**-0.5, -1e30)
     # Subtracting the largest score avoids overflow, and changes neither result nor gradient.
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -275,6 +276,7 @@ class Decoder:
     loss_chunk: int = 1024  # the tokens whose logits a device holds at a time
 
     def init(self, key: jax.Array) -> Params:
+        """Draws the parameters, in `param_dtype`, from a random key."""
         config, dtype = self.config, self.param_dtype
         # After the first key, two for each layer: for its weights, and for its MoE block.
         first, *keys = jax.random.split(key, 2 * config.num_layers + 1)

@@ -18,7 +18,7 @@ import jax
 
 
 def folder(text: str) -> str:
-    """Returns `text`, a folder that can be written or made."""
+    """Checks, as a flag's type, that `text` is a folder that can be written or made."""
     path = Path(text).absolute()
     there = next(each for each in (path, *path.parents) if os.path.exists(each))
     if not (there.is_dir() and os.access(there, os.W_OK)):
@@ -27,7 +27,7 @@ def folder(text: str) -> str:
 
 
 def file(text: str) -> str:
-    """Returns `text`, a file that can be written, in a folder that can be made."""
+    """Checks, as a flag's type, that `text` is no folder, and that its folder can be made."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, but is the folder {text}")
     folder(str(Path(text).parent))
@@ -39,7 +39,8 @@ def blamed_flag(
 ) -> str | None:
     """Returns the flag that an error's text names first: by its name, or by the path that it gives.
 
-    `names` are the flags to look for by name, `paths` those whose values are paths.
+    Programs begin their error message with it. `names` are the flags to look for by name, `paths`
+    those whose values are paths.
     """
     words = {name: name for name in names}
     for flag in paths:

@@ -175,7 +175,7 @@ def random_decoder(
 
 
 def _with_slots(config: DecoderConfig, mesh: Mesh) -> DecoderConfig:
-    """Gives the experts slots, some with a copy, unless all devices get equally many experts."""
+    """Adds slots for copies until all devices have equally many; none if experts divide evenly."""
     experts = config.num_experts
     copies = -experts % mesh.size
     return config.replace(num_slots=experts + copies) if copies else config

@@ -115,8 +115,8 @@ def _split(
 
 def _profile(visits: list[Any], experts: Array) -> Array:
     """Describes each expert of the first layer by what its tokens choose in the first 5 layers."""
-    # The vector of an expert has, for each layer, n entries of norm 1. Its own entry in the first
-    # layer, which says nothing of other experts, is 0.
+    # The vector of an expert has, for each layer, n entries of norm 1; 5 layers bound its length.
+    # Its own entry in the first layer, which says nothing of other experts, is 0.
     visitors = visits[0][:, experts[0]].T  # [n, tokens]
     chosen = [(visitors @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
     chosen[0] = chosen[0] * (1 - np.eye(len(experts[0])))
@@ -149,8 +149,8 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 
 def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int) -> float:
     """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
-    # Updates `part` [layers, n] by at most four sweeps; `near` [n, n] counts pairs of choices.
-    # Returns how many of these pairs then share a part.
+    # Updates `part` [layers, n] by at most four sweeps, which bounds the time. `near` [n, n] counts
+    # pairs of choices. Returns how many of these pairs then share a part.
 
     def kept(part: Array) -> float:
         same = (a[:, None] == b[None] for a, b in zip(part, part[1:], strict=False))

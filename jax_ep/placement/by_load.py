@@ -118,7 +118,8 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
         expert[slot] = np.argmax(load / copies)
         copies[expert[slot]] += 1
     rank = _pack((load / copies)[expert], num_ranks)  # of each slot
-    # Both functions change slots only as long as that lowers the load of the busiest rank.
+    # Both functions change slots only as long as that lowers the load of the busiest rank. The
+    # loop's limit only bounds its time.
     for _ in range(4 * num_slots):
         rank = _exchange((load / copies)[expert], rank, num_ranks)
         if not _copy_another(load, expert, copies, rank, num_ranks):

@@ -46,7 +46,7 @@ def kernel_module_version() -> str | None:
 
 
 def attribute(ordinal: int | None, number: int) -> int | None:
-    """Returns an attribute of a GPU by its number in the driver's enum CUdevice_attribute."""
+    """Returns attribute `number` (a CUdevice_attribute) of a GPU; None also for `ordinal` None."""
     library = _libcuda()
     handle, value = ctypes.c_int(), ctypes.c_int()
     if library is None or ordinal is None:

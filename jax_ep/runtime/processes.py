@@ -30,6 +30,7 @@ _FOLDER = "jax_ep-"
 _SOCKET = "socket"
 # The most characters in the path of a UNIX socket; Linux allows a few more.
 _MAX_PATH = 100
+# The most file descriptors (two for each GPU of a process) and the most bytes of a message.
 _MAX_DESCRIPTORS = 64
 _MAX_MESSAGE = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -181,7 +182,7 @@ class Meeting(contextlib.ExitStack):
         path = os.path.join(folder, _SOCKET)
         try:
             self._listener.bind(path)
-            self._listener.listen(_MAX_DESCRIPTORS)
+            self._listener.listen(_MAX_DESCRIPTORS)  # more than there are processes
         except OSError as error:
             raise Refused(f"process {self._process} cannot open a socket: {error}") from error
         return path

@@ -89,8 +89,11 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
 
 
 def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:
-    """Returns the chosen groups' indices [S], and the same groups for `matrices[indices]`."""
-    # There, the matrix of tile i has index i. The table's last entry has totals, which stay.
+    """Returns the chosen groups' indices [S], and the same groups for `matrices[indices]`.
+
+    A caller that must dequantize matrices gathers them first, to dequantize only chosen ones.
+    """
+    # The gathered matrix of tile i has index i. The table's last entry has totals, which stay.
     indices = groups.table[:-1, 0]
     group_column = jnp.arange(len(groups.table), dtype=jnp.int32).at[-1].set(groups.table[-1, 0])
     table = jnp.concatenate([group_column[:, None], groups.table[:, 1:]], axis=1)

@@ -286,7 +286,7 @@ def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
 
 
 def place_of_quad(index: int, column: Value, pieces: int) -> Value:
-    """Emits where a column, given modulo 8, has quad `index`, four words of numbers: its place."""
+    """Emits the place of quad `index`, four words of numbers, in a column, given modulo 8."""
     quad = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
         return quad

@@ -94,11 +94,13 @@ class Float8Tiles:
     def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
-        `narrow_stages` are those of tiles of one half.
+        `narrow_stages` is `num_stages` of narrow tiles. `few_rows` is whether groups have fewer
+        than `_FEW_ROWS` rows on average.
         """
         if REGISTERS_MOVE or few_rows:
             return cls(block_n=HALVES * BLOCK // num_matrices)
-        # Totals of two halves would leave no registers for a loader.
+        # Totals of two halves would leave no registers for a loader. A band of narrow tiles has as
+        # many columns as one of the tiles above.
         return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
 
 
@@ -121,7 +123,8 @@ def float8_matmul(
         64 rows, where R is their height, or S times the height.
       dtype: the dtype of the result: bfloat16, float16 or float32.
 
-    The other arguments are those of `grouped_matmul.grouped_matmul`.
+    The other arguments are those of `grouped_matmul.grouped_matmul`. If `tiles` is None, they are
+    those of `Float8Tiles.of`.
 
     Returns:
       [R, N] of `dtype`, or [S * height, N] for chosen groups. The products of all pairs are summed
@@ -170,6 +173,7 @@ def float8_gated_matmul(
       gating: an elementwise function of the two float32 products.
       keep: whether to return the two products, too.
       num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
+      tiles: None: those of `Float8Tiles.of`.
 
     Returns:
       The gated product, rows [R, N], or [S * height, N] for chosen groups, float8 of lhs's dtype
@@ -351,7 +355,7 @@ class Float8Kernel(Kernel):
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns references to the scales of the two halves of an output tile."""
+        """Returns references to a step's `num_scales` scales of blocks of the right operands."""
         # `scales` has an array for each right operand. `at(array, block)` refers to the scale of
         # the 128 columns from 128 * block on.
         block = lax.div(left_edge, jnp.int32(BLOCK))
@@ -371,6 +375,7 @@ class Float8Kernel(Kernel):
         block_scales: Sequence[jax.Array],
     ) -> None:
         """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
+        # `left_scales` is None if not `rows_have_scales`.
         stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
@@ -398,7 +403,8 @@ class Float8Kernel(Kernel):
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
         columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
-        128] float32 for each of `halves`, zero if not computed; and the feed after these steps.
+        128] float32 for each of `halves`, the first for `first_half`, zero if not computed; and the
+        feed after these steps.
         """
         num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
@@ -415,7 +421,9 @@ class Float8Kernel(Kernel):
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
-            # If there is one half, the scale of the second one is not used.
+            # A half has one scale, and the half of a narrow gated tile two, for 64 columns each. If
+            # `first_half` is 1, the last index would be past the end. The scale read in its place
+            # belongs to a half that is not computed.
             block_scales = [
                 scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
                 for i in range(self.num_scales)
@@ -489,7 +497,7 @@ class _RowLoader:
         return of_pairs_from(0, step)
 
     def read_ahead(self, tile: Any, step: jax.Array) -> list[jax.Array]:
-        """Returns the scales of the matrix blocks of both halves, for a step."""
+        """Returns the scales of a step's matrix blocks; past the last step, those of the last."""
         group, _, left_edge = tile
 
         def read(operands: Sequence[Any], i: jax.Array) -> list[jax.Array]:
@@ -663,7 +671,7 @@ class _GatedProduct(Float8Kernel):
 
 
 def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
-    """Joins parts, [64, n] float32 each, to [64, n * parts]."""
+    """Joins the columns of all passes, [64, n] float32 each, to [64, n * passes]."""
     if len(parts) == 1:
         return parts[0]
     shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
@@ -678,7 +686,8 @@ def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiplies each row of [64, 128] float32 by 1 / scale; returns numbers and scales [64]."""
+    """Multiplies each row of [64, 128] by 1 / scale; returns float32 numbers and scales [64]."""
+    # `store_rows_through` rounds the numbers to float8.
     layout = plgpu.Layout.WGMMA
     results = [
         plgpu.ShapeDtypeStruct(rows.shape, jnp.float32, layout=layout),

@@ -61,6 +61,7 @@ def drhs_of_each(
       sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
         place, rounded to this dtype before and after the addition.
       num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
+      tiles: None: those of `Float8Tiles.of`.
 
     Returns:
       For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), or the updated sums. An

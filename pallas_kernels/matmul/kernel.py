@@ -33,7 +33,8 @@ _LOADER = 2
 # Registers per thread of the loader and of the computers. Three warpgroups start with 168 registers
 # per thread; then the loader gives most of its own to the computers.
 _LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
-# A thread block of a wave has at least this many output tiles, or the wave is the last with tiles.
+# A thread block of a wave has at least this many output tiles, so that the start of a block takes
+# little time next to them. Only the last wave with tiles may have fewer.
 _LEAST_TILES = 8
 # Bytes of shared memory that are reserved for barriers and for Mosaic.
 OTHER_BYTES = 2560
@@ -153,7 +154,8 @@ class Kernel:
         """Returns the position of an output tile: (index of its row of tiles, its first column).
 
         Tiles are numbered band by band, and within a band row by row. A band is `tiles.band`
-        adjacent columns of tiles, or fewer in the last band, over all `rows` rows of tiles.
+        adjacent columns of tiles, or fewer in the last band, over all `rows` rows of tiles. So the
+        tiles that blocks compute at the same time share operands, which stay in the caches.
         """
         band = jnp.int32(self.tiles.band)
         band_index, index_in_band = quotient_and_rest(index, jnp.maximum(rows * band, 1))

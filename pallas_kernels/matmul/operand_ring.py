@@ -57,7 +57,7 @@ class Loader(Protocol):
     def steps_of(self, tile: Any) -> Any: ...
 
     def read_ahead(self, tile: Any, step: jax.Array) -> Any:
-        """Reads what threads, not copies, load of a tile; `step` may be past the last."""
+        """Reads what threads, not copies, load of a step; `step` may be past the last."""
         return ()
 
     # `ahead` is the result of `read_ahead` for this step, read two steps before.

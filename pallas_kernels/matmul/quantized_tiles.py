@@ -292,7 +292,7 @@ class Packed:
         return [self._emit("fma.rn.{type} $0, $1, $2, $1;", word, zero) for word in words]
 
     def largest(self, words: Sequence[Value]) -> Value:
-        """Returns the float32 bits of the largest magnitude of finite numbers and NaN, or 0."""
+        """Returns the largest magnitude as float32 bits, leaving out NaN; 0 if all are NaN."""
         # Up to four maxima, so that few instructions wait for the one before them.
         parts = (functools.reduce(self._larger, words[i::4]) for i in range(min(4, len(words))))
         largest = functools.reduce(self._larger, parts, mosaic.i32(0))

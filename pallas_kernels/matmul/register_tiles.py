@@ -159,7 +159,7 @@ def store_column(out: Any, values: jax.Array, target: Target, *, to_row: bool = 
 def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
     """Loads `count` floats, a multiple of 64, from ref[first:] in global memory.
 
-    Numbers past the index `last` are the one there. Returns float32 in the layout
+    Past index `last`, the end of the array, it repeats ref[last]. Returns float32 in the layout
     `WGMMA.reduce(1)`.
     """
 

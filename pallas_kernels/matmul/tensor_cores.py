@@ -222,7 +222,8 @@ def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: 
     text.append(f"mov.b64 a, {left}; mov.b64 b, {right};")
     text.append("wgmma.fence.sync.aligned;")
     # An element of the product is a sum over 128 columns. An instruction sums over 32 of them, so 4
-    # instructions are needed. The first one adds to nothing.
+    # instructions are needed. The first one adds to nothing. Descriptors count 16 bytes, so 32
+    # columns further is 2.
     for i in range(4):
         text.append(
             f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "
@@ -252,6 +253,7 @@ def _text_of_float8_products(num: int, num_scales: int, kinds: Sequence[str]) ->
         text.append("wgmma.wait_group.sync.aligned 0;")
         for i, element in enumerate(products):
             total = f"${block * _PER_PRODUCT + i}"
+            # Elements are in the order of columns, and the scales divide the columns evenly.
             scale = (block * _PER_PRODUCT + i) * num_scales // (num * _PER_PRODUCT)
             # Of four neighbouring numbers, two belong to each of the thread's two rows.
             factor = factors[2 * scale + i // 2 % 2]

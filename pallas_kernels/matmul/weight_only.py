@@ -70,14 +70,15 @@ _QUAD = 4
 # An instruction multiplies this many rows of the matmul.
 _TOGETHER = 2
 # Scaled, the largest number of a chunk of a row is at least 2^_LARGEST and below 2^(_LARGEST + 1).
+# float16 numbers are below 2^16, and represent bfloat16 numbers exactly from 2^-17 on.
 _LARGEST = 12
 # How many chunks of rows a warp loads before it begins to load matrices.
 _ROW_LOADS = 4
-# The most vectors of 16 bytes of matrices that a thread loads ahead of their multiplication.
+# The most vectors of 16 bytes of matrices that a thread loads ahead. So many take 64 registers.
 _AHEAD = 16
 # The bytes of zeros in shared memory: 16 float16 numbers, which replace 16 numbers of a row.
 _ZEROS = 32
-# The most rows that a matmul may have.
+# The most rows that a matmul may have. With so many, a thread needs 240 of its 255 registers.
 MOST_ROWS = 16
 # The most bytes of shared memory for the scaled rows.
 _MOST_BYTES = 128 * 1024
@@ -209,7 +210,8 @@ class _Sizes:
 
     @property
     def rounds(self) -> int:
-        # Every block scales all rows, which takes longer with more rows.
+        # Every block scales all rows, which takes longer with more rows. So with more rows, fewer
+        # blocks compute more rounds each: at most 8, which leaves at least an eighth of the blocks.
         return min(self.num_rows, 8, -(-self.width // (_COLUMNS * self.strips)))
 
     @property
@@ -271,6 +273,7 @@ class _Thread:
         self.matrices = [_Matrices(self, *operands[i : i + 2]) for i in range(0, num_parts, 2)]
 
     def run(self, scales_rows: bool) -> None:
+        """Computes and stores the round's results; with `scales_rows`, it first scales the rows."""
         sizes = self.sizes
         # The first loads of rows come before those of matrices, which take longer.
         starts = range(0, sizes.num_rows * sizes.chunks, _WARPS) if scales_rows else range(0)
