@@ -195,7 +195,7 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns choices [T, K] of this rank, and its rail's; 0 is this host's first expert."""
+        """Returns this rank's choices [T, K] and its rail's; 0 is this host's first expert."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first_expert = rail.host * rail.inside.num_experts
         received = rail.send(narrow, fill=-1).astype(jnp.int32) - first_expert
@@ -251,7 +251,7 @@ def _place(
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
-    """Packs rows x [T, H] as uints; also returns the float dtype that ranks of a host move."""
+    """Packs rows x [T, H] as uints; also returns the float dtype in which a host moves them."""
     # XLA may change the payload of a NaN while it moves floats; unsigned words stay as they are.
     bits = xla_exchange.pack(x, wire)
     if not wire.quantized:

@@ -54,7 +54,7 @@ def check_on_mesh(
     axis_rules: AxisRules,
     in_init: bool | None,
 ) -> None:
-    """Raises for arguments that `check_call` lacks, and for what does not fit the mesh."""
+    """Checks the arguments that `check_call` is not given, and what must fit the mesh; raises."""
     # `axis_rules` and `in_init` are as in `run_layer`.
     check_placement(placement, config.num_experts, config.num_slots, where.num_ranks())
     check_experts(params, config, where)

@@ -96,7 +96,8 @@ class Experts(NamedTuple):
 class ExpertMatmuls:
     """Computes the experts' grouped matmuls on arrays; C is H or F.
 
-    Without `zero_unused`, rows of a result past the last group are undefined.
+    Without `zero_unused`, rows of a result past the last group are undefined. `grad_rows` are the
+    cotangents of the experts' output.
     """
 
     unit: Gating  # the function between the matmuls; of one array for experts without wi_1

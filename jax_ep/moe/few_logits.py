@@ -11,8 +11,7 @@ from jax import lax
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 
-# The most tokens that are "a few", which the kernel supports. For more, XLA multiplies in bfloat16
-# (`routing.router_logits`).
+# The most tokens that the kernel supports. For more, `routing.router_logits` uses bfloat16 matmuls.
 MOST_TOKENS = 16
 
 

@@ -94,7 +94,7 @@ def _gathered(
 
 
 def _select(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
-    """Selects this rank's `num` experts of the weights, unless these are of this rank alone."""
+    """Selects this rank's `num` experts of `weights`, which may hold all experts or only these."""
     if weights.shape[0] == num:
         return weights
     return lax.dynamic_slice_in_dim(weights, lax.axis_index(where.expert_axes) * num, num)

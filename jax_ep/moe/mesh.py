@@ -119,7 +119,7 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
-    """Returns the mesh axes of `expert_axis` and of `tensor_axis`; () for those it may lack."""
+    """Returns the axes of `expert_axis` and `tensor_axis`; () for a default that the mesh lacks."""
     for logical, axes in config.further_axes().items():
         _check_has_axes(mesh, "fsdp_axes", axes, f" for {logical!r}")
     found = []
@@ -274,7 +274,7 @@ def check_mesh_is_set(wi_0: Any, where: LayerMesh) -> None:
 
 
 def _warns_that_no_mesh_is_set(wi_0: Any, config: MoEConfig, seen: _SeenSharding) -> bool:
-    """Returns whether it warned that wi_0 may be sharded."""
+    """Warns if wi_0 may be sharded, which its type does not show; returns whether it warned."""
     expert_axes = as_axes(config.expert_axis)
     axes = set(large_axes(expert_axes, seen.mesh))
     if seen.is_whole or not axes - explicit_axes(seen.mesh):

@@ -253,7 +253,7 @@ class ExpertRows:
             """Writes sizes of local group i; carries its end, and the rows dropped and needed."""
             start, dropped, needed = carry
             end_of_rows, end = (scratch.group_ends[j, first_expert + i] for j in range(2))
-            # The rows of the group if none were dropped; `find_groups` applies quotas.
+            # The rows of the group if none were dropped. `end_of_rows` is after `fair` quotas.
             wanted = end_of_rows - start
             if self.buffer.fair:
                 wanted = jnp.int32(0)

@@ -50,8 +50,8 @@ class RowTransfer:
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
         """Returns (token, exists) for each token that this block handles."""
-        # Kernels unroll loops over the lists, so all have the same length. The last block's ends
-        # with copies of the rank's last token, which do not exist.
+        # Kernels unroll loops over the list, so it is equally long in all blocks. That of the last
+        # block ends with copies of the rank's last token, which do not exist.
         first = lax.axis_index("block") * self.plan.tokens_per_block
         tokens = [first + i for i in range(self.plan.tokens_per_block)]
         last = self.plan.num_tokens - 1

@@ -33,8 +33,7 @@ ROW_BYTES = 128
 ROW_MULTIPLE = 512
 # This many bytes of shared memory are reserved for barriers and for the alignment of buffers.
 _PADDING_BYTES = 16 * 1024
-# A dispatch's sender loads the routing data of at most this many tokens at a time, and a step of a
-# combine has at most this many tokens.
+# A window of a dispatch's sender and a step of a combine have at most this many tokens.
 _WINDOW_TOKENS = 16
 # A ring buffer in shared memory holds at most this many rows.
 _RING_STAGES = 16

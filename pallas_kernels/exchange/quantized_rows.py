@@ -24,7 +24,8 @@ _PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: float8.PTX_TYPES[jnp.dtype(FLOA
 _VALUES = BLOCK // WARP
 # The 32-bit words of a vector of 16 bytes.
 _WORDS = VECTOR_BYTES // WORD_BYTES
-# A warp quantizes this many blocks of 128 values at a time, so that their loads overlap.
+# A warp quantizes this many blocks of 128 values at a time, so that their loads overlap. A row of
+# 7168 values, 14 blocks for each of the 4 warps, takes two rounds.
 _AT_ONCE = 7
 
 

@@ -69,7 +69,7 @@ def _simplify_once_lowered() -> None:
         scratch, finish = context.scratch, context.scratch.finalize_size
 
         def finish_and_simplify() -> None:
-            # The descriptors' allocation is found by its only use, so before `finish` adds others.
+            # Find the descriptors' allocation, by its only use, before `finish` adds other uses.
             # `next_offset` is the bytes of the descriptors, 0 if there are none.
             found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
             finish()

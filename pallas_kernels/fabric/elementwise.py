@@ -110,7 +110,7 @@ _quotient = _instruction("div.full.f32", 2)
 
 def _exp(x: Value) -> Value:
     # The instructions of NVIDIA's libdevice: x / ln 2 is split into an integer j, clamped to
-    # float32's exponents, and a rest f.
+    # float32's exponents, and a rest f. The result is 2^f * 2^j.
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"

@@ -255,7 +255,7 @@ def kernel(
 
     def call(*operands: Any) -> Any:
         num_of_fabric = len(fabric.operands)
-        # Peers read what this rank wrote before the call only in operands, not in new outputs.
+        # Of the shared buffers, operands hold what was written before the call; outputs are new.
         reads = any(i < len(operands) for i in shared)
 
         def run(*refs: Any, **scratch: Any) -> None:

@@ -349,7 +349,7 @@ def low_half(value: Value) -> Value:
 
 
 def address_at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
-    """Emits a 64-bit address: base + offset + index * size of each of `terms`."""
+    """Emits the 64-bit address base + offset, plus index * size for each pair of `terms`."""
     address = add(base, offset)
     for index, size in terms:
         address = add(address, mul(widen(index), size))
@@ -449,7 +449,7 @@ def tensor_core_rows(values: Sequence[Value], num_rows: int, element: Any) -> Ar
 
 
 def _array_in(layout: Any, values: Sequence[Value], shape: Sequence[int], element: Any) -> Array:
-    # The array of registers has the shape that it has in `like`, of zeros in the same layout.
+    # Registers are arranged as those of `like`, an array of zeros in the same layout.
     zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
     like = mgpu.FragmentedArray.splat(zero, tuple(shape), layout)
     registers = np.array(list(values), dtype=object).reshape(like.registers.shape)

@@ -246,6 +246,7 @@ class _Patch:
                 llvm.store(scale, pointer_to(scales, self.tile.column, num_rows, row, size=4))
 
     def factors_of_rows(self, shared: Any) -> list[Value]:
+        """Loads 1 / scale of each of the patch's rows, which `finish_rows` has stored."""
         return [
             factor
             for i in range(0, _rows_of(self.packed), 4)

@@ -74,9 +74,10 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each block of quantized rows one scale, the largest of the scales of its rows.
 
-    Takes values [..., 128, C] float8 and scales [..., 128], which are 0 past the rows of a block;
-    values become 0 there. Others are multiplied by their row's scale, divided by the block's, and
-    rounded again. Returns values and scales [...].
+    It replaces the kernel `quantize.transpose_rows` in XLA. Takes values [..., 128, C] float8 and
+    scales [..., 128], which are 0 past the rows of a block; values become 0 there. Others are
+    multiplied by their row's scale, divided by the block's, and rounded again. Returns values and
+    scales [...].
     """
     largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
     factors = scales * (1 / largest)[..., None]

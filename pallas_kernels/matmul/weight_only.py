@@ -273,6 +273,7 @@ class _Thread:
         self.matrices = [_Matrices(self, *operands[i : i + 2]) for i in range(0, num_parts, 2)]
 
     def run(self, scales_rows: bool) -> None:
+        """Computes and stores the round's results; with `scales_rows`, it first scales the rows."""
         sizes = self.sizes
         # The first loads of rows come before those of matrices, which take longer.
         starts = range(0, sizes.num_rows * sizes.chunks, _WARPS) if scales_rows else range(0)

@@ -150,7 +150,7 @@ class _Logits:
     def load(
         self, x_ref: Value, gate_ref: Value, row: Value, exists: Value | None, column: Value
     ) -> tuple[list[Value], list[Value]]:
-        """Loads x[:, row] and gate[row, column : column + 4] as float32; 0 if not `exists`."""
+        """Loads x[:, row] and gate[row, column : column + 4] as float32; 0 if `exists` is false."""
         f32, zero = mosaic.float_type(), mosaic.f32(0.0)
         element = mosaic.element_type(self.dtype)
         at = mosaic.add(mosaic.mul(row, self.num_experts), column)
