@@ -73,7 +73,7 @@ class Work:
         return by_token.sum(axis=1)
 
     def wire_rows(self, implementation: str = "") -> float | None:
-        """Counts the rows that a rank sends to others (mean); "": what any must send; None: unknown."""
+        """Counts the rows that a rank sends to others (mean); for "", what any must send."""
         if implementation == "two_level":
             return None  # unknown: it depends on the hosts
         # XLA's collectives send every token to all ranks.
