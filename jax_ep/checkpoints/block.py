@@ -310,7 +310,10 @@ class Block:
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
     ) -> None:
-        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None."""
+        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None.
+
+        `arrays` has the tensor's parameters by name; with `expert`, those of the expert, without E.
+        """
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
         encoding = self.open(tensor, expert or 0)
         # The slice to write: the whole tensor, or the expert's part of an axis E or EF.

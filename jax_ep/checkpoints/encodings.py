@@ -340,7 +340,10 @@ class Scaled:
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
     def _scales_of(self, index: Index, values: np.ndarray) -> np.ndarray:
-        """Returns the scale of each number in a slice, in float32, and checks the scales."""
+        """Returns the scale of each number in a slice, in float32, and checks the scales.
+
+        `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
+        """
         stored = self.directory.entry(self.scales).shape
         # The number of blocks along each axis: all 1 if the whole tensor has one scale.
         counts = () if np.prod(stored) == 1 else stored

@@ -174,8 +174,9 @@ def save_model(
     In several processes, all of them call this function with the same arguments, and see the
     directory. A process writes the tensors that its devices hold, such as its own experts, to files
     of its own, one tensor after the other, and several experts of a block at a time. A tensor of
-    which no process holds all parts is gathered first. The index and config.json are written last,
-    so an interrupted call leaves no directory that can be loaded.
+    which no process holds all parts is gathered first. With `overwrite`, the old index and
+    config.json are removed before the first file is replaced. The new ones are written last. So an
+    interrupted call leaves the old model, or a directory that cannot be loaded.
 
     Args:
         directory: the directory, which is created if there is none.
@@ -232,12 +233,16 @@ def save_model(
     # Unmaps the files before they are moved.
     del into
     multihost_utils.sync_global_devices("jax_ep.save_model: has written")
+    old_files = _withdraw(path) if jax.process_index() == 0 else set()
+    multihost_utils.sync_global_devices("jax_ep.save_model: moves")
     for file in own_files:
         os.replace(scratch / file, path / file)
     shutil.rmtree(scratch)
     multihost_utils.sync_global_devices("jax_ep.save_model: has moved")
     if jax.process_index() == 0:
         _publish(path, config, files)
+        for file in old_files - set(files):
+            (path / file).unlink(missing_ok=True)
     multihost_utils.sync_global_devices("jax_ep.save_model: ends")
 
 
@@ -362,11 +367,18 @@ def _in_files(entries: list[_Entry], max_bytes: int) -> dict[str, list[_Entry]]:
     }
 
 
-def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry]]) -> None:
-    """Writes the index and config.json, and removes files of a model that was there before."""
-    old = {ONE_FILE}
+def _withdraw(path: Path) -> set[str]:
+    """Removes index and config.json of a model, if there is one; returns its other files' names."""
+    files = {ONE_FILE}
     if (path / INDEX).exists():
-        old |= set(Directory(path).files.values())
+        files |= set(Directory(path).files.values())
+    for name in (CONFIG, INDEX):
+        (path / name).unlink(missing_ok=True)
+    return files
+
+
+def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry]]) -> None:
+    """Writes the index and config.json."""
     total = sum(entry.num_bytes for group in files.values() for entry in group)
     weight_map = {entry.name: file for file, group in files.items() for entry in group}
     scratch = path / ".writing-index"
@@ -378,8 +390,6 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
     for name in (CONFIG, INDEX):
         os.replace(scratch / name, path / name)
     scratch.rmdir()
-    for file in old - set(files):
-        (path / file).unlink(missing_ok=True)
 
 
 def _gathered(sharding: Sharding, split_axes: int) -> Sharding:

@@ -190,7 +190,7 @@ def redistribute(
     leaves: list[jax.Array] = []  # the leaves of experts, which the next line collects
     _map_experts(leaves.append, tree, shape, size_name="P")
     for leaf in leaves:  # before any of them is donated
-        if not _is_of_whole_bytes(leaf.dtype):
+        if not _can_be_moved(leaf.dtype):
             raise ValueError(
                 "tree must have leaves of experts whose dtype is bool or a real dtype of 8 bits or "
                 f"more, but one of shape {np.shape(leaf)} has dtype {leaf.dtype}."
@@ -237,7 +237,8 @@ def _move(
     return jax.device_put(moved, final)
 
 
-def _is_of_whole_bytes(dtype: Any) -> bool:
+def _can_be_moved(dtype: Any) -> bool:
+    """Whether the exchange moves values of a dtype: bools, and real numbers of at least a byte."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.integer):

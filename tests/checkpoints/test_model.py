@@ -129,6 +129,15 @@ def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
     assert {p.name for p in into.iterdir()} == {
         "config.json", "model-00001-of-00001.safetensors", INDEX,
     }  # fmt: skip
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", interrupted)
+        checkpoints.save_model(into, config, model.moe, model.weights, overwrite=True)
+    with pytest.raises(FileNotFoundError, match="but has neither"):
+        checkpoints.load_model(into)
     with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes of the block"):
         other = config | {"num_local_experts": 4}
         checkpoints.save_model(tmp_path / "four", other, model.moe, {})
