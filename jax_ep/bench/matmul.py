@@ -36,7 +36,7 @@ _SWIGLU = HiddenUnit()
 class Case(NamedTuple):
     """The sizes of a grouped matmul: rows [num_rows, hidden] by num_groups matrices [hidden, mlp].
 
-    The first `live` rows belong to groups. If `slow`, the slow backend "xla" is timed, too.
+    The first `live` rows belong to groups. If `slow`, the slow "blocks" and "xla" are timed, too.
     """
 
     name: str

@@ -316,13 +316,6 @@ class Block:
         """
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
         encoding = self.open(tensor, expert or 0)
-        # The slice to write: the whole tensor, or the expert's part of an axis E or EF.
-        region = tuple(
-            slice(0, n)
-            if expert is None or token[0] != "E"
-            else slice(expert * n // self.sizes["E"], (expert + 1) * n // self.sizes["E"])
-            for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
-        )
         # Arrays in the tensor's own format are written as they are.
         if encoding.format is not None and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
@@ -336,6 +329,13 @@ class Block:
                 assert isinstance(encoding, Blockwise)
                 encoding.write_parts(where, array.values[lead], array.scales[lead])
             return
+        # The slice to write: the whole tensor, or the expert's part of an axis E or EF.
+        region = tuple(
+            slice(0, n)
+            if expert is None or token[0] != "E"
+            else slice(expert * n // self.sizes["E"], (expert + 1) * n // self.sizes["E"])
+            for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
+        )
         # Others become `values`, the numbers of the region in the tensor's axis order.
         arrays = {
             param: array.dequantize(np.float32) if isinstance(array, QuantizedArray) else array
@@ -347,9 +347,9 @@ class Block:
             # With `expert`, `values` has this expert only, and the array lacks the axis E.
             taken = whole if expert is None else {**whole, "E": slice(0, 1)}
             letters = self.axes(param) if expert is None else self.axes(param)[1:]
-            where, order = _place(tensor, param, taken, self.sizes)
+            part, order = _place(tensor, param, taken, self.sizes)
             array = _in_order(array, letters, order)
-            values[where] = array.reshape(values[where].shape)
+            values[part] = array.reshape(values[part].shape)
         encoding.write(region, values)
 
     def new_tensors(

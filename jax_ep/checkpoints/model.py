@@ -172,9 +172,8 @@ def save_model(
     """Writes a model as a published directory: config.json, safetensors files and their index.
 
     In several processes, all of them call this function with the same arguments, and see the
-    directory. A process writes the tensors that its devices hold, such as its own experts, to files
-    of its own, one tensor after the other, and several experts of a block at a time. A tensor of
-    which no process holds all parts is gathered first. With `overwrite`, the old index and
+    directory. A process writes the tensors that its devices hold, such as its own experts. A tensor
+    of which no process holds all parts is gathered first. With `overwrite`, the old index and
     config.json are removed before the first file is replaced. The new ones are written last. So an
     interrupted call leaves the old model, or a directory that cannot be loaded.
 
@@ -183,9 +182,9 @@ def save_model(
         config: the contents of config.json, with a known `model_type` and no
             `quantization_config`.
         moe: the parameters of each MoE block, by the number of its layer, or in the order of the
-            layers. Parameters with a matrix for each slot: see `jax_ep.placement.to_experts`.
+            layers. They have a matrix for each expert, not slot; see `jax_ep.placement.to_experts`.
         weights: all other weights, by their published names; see `PublishedModel`.
-        dtype: the dtype in which floating-point weights but selection biases are written. None:
+        dtype: the dtype in which floating-point weights are written, except selection biases. None:
             their own; quantized matrices are dequantized.
         max_file_bytes: a file has at most so many bytes of tensors, unless one tensor has more.
         overwrite: whether the model may take the place of one that is in the directory.

@@ -226,6 +226,7 @@ def _move(
     moved = jax.device_put(leaf, moving)
     if moved.size > 0:
         of_plan = NamedSharding(moving.mesh, PartitionSpec(*moving.spec[: axis + 1]))
+        # The caller may have set another mesh.
         with jax.set_mesh(moving.mesh):
             move = _mover(moving.mesh, moving.spec, axis, implementation)
             moved = move(moved, jax.device_put(plan, of_plan))
