@@ -104,7 +104,7 @@ def _axes_by_option(
                 f"{array.shape} has {size}, and {where.size(base + more)} ranks are along "
                 f"{base + more}."
             )
-    if name == "wi_0":
+    if name == "wi_0":  # for all parameters: one warning a layer
         _warn_of_copies(array, further, where.mesh)
     return tuple(large_axes(axes, where.mesh) for axes in further)
 

@@ -413,9 +413,9 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     Programs with kernels need this, since they hold addresses of their GPUs' memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # Otherwise the program is lowered for another machine.
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
         return _devices_p.bind(x)
+    # The program is lowered for another machine, whose devices are not known.
     return x
 
 

@@ -269,11 +269,12 @@ class OperandRing:
                 if meanwhile is not None:
                     meanwhile(step)
                 # After this wait, only this step's matmuls may still run: the previous stage is
-                # free.
+                # free. There is none if `count` is 0.
                 plgpu.wgmma_wait(matmuls)
                 pl.when((step > 0) & (step <= count))(lambda: self._free(used + (step - 1)))
                 return feeder.follow(used + step, feed)
 
+            # Equal to `count`, unless that is 0: then there are no stages to free.
             all_steps = jnp.maximum(count, least)
             following = lax.fori_loop(0, all_steps, take_step, first_feed)
             total = accumulator[...]
