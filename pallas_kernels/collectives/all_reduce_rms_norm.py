@@ -179,15 +179,11 @@ class _Body:
         # The residual of the only row is loaded before the waits for peers, which hides the load.
         only_residual = self._load(here.residual, first_row) if self._one_row else None
 
-        def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
-            sums = self._row_of_sums(refs, row)
-            if signal:
-                fabric.delay_point(1)
-            self._norm(_Row(row, sums, residual, scale), here, half, scratch, signal)
-
         def norm_row(i: jax.Array, _: None) -> None:
             row = first_row + i
-            norm(row, self._load(here.residual, row), lax.rem(i, jnp.int32(2)))
+            residual, half = self._load(here.residual, row), lax.rem(i, jnp.int32(2))
+            sums = self._row_of_sums(refs, row)
+            self._norm(_Row(row, sums, residual, scale), here, half, scratch)
 
         if self.two_shot:
             self._sum_share(refs, first_row, num_rows)
@@ -196,17 +192,21 @@ class _Body:
             self._signal(release=True)
             self._wait()
             fabric.delay_point(2)
-        if self._one_row:
-            # With one shot, `_norm` signals once all warpgroups have read the row of all ranks.
-            signal = None if self.two_shot else lambda: self._signal(release=False)
-            norm(first_row, only_residual, half=0, signal=signal)
-        else:
+        if not self._one_row:
             lax.fori_loop(0, num_rows, norm_row, None)
-        if not self.two_shot:
-            if not self._one_row:
+            if not self.two_shot:
                 fabric.delay_point(1)
                 self._meet(scratch)
                 self._signal(release=False)
+        else:
+            row = _Row(first_row, self._row_of_sums(refs, first_row), only_residual, scale)
+            signal = None
+            if not self.two_shot:
+                fabric.delay_point(1)
+                # `_norm` signals once all warpgroups have read the row of all ranks.
+                signal = functools.partial(self._signal, release=False)
+            self._norm(row, here, 0, scratch, signal)
+        if not self.two_shot:
             self._wait()
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:

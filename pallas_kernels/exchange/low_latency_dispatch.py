@@ -35,7 +35,7 @@ from pallas_kernels.exchange.low_latency import RowTransfer, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, count_width, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
-from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
 # A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
 _COUNTED_AT_ONCE = 1024
@@ -57,12 +57,13 @@ def low_latency_dispatch(
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
-    of_ranks = [(num_ranks, num_tokens * top_k), (num_ranks, count_width(num_experts))]
-    shapes = [*of_ranks, (per_rank,), (per_rank,), (1,), (1,)]
+    rows_and_counts = [(num_ranks, num_tokens * top_k), (num_ranks, count_width(num_experts))]
+    # group_sizes, expert_counts, num_dropped, rows_needed
+    groups_shapes = [(per_rank,), (per_rank,), (1,), (1,)]
     tokens, rows, counts, *groups = _run(
         "ep_dispatch_ll",
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
-        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows_and_counts + groups_shapes],
         RowTransfer(fabric, channels, plan, "dispatch"),
         buffer,
         routes_known=False,
@@ -229,31 +230,39 @@ class _Dispatch:
         fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(refs, scratch)
-        sources = [endpoint.rank, *endpoint.peers]
-        for i, (token, exists) in enumerate(transfer.tokens()):
-
-            def places_of(j: int, i: int = i, token: Any = token, exists: Any = exists):
-                """Returns the row here of each choice of the block's i-th token of sources[j]."""
-                source, choices = sources[j], range(self.top_k)
-                if self.routes_known:
-                    rows = fabric.mine(refs.rows)
-                    places = [rows[source, token * self.top_k + choice] for choice in choices]
-                else:
-                    places = [scratch.token_rows[source, i, choice] for choice in choices]
-                return [jnp.where(exists, place, fb.NOWHERE) for place in places]
-
-            # Places in global memory are read once. Those in shared memory are read wherever they
-            # are needed, since registers cannot hold those of all ranks.
-            if self.routes_known:
-                places_of = functools.cache(places_of)
-            for number, tile in enumerate(sent[i]):
-                self._store(refs.tokens, number, tile, places_of(0))
-            comes = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
-            for number, arrived in enumerate(transfer.receive(endpoint, i, comes, exact=True)):
-                for j, tile in enumerate(arrived, start=1):
-                    self._store(refs.tokens, number, tile, places_of(j))
+        for i, tiles in enumerate(sent):
+            self._receive(endpoint, i, tiles, refs, scratch)
         fabric.delay_point(2)
         endpoint.close()
+
+    def _receive(
+        self, endpoint: Endpoint, i: int, sent: Sequence[Any], refs: _Refs, scratch: fb.Scratch
+    ) -> None:
+        """Stores the tiles of the block's i-th token of every rank; `sent` are this rank's."""
+        token, exists = self.transfer.tokens()[i]
+        sources = [endpoint.rank, *endpoint.peers]
+
+        def places_of(j: int) -> list[jax.Array]:
+            """Returns the row here of each choice of the token of sources[j]."""
+            source, choices = sources[j], range(self.top_k)
+            if self.routes_known:
+                rows = self.fabric.mine(refs.rows)
+                places = [rows[source, token * self.top_k + choice] for choice in choices]
+            else:
+                places = [scratch.token_rows[source, i, choice] for choice in choices]
+            return [jnp.where(exists, place, fb.NOWHERE) for place in places]
+
+        # Places in global memory are read once. Those in shared memory are read wherever they are
+        # needed, since registers cannot hold those of all ranks.
+        if self.routes_known:
+            places_of = functools.cache(places_of)
+        for number, tile in enumerate(sent):
+            self._store(refs.tokens, number, tile, places_of(0))
+        peer_sends = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
+        received = self.transfer.receive(endpoint, i, peer_sends, exact=True)
+        for number, tile_of_peers in enumerate(received):
+            for j, tile in enumerate(tile_of_peers, start=1):
+                self._store(refs.tokens, number, tile, places_of(j))
 
     def _send_choices(self, topk_idx: Any) -> None:
         """Sends the experts that this rank's tokens choose to all ranks, from block 0."""
@@ -284,10 +293,10 @@ class _Dispatch:
             """Calls `function` with each source rank whose tokens this mover handles."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.transfer.warpgroup
-                all_have_one = first + plan.warpgroups <= self.fabric.num_ranks
-                pl.when(all_have_one or source < self.fabric.num_ranks)(
-                    lambda source=source: function(source)
-                )
+                # Without a branch, unless there are too few sources left for all movers.
+                all_exist = first + plan.warpgroups <= self.fabric.num_ranks
+                is_source = True if all_exist else source < self.fabric.num_ranks
+                pl.when(is_source)(functools.partial(function, source))
 
         each_source(lambda source: self._count(source, scratch))
         plgpu.barrier_arrive(scratch.experts.counts_full)
@@ -306,7 +315,7 @@ class _Dispatch:
         choices = scratch.choices.at[source, pl.ds(0, num_choices)]
         fabric.read_halves(source, choices, "dispatch")
         fabric.barrier()
-        earlier = lax.axis_index("block") * self.transfer.plan.tokens_per_block * self.top_k
+        first_entry = lax.axis_index("block") * self.transfer.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
             size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, WARPGROUP))
             experts = fb.load(scratch.choices.at[source, pl.ds(start, size)], 1)
@@ -314,7 +323,7 @@ class _Dispatch:
             if start + size > num_choices:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
             fb.count(all_counts.at[source], experts, expert_rows.num_experts)
-            experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
+            experts = jnp.where(entries < first_entry, experts, fb.NOWHERE)
             bins = next_rows.at[source, pl.ds(0, width)]
             fb.count(bins, experts, expert_rows.num_experts)
         fabric.barrier()
@@ -323,15 +332,7 @@ class _Dispatch:
         """Writes the rows of `source`'s tokens of this block to `token_rows` and `rows`."""
         fabric, expert_rows, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = expert_rows.count_width, expert_rows.num_local_experts
-        entries = pl.ds(0, width)
-        next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
-        next_rows = next_rows + fb.load(scratch.group_starts, 1)
-        # The rows of a group are sorted by source rank, then by token.
-        for rank in range(fabric.num_ranks - 1):
-            counted = fb.load(scratch.experts.all_counts.at[rank], 1)
-            next_rows = next_rows + jnp.where(rank < source, counted, jnp.zeros_like(counted))
-        scratch.next_rows_from[source, entries] = next_rows
-        fabric.barrier()
+        self._find_next_rows(source, scratch)
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.transfer.tokens()):
             experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
@@ -354,3 +355,15 @@ class _Dispatch:
             def write_rows(token: Any = token, places: Any = places) -> None:
                 for choice, place in enumerate(places):
                     fabric.mine(rows)[source, token * top_k + choice] = place
+
+    def _find_next_rows(self, source: jax.Array, scratch: fb.Scratch) -> None:
+        """Turns the counts in `next_rows_from` into the rows of this block's first choices."""
+        entries = pl.ds(0, self.experts.count_width)
+        next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
+        next_rows = next_rows + fb.load(scratch.group_starts, 1)
+        # The rows of a group are sorted by source rank, then by token. No source follows the last.
+        for rank in range(self.fabric.num_ranks - 1):
+            counted = fb.load(scratch.experts.all_counts.at[rank], 1)
+            next_rows = next_rows + jnp.where(rank < source, counted, jnp.zeros_like(counted))
+        scratch.next_rows_from[source, entries] = next_rows
+        self.fabric.barrier()
