@@ -190,7 +190,7 @@ class _Body:
             fabric.delay_point(1)
             self._meet(scratch)
             self._signal(release=True)
-            self._wait()
+            fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")
             fabric.delay_point(2)
         if not self._one_row:
             lax.fori_loop(0, num_rows, norm_row, None)
@@ -207,7 +207,7 @@ class _Body:
                 signal = functools.partial(self._signal, release=False)
             self._norm(row, here, 0, scratch, signal)
         if not self.two_shot:
-            self._wait()
+            fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the one-shot kernel over the low-latency protocol."""
@@ -362,6 +362,3 @@ class _Body:
         @pl.when(lax.axis_index("warpgroup") == 0)
         def signal() -> None:
             self.fabric.signal(_SUMMED, 1, release=release)
-
-    def _wait(self) -> None:
-        self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

@@ -152,13 +152,9 @@ class _Combine:
     plan: Plan
     window: Window
 
-    @functools.cached_property
-    def steps_per_block(self) -> int:
-        return self.plan.steps_per_block(self.num_tokens)
-
     @property
     def receive_steps(self) -> int:
-        return min(self.plan.receive_steps, self.steps_per_block)
+        return min(self.plan.receive_steps, self.plan.steps_per_block(self.num_tokens))
 
     @functools.cached_property
     def step_tokens(self) -> int:
@@ -246,7 +242,7 @@ class _Combine:
 
         def begin(step: jax.Array) -> None:
             """Lists a step's rows, once peers have read the older sums that its sums overwrite."""
-            if self.steps_per_block > self.receive_steps:
+            if self.plan.steps_per_block(self.num_tokens) > self.receive_steps:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
             plgpu.barrier_arrive(scratch.listed.at[lax.rem(step, 2)])
@@ -310,7 +306,13 @@ class _Combine:
     ) -> jax.Array:
         """Writes the list [*index] of a sum, rows of y first; returns the number of these rows."""
         kept = [(place >= 0) & (place < self.capacity) for place in places]
-        count, indices = _indices_in_list(kept)
+        ones = [is_kept.astype(jnp.int32) for is_kept in kept]
+        count = sum(ones, jnp.int32(0))
+        # A worker loads only the first `count` rows of a list.
+        indices, next_kept, next_other = [], jnp.int32(0), count
+        for is_kept, one in zip(kept, ones, strict=True):
+            indices.append(jnp.where(is_kept, next_kept, next_other))
+            next_kept, next_other = next_kept + one, next_other + (1 - one)
         for choice, at in enumerate(indices):
             scratch.list_rows[*index, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
             scratch.list_weights[*index, at] = jnp.where(kept[choice], weights[choice], 1)
@@ -490,15 +492,3 @@ class _Combine:
             fb.any_of([(e >= first) & (e < first + per_rank) for e in experts])
             for first in range(0, self.fabric.num_ranks * per_rank, per_rank)
         ]
-
-
-def _indices_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the number of kept entries, and each entry's new index: kept ones go to the front."""
-    # A worker then loads only the first `count` rows of a list.
-    ones = [is_kept.astype(jnp.int32) for is_kept in kept]
-    count = sum(ones, jnp.int32(0))
-    indices, next_kept, next_other = [], jnp.int32(0), count
-    for is_kept, one in zip(kept, ones, strict=True):
-        indices.append(jnp.where(is_kept, next_kept, next_other))
-        next_kept, next_other = next_kept + one, next_other + (1 - one)
-    return count, indices

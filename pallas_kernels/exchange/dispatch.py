@@ -294,12 +294,7 @@ class _Kernel:
                 place = scratch.step_copies[i, choice]
                 first_row = jnp.where(place >= 0, place, first_row)
             stage = lax.rem(copied + i, jnp.int32(num_stages))
-            plgpu.copy_gmem_to_smem(
-                values.at[first_row],
-                scratch.copies.at[stage],
-                scratch.copy_full.at[stage],
-                oob_mode=fb.IN_BOUNDS,
-            )
+            fb.fetch(values.at[first_row], scratch.copies.at[stage], scratch.copy_full.at[stage])
 
         def copy_token(i: jax.Array, _: None) -> None:
             self._put_copies(i, lax.rem(copied + i, jnp.int32(num_stages)), values, scratch)
@@ -371,9 +366,8 @@ class _Dispatch(_Kernel):
         return fb.Scratch(
             **vars(super().scratch()),
             # For each expert of all ranks, how often the tokens of earlier blocks choose it. After
-            # `find_groups`, the next free row in the receive buffer of the expert's rank.
-            # `take_rows` looks up a row for every choice. For a choice whose id names no expert it
-            # uses the extra entry at `count_width`, and the result is ignored.
+            # `find_groups`, the next free row in the receive buffer of the expert's rank. The entry
+            # at `count_width` is for choices whose id names no expert.
             next_rows=plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32),
             counted=plgpu.Barrier(num_arrivals=_COUNTERS),
             # The receiver has called `fabric.connect`, so the sender may write to peers.
@@ -459,7 +453,6 @@ class _Dispatch(_Kernel):
 
     def _counts_of(self, warpgroup: Any, scratch: fb.Scratch) -> Any:
         """Returns the half of `experts.scan`, [count_width] int32, in which a warpgroup counts."""
-        # `ExpertRows.find_groups` uses `scan` only later.
         width = self.experts.count_width
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 

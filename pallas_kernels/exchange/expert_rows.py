@@ -75,12 +75,8 @@ class ExpertRows:
     def fetch_counts(self, counts: Any, scratch: fb.Scratch) -> None:
         """Starts to copy an earlier dispatch's counts, [N, count_width] int32, to shared memory."""
         for rank in range(self.fabric.num_ranks):
-            plgpu.copy_gmem_to_smem(
-                self.fabric.mine(counts).at[rank],
-                scratch.all_counts.at[rank],
-                scratch.counts_full,
-                oob_mode=fb.IN_BOUNDS,
-            )
+            counts_of_rank = self.fabric.mine(counts).at[rank]
+            fb.fetch(counts_of_rank, scratch.all_counts.at[rank], scratch.counts_full)
 
     def receive_counts(self, scratch: fb.Scratch) -> None:
         """Waits for the counts that every rank sends, and copies them to `all_counts`."""

@@ -10,7 +10,8 @@ for a signal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,24 +97,10 @@ class RowTransfer:
         `tiles` has one for each of `self.tiles()`; they go to `endpoint.peers[peer_index]`.
         `exact`: NaNs keep their bits. The receiver must pass the same to `receive`.
         """
+        send_to_peer = functools.partial(endpoint.send_to, peer_index, exact=exact)
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
-
-            @pl.when(predicate & exists)
-            def send_tile(i: int = i, tile: jax.Array = tile) -> None:
-                endpoint.send_to(peer_index, self.index(token, i), tile, exact=exact)
-
-    def send_tokens(self, endpoint: Endpoint, x: Any, topk_idx: Any) -> list[list[jax.Array]]:
-        """Sends this warpgroup's tiles of x [T, H] to the peers whose experts the tokens choose.
-
-        `topk_idx` is [T·K]. Returns the tiles of each of the block's tokens in registers.
-        """
-        sent = [self.load(self.fabric.mine(x), token) for token, _ in self.tokens()]
-        for i, (token, exists) in enumerate(self.tokens()):
-            ranks = self.ranks_of(topk_idx, token)
-            for j, peer in enumerate(endpoint.peers):
-                is_chosen = is_among(ranks, peer) & exists
-                self.send(endpoint, j, i, sent[i], is_chosen, exact=True)
-        return sent
+            index = self.index(token, i)
+            pl.when(predicate & exists)(functools.partial(send_to_peer, index, tile))
 
     def receive(
         self, endpoint: Endpoint, token: int, peer_sends: Sequence[jax.Array], *, exact: bool
@@ -166,17 +153,17 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
     return fb.any_of([other == rank for other in ranks])
 
 
-def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals that this rank has begun the call, or waits for the signals, in block 0.
+def hello(fabric: fb.Fabric) -> None:
+    """Signals to peers that this rank has begun the call, from block 0.
 
-    `function` is `fabric.signal` or `fabric.wait`, which gets the other arguments.
     The low-latency protocol requires that in every call each rank receives something from each
     peer. Kernels in which a rank might receive nothing else exchange this signal.
     """
+    pl.when(lax.axis_index("block") == 0)(lambda: fabric.signal(_HELLO, 1, release=False))
 
-    @pl.when(lax.axis_index("block") == 0)
-    def signal_or_wait() -> None:
-        function(_HELLO, 1, *args, **options)
+
+def wait_for_hellos(fabric: fb.Fabric, what: str) -> None:
+    pl.when(lax.axis_index("block") == 0)(lambda: fabric.wait(_HELLO, 1, what))
 
 
 def meet(fabric: fb.Fabric, together: Any) -> None:

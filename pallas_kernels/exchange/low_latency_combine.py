@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet, wait_for_hellos
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
@@ -150,9 +150,9 @@ class _Combine:
 
         @pl.when(warpgroup == warpgroups)
         def scout() -> None:
-            hello(self.fabric.signal, release=False)
+            hello(self.fabric)
             self._scout(y, rows, scratch)
-            hello(self.fabric.wait, "combine")
+            wait_for_hellos(self.fabric, "combine")
 
     def _pairs(self) -> list[_Pair]:
         """Returns the pairs of the block, in the order in which their rows are in the ring."""
@@ -209,7 +209,7 @@ class _Combine:
     def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: fb.Scratch) -> None:
         row = self.fabric.mine(y).at[place]
         into = scratch.stages.at[stage, pl.ds(0, row.shape[0])]
-        plgpu.copy_gmem_to_smem(row, into, scratch.full.at[stage], oob_mode=fb.IN_BOUNDS)
+        fb.fetch(row, into, scratch.full.at[stage])
 
     def _fetch_more(self, y: Any, scratch: fb.Scratch) -> None:
         """Copies into the ring those rows of y for which it had no free stage before."""
@@ -261,11 +261,7 @@ class _Combine:
         sums_of_own_tokens = []
         for pair in self._pairs():
             count = scratch.num_rows[pair.number]
-            add = functools.partial(
-                self._add, pair=pair, used=used, rows_of_block=rows_of_block, scratch=scratch
-            )
-            zeros = [transfer.zeros() for _ in transfer.tiles()]
-            sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
+            sums = self._sum_pair(pair, jnp.maximum(count, 0), used, rows_of_block, scratch)
             used = used + jnp.maximum(count, 0)
             sums = [total.astype(transfer.plan.dtype) for total in sums]
             peer_index = pair.number % self.fabric.num_ranks
@@ -286,36 +282,35 @@ class _Combine:
 
         meet(self.fabric, scratch.together)
 
-    def _add(
-        self,
-        r: jax.Array,
-        sums: Sequence[jax.Array],
-        *,
-        pair: _Pair,
-        used: jax.Array,
-        rows_of_block: jax.Array,
-        scratch: fb.Scratch,
+    def _sum_pair(
+        self, pair: _Pair, count: jax.Array, used: jax.Array, rows_of_block: Any, scratch: Any
     ) -> list[jax.Array]:
-        """Adds row r of a pair, number used + r of the block, times its weight, to `sums`."""
-        transfer, stage = self.transfer, self._stage(used + r)
-        plgpu.barrier_wait(scratch.full.at[stage])
-        added = []
-        for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
-            row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
-            row = row.astype(jnp.float32)
-            if self.weighted:
-                weight = scratch.weights[pair.number, scratch.choices[pair.number, r]]
-                row = vectors.times(row, weight, transfer.plan.vector)
-            added.append(total + row)
-        if not self.all_fit:
+        """Sums a pair's `count` rows, times their weights; earlier pairs have `used` rows."""
+        transfer = self.transfer
 
-            @pl.when(used + r + self.num_stages < rows_of_block)
-            def free_stage() -> None:
-                # This fence orders the next copy to the stage after this warpgroup's reads.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch.empty.at[self._stage(used + r)])
+        def add(r: jax.Array, sums: Sequence[jax.Array]) -> list[jax.Array]:
+            """Adds row r of the pair to `sums`, this warpgroup's tiles."""
+            stage = self._stage(used + r)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            added = []
+            for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
+                row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
+                row = row.astype(jnp.float32)
+                if self.weighted:
+                    weight = scratch.weights[pair.number, scratch.choices[pair.number, r]]
+                    row = vectors.times(row, weight, transfer.plan.vector)
+                added.append(total + row)
+            if not self.all_fit:
 
-        return added
+                @pl.when(used + r + self.num_stages < rows_of_block)
+                def free_stage() -> None:
+                    # This fence orders the next copy to the stage after this warpgroup's reads.
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(scratch.empty.at[self._stage(used + r)])
+
+            return added
+
+        return lax.fori_loop(0, count, add, [transfer.zeros() for _ in transfer.tiles()])
 
     def _receive(
         self, endpoint: Endpoint, i: int, ranks: Sequence[Any], own_sums: Sequence[Any], out: Any

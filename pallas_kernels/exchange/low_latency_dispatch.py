@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.low_latency import RowTransfer, hello, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet, wait_for_hellos
 from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, count_width, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
@@ -171,8 +171,7 @@ class _Dispatch:
             # For each source rank, the experts that its tokens choose.
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, WARPGROUP)), jnp.int32),
             # For each source rank and expert, the receive-buffer row of the rank's next token that
-            # chooses the expert. `take_rows` looks up a row for every choice. For a choice of
-            # another rank's expert it uses the extra element at `width`, and the result is ignored.
+            # chooses the expert. The entry at `width` is for choices of other ranks' experts.
             next_rows_from=plgpu.SMEM((ranks, width + WARPGROUP), jnp.int32),
             # The first row of each expert in the receive buffer of the expert's rank.
             group_starts=plgpu.SMEM((width,), jnp.int32),
@@ -205,7 +204,7 @@ class _Dispatch:
         """Runs the planner: finds where each expert's rows are, and zeroes unused rows."""
         fabric, expert_rows = self.fabric, self.experts
         if self.routes_known:
-            hello(fabric.signal, release=False)
+            hello(fabric)
             expert_rows.fetch_counts(refs.counts, scratch.experts)
             expert_rows.find_groups(scratch.experts)
         else:
@@ -217,7 +216,7 @@ class _Dispatch:
         fabric.delay_point(3)
         expert_rows.fill([refs.tokens], scratch.experts)
         if self.routes_known:
-            hello(fabric.wait, "dispatch")
+            wait_for_hellos(fabric, "dispatch")
 
     def _move(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a mover: sends tiles of this rank's tokens, and stores tiles it receives."""
@@ -226,7 +225,12 @@ class _Dispatch:
         endpoint = transfer.open()
         if not self.routes_known:
             self._send_choices(refs.topk_idx)
-        sent = transfer.send_tokens(endpoint, refs.x, refs.topk_idx)
+        sent = [transfer.load(fabric.mine(refs.x), token) for token, _ in transfer.tokens()]
+        for i, (token, exists) in enumerate(transfer.tokens()):
+            ranks = transfer.ranks_of(refs.topk_idx, token)
+            for j, peer in enumerate(endpoint.peers):
+                is_chosen = is_among(ranks, peer) & exists
+                transfer.send(endpoint, j, i, sent[i], is_chosen, exact=True)
         fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(refs, scratch)
@@ -338,12 +342,9 @@ class _Dispatch:
             experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
             is_local = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(ok, e, width) for e, ok in zip(experts, is_local, strict=True)]
+            last = i + 1 == self.transfer.plan.tokens_per_block
             found = expert_rows.take_rows(
-                experts,
-                scratch.next_rows_from,
-                scratch.experts,
-                leading=(source,),
-                last=i + 1 == self.transfer.plan.tokens_per_block,
+                experts, scratch.next_rows_from, scratch.experts, leading=(source,), last=last
             )
             places = [
                 jnp.where(ok, place, fb.NOWHERE) for ok, place in zip(is_local, found, strict=True)

@@ -24,8 +24,6 @@ from pallas_kernels.fabric.hardware import (
 )
 from pallas_kernels.formats import PLAIN, RowFormat
 
-Parts = list[tuple[int, jax.typing.DTypeLike]]
-
 # The size of a row that is sent must be a multiple of this many bytes.
 ROW_BYTES = 128
 # A quantized row must have a multiple of this many columns: each of a warpgroup's 4 warps then
@@ -141,7 +139,7 @@ class Row:
     wire: RowFormat = PLAIN
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> list[tuple[int, jax.typing.DTypeLike]]:
         """(columns, dtype) of a sent row's values and, if it is quantized, of its scales."""
         return self.wire.row_parts(self.hidden, self.dtype)
 
@@ -327,8 +325,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     # One for each expert, and some for choices that name none; see `dispatch._Dispatch.scratch`.
     next_rows = count_width(num_experts) + WARPGROUP
-    # Of `ExpertRows`: counts by source rank, workspace of a prefix sum, ends of groups without and
-    # with padding.
+    # Of `ExpertRows`: for each expert, counts by source rank, and ends without and with padding.
     counts, prefix_sum, ends = num_ranks, 2, 2
     groups = (counts + prefix_sum + ends) * count_width(num_experts)
     return groups + next_rows + choices + lists

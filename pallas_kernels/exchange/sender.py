@@ -191,7 +191,8 @@ class Sender:
             rows = [routes.row(words, i) for words in lists_of_peers]
             further = routes.further_rows(list_here)
             if lists is not None:
-                self._put_lists(stage, entry, lists, peers, lists_of_peers, scratch)
+                by_peer = list(zip(peers, lists_of_peers, strict=True))
+                self._put_lists(stage, entry, lists, by_peer, scratch)
             plgpu.barrier_wait(ready.at[stage])
             for peer, row in zip(peers, rows, strict=True):
                 for part, ref in zip(scratch.stages, tokens, strict=True):
@@ -255,41 +256,27 @@ class Sender:
             quantized_rows.store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
-        self,
-        stage: jax.Array,
-        entry: jax.Array,
-        lists_ref: Any,
-        peers: Sequence[jax.Array],
-        lists_of_peers: Sequence[List],
-        scratch: fb.Scratch,
+        self, stage: Any, entry: Any, ref: Any, by_peer: Sequence[tuple[Any, List]], scratch: Any
     ) -> None:
-        """Writes a token's list for each peer to the peer's lists_ref[this rank, entry:]."""
+        """Writes a token's list for each peer to the peer's `ref` [this rank, entry:]."""
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
         # The size of a bulk copy must be a multiple of 16 bytes, that is, of 4 words.
         if num_words % 4:
-            for peer, words in zip(peers, lists_of_peers, strict=True):
+            for peer, words in by_peer:
                 for i, word in enumerate(words):
-                    fabric.peer(lists_ref, peer)[rank, entry + i] = word
+                    fabric.peer(ref, peer)[rank, entry + i] = word
             return
-        for peer, words in zip(peers, lists_of_peers, strict=True):
+        for peer, words in by_peer:
             for i, word in enumerate(words):
                 scratch.lists[stage, peer, i] = word
         plgpu.commit_smem()
-        for peer in peers:
-            plgpu.copy_smem_to_gmem(
-                scratch.lists.at[stage, peer],
-                fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
-                commit_group=False,
-            )
+        for peer, _ in by_peer:
+            there = fabric.peer(ref, peer).at[rank, pl.ds(entry, num_words)]
+            plgpu.copy_smem_to_gmem(scratch.lists.at[stage, peer], there, commit_group=False)
 
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: fb.Scratch) -> None:
         """Starts to copy row `token` of x, the row of the block's i-th token, into the ring."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
-        plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token],
-            ring.at[stage],
-            scratch.full.at[stage],
-            oob_mode=fb.IN_BOUNDS,
-        )
+        fb.fetch(self.fabric.mine(x).at[token], ring.at[stage], scratch.full.at[stage])

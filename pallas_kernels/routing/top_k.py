@@ -112,14 +112,9 @@ def top_k(
         given=tuple(given),
         has_one_bias=has_one_bias,
     )
-    return Chosen(
-        *compiler.kernel(
-            kernel,
-            out_type=out_type,
-            num_blocks=pl.cdiv(rows, _ROWS),
-            kernel_name="top_k",
-        )(*given.values())
-    )
+    num_blocks = pl.cdiv(rows, _ROWS)
+    launch = compiler.kernel(kernel, out_type=out_type, num_blocks=num_blocks, kernel_name="top_k")
+    return Chosen(*launch(*given.values()))
 
 
 class _Pair(NamedTuple):
