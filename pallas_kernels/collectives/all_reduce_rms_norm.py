@@ -151,11 +151,6 @@ class _Body:
         return tiles.tile_length(self.dtype)
 
     @property
-    def _one_row(self) -> bool:
-        """Whether each block handles one row."""
-        return self.plan.num_blocks == self.num_rows
-
-    @property
     def tiles_per_row(self) -> int:
         return pl.cdiv(self.padded, self.tile)
 
@@ -176,8 +171,10 @@ class _Body:
         fabric.delay_point(0)
         fabric.connect()
         scale = self._load(here.scale)
-        # The residual of the only row is loaded before the waits for peers, which hides the load.
-        only_residual = self._load(here.residual, first_row) if self._one_row else None
+        # If each block has one row, its residual is loaded before the waits for peers, which hides
+        # the load.
+        has_one_row = self.plan.num_blocks == self.num_rows
+        only_residual = self._load(here.residual, first_row) if has_one_row else None
 
         def norm_row(i: jax.Array, _: None) -> None:
             row = first_row + i
@@ -192,7 +189,7 @@ class _Body:
             self._signal(release=True)
             fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")
             fabric.delay_point(2)
-        if not self._one_row:
+        if only_residual is None:
             lax.fori_loop(0, num_rows, norm_row, None)
             if not self.two_shot:
                 fabric.delay_point(1)

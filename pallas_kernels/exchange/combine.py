@@ -355,15 +355,12 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body(token, item)` for this worker's share of `per_token` items of each token.
-
-        `token` is an index in the step. Items are tiles of the sums for a token.
-        """
+        """Calls `body(i, item)` for this worker's share of `per_token` items of each token i."""
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
         tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
-        # Deals items to the workers round-robin, and continues the round from step to step, so that
-        # all workers get equal shares.
+        # Items are tiles of sums for the step's i-th token. Workers take them round-robin, and go on
+        # with the round from step to step, so that all workers get equal shares.
         next_worker = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - next_worker, workers)
 
@@ -411,7 +408,7 @@ class _Combine:
     def _sum_tile(
         self, index: tuple[Any, Any], count: jax.Array, columns: Any, y: Any, scratch: fb.Scratch
     ) -> jax.Array:
-        """Sums some columns of the `count` rows in the list [*index], in float32 registers."""
+        """Sums `columns` of the `count` rows of y in the list [*index], in float32 registers."""
         at_once = jnp.int32(self.rows_at_once)
 
         def add_rows(group: jax.Array, total: jax.Array) -> jax.Array:

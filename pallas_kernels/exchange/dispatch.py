@@ -267,7 +267,7 @@ class _Kernel:
     def _list_token(
         self, peer: jax.Array, entry: jax.Array, count: jax.Array, scratch: fb.Scratch
     ) -> jax.Array:
-        """Lists a peer's token, after `count` listed ones, if it has several rows here."""
+        """Lists a peer's token if it has several rows here; returns `count` of listed tokens."""
         # The rows of the token's choices are step_rows[peer, entry : entry + K].
         places, num_places = [], jnp.int32(0)
         for choice in range(self.top_k):
