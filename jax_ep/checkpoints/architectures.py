@@ -110,7 +110,7 @@ def _others(*names: str) -> Tensors:
 
 
 def _each(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of models whose experts, in `module`, have three tensors each."""
+    """Lists the three tensors of each expert in `module`; the other arguments are their names."""
     return (
         Tensor(("wi_0",), f"{module}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{module}.{{e}}.{up}.weight", "F H"),

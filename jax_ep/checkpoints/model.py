@@ -312,7 +312,7 @@ class _Stored:
         # With a tensor for each expert, row e of the arrays goes to tensor e.
         by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
-        # Tries the arrays as they are (None), then split along the first axis only, then replicated.
+        # Tries the arrays as they are (None), then split along the first axis, then replicated.
         for split_axes in (None, 1, 0):
             if split_axes is not None:
                 shardings = jax.tree.map(lambda s, n=split_axes: _gathered(s, n), shardings)
@@ -433,7 +433,7 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     writers: list[int | None] = [None] * shape[0]
     # Processes are entered in descending order, so that the first one that holds a row stays.
     for process in sorted(held, reverse=True):
-        # How many numbers of each row the process has: its boxes are disjoint, since it is a set.
+        # How many numbers of each row the process has. Boxes of a sharding are equal or disjoint.
         covered = np.zeros(shape[0], np.int64)
         for (first, last), *columns in held[process]:
             covered[first:last] += math.prod(stop - start for start, stop in columns)

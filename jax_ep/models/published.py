@@ -59,8 +59,8 @@ def load_params(
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
-    They are loaded with the shardings of `jax_ep.models.decoder.specs`, and then moved to
-    `shardings`, a `Params` of shardings; None: they stay.
+    They are loaded with the shardings in which a step uses them (`jax_ep.models.decoder.specs`),
+    and then moved to `shardings`, a `Params` of those between steps; None: they stay.
     """
     of_moe = on_mesh(config, mesh).moe
     params = _load(
