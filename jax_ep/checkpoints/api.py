@@ -81,9 +81,6 @@ def load_moe_params(
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
             `num_slots`, slot s holds a copy of expert s % E (`Placement.in_order`).
 
-    Returns:
-        The configuration and the parameters.
-
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the model is not supported; a tensor is missing, misshapen or unknown; a field
@@ -160,19 +157,16 @@ class PlannedArray:
             shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
             # Frees the shard's host memory before the next one is read, unless a CPU uses it.
             del part
-        make = jax.make_array_from_single_device_arrays
-        if format is None:
-            return make(shape, sharding, shards)
         # The spec is of the array's axes; `Transposed` stores these in another order.
-        if isinstance(sharding, NamedSharding):
+        if format is not None and isinstance(sharding, NamedSharding):
             spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
             sharding = NamedSharding(sharding.mesh, spec)
-        return QuantizedArray(
-            make(format.values_shape(shape), sharding, [shard.values for shard in shards]),
-            make(format.scales_shape(shape), sharding, [shard.scales for shard in shards]),
-            format,
-            self.dtype,
-        )
+
+        # Of a `QuantizedArray`, values and scales are made of the shards' values and scales.
+        def make(whole: jax.ShapeDtypeStruct, *parts: jax.Array) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(whole.shape, sharding, list(parts))
+
+        return jax.tree.map(make, self.struct(shape), *shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,16 +289,12 @@ def load_moe(
 def load_others(directory: PathLike, layer: int) -> dict[str, np.ndarray]:
     """Loads the tensors of a layer's MoE block that are no parameters of the layer.
 
-    The caller of the layer applies them; the page "Published models" shows how.
-
-    Returns:
-        A dict that maps the name of each tensor after "layers.<layer>." to its array, as it is
-        stored. Quantized tensors become float32.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_moe_params`.
+    The caller of the layer applies them; the page "Published models" shows how. The result maps the
+    name of each tensor after "layers.<layer>." to its array, as it is stored; quantized tensors
+    become float32. Errors are those of `load_moe_params`.
     """
-    return open_block(directory, layer).read_others()
+    opened = open_block(directory, layer).open_others().items()
+    return {name: stored.read((slice(None),) * len(stored.shape)) for name, stored in opened}
 
 
 def save_moe(
@@ -376,10 +366,8 @@ def save_moe(
 def _block_to_save(
     directory: PathLike, layer: int, config: MoEConfig | None, overwrite: bool
 ) -> tuple[Block, bool, list[str]]:
-    """Returns the block to write, whether it is added, and the names of tensors that it replaces.
-
-    `config` is that of an NNX layer, else None. See `overwrite` of `save_moe`.
-    """
+    """Returns the block to write, whether it is added, and names of tensors that it replaces."""
+    # `config` is that of an NNX layer, else None. See `overwrite` of `save_moe`.
     try:
         if added := plan_block(directory, layer):
             return added, True, []

@@ -836,8 +836,5 @@ def published_root(model_type: str, is_multimodal: bool) -> str:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns a dict that maps each supported `model_type` of config.json to its architecture.
-
-    A `model_type` of several architectures maps to the first of them.
-    """
+    """Returns a dict from each supported `model_type` of config.json to its first architecture."""
     return {model_type: row for row in reversed(TABLE) for model_type in row.model_types}

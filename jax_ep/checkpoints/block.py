@@ -97,10 +97,8 @@ class Block:
         return tuple(sizes[letter] for letter in self.axes(param))
 
     def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
-        """Raises ValueError unless `params` have the block's names and shapes.
-
-        The message calls them `subject`, and ends with `hint`.
-        """
+        """Raises ValueError unless `params` have the block's names and shapes."""
+        # The message calls them `subject`, and ends with `hint`.
         wanted = {name: self.shape(name) for name in self.params()}
         shapes = {name: value.shape for name, value in params.items()}
         if shapes != wanted:
@@ -182,10 +180,8 @@ class Block:
             )
 
     def in_its_modules(self) -> list[str]:
-        """Lists the directory's tensors in the modules that hold the block, such as "mlp.".
-
-        They are the block's, its scales, or of another model: nothing else is in these modules.
-        """
+        """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
+        # They are the block's, its scales, or of another model: nothing else is in these modules.
         tensors: list[Tensor] = []
         for item in self.architecture.tensors:
             tensors += itertools.chain(*item.layouts) if isinstance(item, OneOf) else [item]
@@ -259,10 +255,8 @@ class Block:
     def _read_into(
         self, into: Parameter, tensor: Tensor, param: str, taken: Mapping[str, slice]
     ) -> None:
-        """Reads a slice of a parameter, `taken` of each axis by letter, into the array `into`.
-
-        If the tensor is read expert by expert, `into` has no axis E, and the slice one expert.
-        """
+        """Reads a slice of a parameter, `taken` of each axis by letter, into the array `into`."""
+        # If the tensor is read expert by expert, `into` has no axis E, and the slice one expert.
         encoding = self.open(tensor, taken["E"].start if "E" in taken else 0)
         letters = self.axes(param)[-into.ndim :]
         where, stored_letters = _place(tensor, param, taken, self.sizes)
@@ -286,27 +280,20 @@ class Block:
         """Opens the tensors of `others`, by their names after `prefix`."""
         return {t.name: self.open(t, 0) for t in self.tensors if not t.params}
 
-    def read_others(self) -> dict[str, np.ndarray]:
-        """Reads the tensors of `others` whole, dequantized."""
-        opened = self.open_others().items()
-        return {name: encoding.read(_whole(encoding.shape)) for name, encoding in opened}
-
     def write(
         self,
         params: Mapping[str, Parameter],
         into: Directory,
         others: Mapping[str, np.ndarray] = {},
     ) -> None:
-        """Writes the parameters, and the tensors of `others`, to a directory that has the tensors.
-
-        A `QuantizedArray` in the stored format is written with its own values and scales; another
-        is dequantized and encoded like the tensor.
-        """
+        """Writes the parameters and the tensors of `others` to a directory that has the tensors."""
+        # A `QuantizedArray` in the stored format is written with its own values and scales; another
+        # is dequantized and encoded like the tensor.
         block = dataclasses.replace(self, directory=into)
         for tensor in self.tensors:
             if tensor.name in others:
                 array = others[tensor.name]
-                block.open(tensor, 0).write(_whole(array.shape), array)
+                block.open(tensor, 0).write((slice(None),) * array.ndim, array)
             if not tensor.params:
                 continue
 
@@ -326,10 +313,8 @@ class Block:
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
     ) -> None:
-        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None.
-
-        `arrays` has the tensor's parameters by name; with `expert`, those of the expert, without E.
-        """
+        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None."""
+        # `arrays` has the tensor's parameters by name; with `expert`, this expert's, without E.
         encoding = self.open(tensor, expert or 0)
         if isinstance(encoding, Blockwise) and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
@@ -374,10 +359,8 @@ class Block:
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
     ) -> TensorTypes:
-        """Returns the dtype and shape of each tensor, scales included, of a block to be added.
-
-        `dtypes` has the parameters' dtypes by name, and `others` the tensors of `load_others`.
-        """
+        """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
+        # `dtypes` has the parameters' dtypes by name, and `others` the tensors of `load_others`.
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             if not tensor.params:
@@ -446,9 +429,6 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 
     With `replaces`, the block takes the place of what the directory holds for this layer, and takes
     no names and encodings from its other blocks. Returns None if the directory has the block.
-
-    The prefix of the tensors' names, such as "model.layers.3.", is the prefix of the nearest MoE
-    block, else of the nearest layer, else of the published model, with this layer's number.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -456,6 +436,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     if prefix is not None:
         return _block(directory, prefix, keys) if replaces else None
     like = None
+    # The prefix is that of the nearest MoE block, else of the nearest layer, else of the published
+    # model, with this layer's number.
     blocks, _ = _routers(directory, keys)
     layers = [found for name in directory.files if (found := _LAYER.match(name))]
     if blocks and not replaces:
@@ -476,11 +458,9 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 def new_block(
     config: Mapping[str, Any], layer: int, path: Path, others: Collection[str] = ()
 ) -> Block:
-    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`.
-
-    `path` is the directory that errors name. `others` are names of tensors to be written that are
-    no parameters of a layer. A block may have some of them, in one of several layouts.
-    """
+    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`."""
+    # `path` is the directory that errors name. `others` are names of tensors to be written that are
+    # no parameters of a layer. A block may have some of them, in one of several layouts.
     keys = look_up(path, layer, config)
     # A directory that holds only `others`, from which `_choose_tensors` sees the block's layout.
     # What `path` holds now does not matter.
@@ -588,10 +568,8 @@ def _choose_tensors(
     keys: Keys,
     quantization: encodings.Quantization,
 ) -> Tensors:
-    """Returns the tensors that an MoE block must have, in one layout of each `OneOf`.
-
-    It is the layout in the directory, and for a new block the first that suits the quantization.
-    """
+    """Returns the tensors that an MoE block must have, in one layout of each `OneOf`."""
+    # It is the layout in the directory, and for a new block the first that suits the quantization.
 
     def is_there(layout: Tensors) -> bool:
         return encodings.is_stored(directory, prefix + layout[0].name.format(e=0))
@@ -641,11 +619,9 @@ def _size(token: str, sizes: Mapping[str, int]) -> int:
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Finds the slice of a stored tensor that holds a slice of a parameter.
-
-    `taken` is the parameter's slice of each axis, by its letter, and `sizes` are the axes' sizes.
-    Returns a slice for each axis of the tensor, and the letters of its axes without G.
-    """
+    """Finds the slice of a stored tensor that holds a slice of a parameter."""
+    # `taken` is the parameter's slice of each axis, by its letter, and `sizes` are the axes' sizes.
+    # Returns a slice for each axis of the tensor, and the letters of its axes without G.
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
     # and alternate in "FG".
     g = tensor.params.index(param)
@@ -666,20 +642,14 @@ def _place(
     return tuple(index), letters
 
 
-def _whole(shape: tuple[int, ...]) -> Index:
-    return tuple(slice(0, size) for size in shape)
-
-
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
     """Transposes an array with axes `axes` to the order of `letters`, some of which it may lack."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
 
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
-    """Reads a slice of a stored tensor, decoded and cast, into an array in its axis order.
-
-    `into` lacks the tensor's axes before the last two, of which the slice has one entry.
-    """
+    """Reads a slice of a stored tensor, decoded and cast, into an array in its axis order."""
+    # `into` lacks the tensor's axes before the last two, of which the slice has one entry.
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return

@@ -70,10 +70,8 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _check_scales(
     directory: Directory, name: str, scales: np.ndarray, used: np.ndarray | bool = True
 ) -> None:
-    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`.
-
-    `used` says of each scale whether it scales a number other than 0.
-    """
+    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`."""
+    # `used` says of each scale whether it scales a number other than 0.
     numbers = scales.astype(np.float32)
     wrong = ~np.isfinite(numbers) | (numbers < 0) | ((numbers == 0) & used)
     if wrong.any():
@@ -134,10 +132,8 @@ class Blockwise:
         return self.format.decode(self._load_checked(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, numbers: np.ndarray) -> None:
-        """Encodes `numbers`, and writes the blocks of the slice `index` that they change.
-
-        Each block is whole in the slice, or partial only because the tensor ends there.
-        """
+        """Encodes `numbers`, and writes the blocks of the slice `index` that they change."""
+        # Each block is whole in the slice, or partial only because the tensor ends there.
         blocks, within = self._blocks(index)
         old = self._load(blocks)
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], numbers)
@@ -148,9 +144,7 @@ class Blockwise:
         new_values, new_scales = self.format.encode(self._padded(numbers), **options)
         changed_blocks = self._any_of_block(self._padded(changed))
         # Repeats the flag of a block for each of its values.
-        changed_values = changed_blocks
-        for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
-            changed_values = np.repeat(changed_values, size, axis=axis)
+        changed_values = np.kron(changed_blocks, np.ones(self._values_block, np.bool_))
         self._store(
             blocks,
             np.where(changed_values, new_values, old[0]),
@@ -166,10 +160,8 @@ class Blockwise:
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Converts a slice in numbers to one in blocks; ValueError unless it has whole blocks.
-
-        A parameter that stays quantized has no padding, so it cannot take a partial last block.
-        """
+        """Converts a slice in numbers to one in blocks; ValueError unless it has whole blocks."""
+        # A parameter that stays quantized has no padding, so it cannot take a partial last block.
         blocks, within = self._blocks(index)
         for taken, size in zip(within, self._block, strict=True):
             # A step of 2 takes one of two parameters whose rows or columns alternate.
@@ -348,10 +340,8 @@ class Scaled:
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
     def _scales_of(self, index: Index, values: np.ndarray) -> np.ndarray:
-        """Returns the scale of each number in a slice, in float32, and checks the scales.
-
-        `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
-        """
+        """Returns the scale of each number in a slice, in float32, and checks the scales."""
+        # `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
         # For each axis, the block of each number in the slice.
         places = [
             np.arange(*taken.indices(n)) // (n // count)
@@ -431,10 +421,8 @@ def is_stored(directory: Directory, name: str) -> bool:
 
 
 def belongs_to_quantized(directory: Directory, name: str) -> bool:
-    """Returns whether a tensor holds scales, or the like, of a quantized one in the directory.
-
-    It is then read together with the quantized tensor, and is no weight of its own.
-    """
+    """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
+    # It is then read together with the quantized tensor, and is no weight of its own.
     # Possible names of the quantized one. A module's "input_scale" or "scale" is of its "weight".
     bases = {name.rpartition(".")[0] + ".weight"} - {name}
     for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):

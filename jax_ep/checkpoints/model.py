@@ -72,7 +72,7 @@ def load_model(
     """Loads all weights of a published model: every MoE block, and all other weights by name.
 
     Several threads read at a time. A process reads only the shards of its own devices, and holds at
-    most four shards besides the results.
+    most four shards besides the results. Errors are those of `load_moe_params`.
 
     Args:
         directory, mesh, quantized, progress, fields: as in `jax_ep.checkpoints.load_moe_params`,
@@ -85,9 +85,6 @@ def load_model(
             (`jax_ep.checkpoints.load_others`). They become `weights`.
         sharding: a function (name, shape) -> `jax.sharding.Sharding` for `weights`. None: they are
             replicated on the mesh.
-
-    Raises:
-        FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.
     """
     api.check_arguments(mesh, param_dtype, quantized)
     files = Directory(directory)
@@ -305,10 +302,8 @@ class _Stored:
         for_each(write_part, [part for part, writer in pairs if writer == jax.process_index()])
 
     def _writers(self) -> tuple[list[int], dict[str, Any]]:
-        """Returns the process that writes each tensor, and the shardings to gather arrays to.
-
-        The writer has all parts of the tensor; arrays are gathered as little as this needs.
-        """
+        """Returns the process that writes each tensor, and the shardings to gather arrays to."""
+        # The writer has all parts of the tensor; arrays are gathered as little as this needs.
         # With a tensor for each expert, row e of the arrays goes to tensor e.
         by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
@@ -419,10 +414,8 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns for each row the first process that has all of it; None: no process has.
-
-    Without `by_row`, the whole array counts as one row.
-    """
+    """Returns for each row the first process that has all of it; None: no process has."""
+    # Without `by_row`, the whole array counts as one row.
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}  # by process: (start, stop) on each axis
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():

@@ -33,11 +33,9 @@ def mesh_of(
     fsdp: int = 1,
     tensor_parallel: int = 1,
 ) -> Mesh:
-    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
-
-    `data` has the ranks that remain. Without `expert_parallel`, the largest number that divides
-    ranks and experts is taken. ValueError if a number of ranks does not divide what it splits.
-    """
+    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model."""
+    # `data` has the ranks that remain. Without `expert_parallel`, the largest number that divides
+    # ranks and experts is taken. ValueError if a number of ranks does not divide what it splits.
     left = len(devices) // tensor_parallel
     expert_size = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     # Each number of ranks, and what it must divide.
@@ -84,11 +82,9 @@ def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> 
 
 
 def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns how a weight outside of MoE blocks, with its published name, is split.
-
-    Heads and the vocabulary are split over "tensor". Every matrix is also split over "fsdp", along
-    its first dimension that allows it: parts of an early dimension need few transposed copies.
-    """
+    """Returns how a weight outside of MoE blocks, with its published name, is split."""
+    # Heads and the vocabulary are split over "tensor". Every matrix is also split over "fsdp",
+    # along its first dimension that allows it: parts of an early one need few transposed copies.
     axes: list[list[str]] = [[] for _ in shape]
     module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if TENSOR_AXIS in mesh.axis_names:

@@ -32,11 +32,9 @@ _COPIED = (
 
 
 def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
-
-    `sizes` maps keys of a Qwen3-MoE's config.json to values. For a directory, it may only lower the
-    number of layers; anything else raises ValueError.
-    """
+    """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes."""
+    # `sizes` maps keys of a Qwen3-MoE's config.json to values. For a directory, it may only lower
+    # the number of layers; anything else raises ValueError.
     if isinstance(model, Path):
         published = read_config(model)
         # A model that `DecoderConfig.of` refuses later may lack this key.
