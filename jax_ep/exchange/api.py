@@ -139,31 +139,26 @@ def dispatch(
     _check_choices(x, topk_idx)
     num_experts = _check_num_experts(num_experts, axis_name)
     interface.check_output(output, interface.wire_format(wire_dtype))
+    if layout not in ("expert", "rank"):
+        raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
     if layout == "rank":
         checks.check_bool("zero_unused", zero_unused)
-        for name, value, default in (
-            ("capacity", capacity, None),
-            ("expert_alignment", expert_alignment, 1),
-            ("overflow", overflow, "tail"),
-            ("host_capacity", host_capacity, None),
-            ("zero_unused", zero_unused, True),
-        ):
-            if value != default:
-                raise ValueError(
-                    f'{name} must be {default!r} for layout="rank", which has a row for each '
-                    f"(source rank, token), but is {value!r}. See group_by_expert."
-                )
+        _check_rank_major(
+            capacity=capacity,
+            expert_alignment=expert_alignment,
+            overflow=overflow,
+            host_capacity=host_capacity,
+            zero_unused=zero_unused,
+        )
         if topk_weights is not None:
             check_weights(topk_weights, topk_idx.shape)
         layout_options: dict[str, Any] = dict(layout="rank")
-    elif layout != "expert":
-        raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
-    elif topk_weights is not None:
-        raise ValueError(
-            'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
-            "the weights to combine."
-        )
     else:
+        if topk_weights is not None:
+            raise ValueError(
+                'topk_weights is an argument of dispatch only with layout="rank"; with "expert", '
+                "give the weights to combine."
+            )
         most = checks.MAX_INT32
         expert_alignment = checks.check_integer("expert_alignment", expert_alignment, most=most)
         if host_capacity is not None:
@@ -200,6 +195,7 @@ def dispatch(
     weights = None if topk_weights is None else topk_weights.astype(jnp.float32)
     x, weights = gradients.match((x, weights), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
+    # The third result is the `RowGroups` or, in the rank-major layout, the received weights.
     tokens, route, groups_or_weights = gradients.dispatch_with_vjp(config, x, topk_idx, weights)
     if layout == "rank":
         received_weights = groups_or_weights
@@ -361,6 +357,17 @@ def _check_choices(x: Any, topk_idx: Any) -> None:
         )
 
 
+def _check_rank_major(**arguments: Any) -> None:
+    """Raises ValueError unless arguments that the layout "rank" lacks have their defaults."""
+    defaults = {"expert_alignment": 1, "overflow": "tail", "zero_unused": True}
+    for name, value in arguments.items():
+        if value != (default := defaults.get(name)):
+            raise ValueError(
+                f'{name} must be {default!r} for layout="rank", which has a row for each '
+                f"(source rank, token), but is {value!r}. See group_by_expert."
+            )
+
+
 def _check_num_experts(num_experts: int, axis_name: tuple[str, ...]) -> int:
     num_ranks = checks.num_ranks(axis_name)
     num_experts = checks.check_integer("num_experts", num_experts, most=checks.MAX_INT32)
@@ -413,8 +420,8 @@ def _checked_capacity(
 ) -> int:
     """Returns the checked capacity R; for None, enough rows for any routing (dropless)."""
     rows = routes.dropless_capacity(num_choices, num_local_experts, expert_alignment)
-    # Rows are int32. A given capacity may be less than some routing needs, but blocks must start
-    # at int32 rows.
+    # Blocks start at int32 rows, which are computed before rows past the capacity are dropped. So
+    # padding must not need more rows, also if a smaller capacity is given.
     if not checks.is_symbolic(rows) and rows > checks.MAX_INT32:
         unpadded = routes.dropless_capacity(num_choices, num_local_experts, 1)
         if unpadded <= checks.MAX_INT32:

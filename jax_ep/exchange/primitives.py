@@ -181,6 +181,7 @@ def _define(
                 "is one exchange between ranks. Fold the batch axis into the tokens "
                 "(x [B, T, H] -> [B * T, H]), or loop with jax.lax.map or jax.lax.scan."
             )
+        # Each element of the batch is an exchange of its own.
         results = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         # Routes and counts follow from the choices alone, so they are equal for the whole batch.
         shared = [_is_integer(result) for result in results]
@@ -191,6 +192,7 @@ def _define(
         name,
         abstract_eval=abstract_eval,
         lower=lower,
+        # Where JAX cannot define primitives, no kernel runs.
         inline=functools.partial(compute, xla_exchange),
         batch=batch,
     )
@@ -199,10 +201,10 @@ def _define(
 
 def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: Config) -> Any:
     """Applies a primitive to operands; `results` is that of `_define`."""
-    # Fields of config that do not change this exchange are reset, so that calls that differ only in
-    # them have equal parameters and share a lowering.
     # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.
     zero_unused = config.zero_unused or looks_for_nans()
+    # `grad_wire` and `quantized` do not change this exchange. They are reset, so that calls that
+    # differ only in them have equal parameters and share a lowering.
     config = dataclasses.replace(config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused)
     leaves, tree = jax.tree.flatten(operands)
     leaves = match_varying(leaves, config.axis_name)
