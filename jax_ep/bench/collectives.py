@@ -204,7 +204,7 @@ class _InPlaceLoop(Loop):
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the lookup table in the file of --write_table; {} if there is none."""
+    """Reads the file of --write_table, a `jax_ep.collectives.table`; {} if there is none."""
     if not os.path.exists(path):
         return {}
     try:

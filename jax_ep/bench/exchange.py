@@ -75,8 +75,9 @@ class ExchangeBench(runner.Bench):
     def build(self, row: Row, shared: None) -> Loop:
         work, mesh = make_work(row), expert_mesh(row["ranks"])
         prepare, step = make_operation(row["op"], work, row["implementation"])
-        arrays = operations.rank_seeds(mesh.size), work.topk_idx
-        state = compiled(on_ranks(prepare, mesh), *arrays)(*arrays)
+        # `prepare` makes what `step` takes on a rank from the rank's seed and its tokens' choices.
+        seeds_and_choices = operations.rank_seeds(mesh.size), work.topk_idx
+        state = compiled(on_ranks(prepare, mesh), *seeds_and_choices)(*seeds_and_choices)
         return Loop(step, state, mesh, row["iterations"], unroll=row["unroll"])
 
     def check(self, row: Row, loop: Loop, shared: None) -> bool:
@@ -91,9 +92,10 @@ class ExchangeBench(runner.Bench):
     def results(self, row: Row) -> Row:
         work = make_work(row)
         found: Row = {}
+        # None if it is not known how many bytes this implementation sends.
         if (sent := operations.sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
-        # Without the name of an implementation: what any must send.
+        # What any implementation must send, since none is named.
         must_cross = operations.sent_bytes(row["op"], work) or 0.0
         if least := floor(must_cross, operations.local_bytes(row["op"], work), self.bandwidths):
             found |= {"floor_us": least[0], "floor_set_by": least[1]}
@@ -174,13 +176,15 @@ def make_work(row: Row) -> Work:
     )
 
 
-def floor(remote: float, local: float, bandwidths: Bandwidths) -> tuple[float, str] | None:
+def floor(
+    sent_bytes: float, local_bytes: float, bandwidths: Bandwidths
+) -> tuple[float, str] | None:
     """Returns the least microseconds to move bytes, and what sets them; None if all are unknown."""
     times = []
-    if bandwidths.link is not None and remote:
-        times.append((remote / bandwidths.link * 1e6, "link"))
+    if bandwidths.link is not None and sent_bytes:
+        times.append((sent_bytes / bandwidths.link * 1e6, "link"))
     if bandwidths.memory is not None:
-        times.append((local / bandwidths.memory * 1e6, "memory"))
+        times.append((local_bytes / bandwidths.memory * 1e6, "memory"))
     return max(times, default=None)
 
 

@@ -157,15 +157,14 @@ class LayerBench(runner.Bench):
             return routing.top_k_routing(logits, shape.top_k, score=shape.score).topk_idx
 
         topk_idx = np.asarray(on_ranks(route, mesh)(*state[:2]))
-        needed = rows_needed(topk_idx, shape.num_experts)
-        average = topk_idx.size // mesh.size
-        # The most rows that a rank can receive: every token of all ranks, once for each of the
-        # rank's experts, but at most K times.
+        # The rows that a rank receives: on average, the most on any rank, and the most that are
+        # possible: every token of all ranks, once for each of the rank's experts, or K times.
+        average, needed = topk_idx.size // mesh.size, rows_needed(topk_idx, shape.num_experts)
         most = topk_idx.size // shape.top_k * min(shape.top_k, shape.num_experts // mesh.size)
-        # The rows that a rank receives (the mean and the most) and those of its receive buffer,
-        # which drops none; `compiled` adds them to the results.
+        # `compiled` adds these numbers to the results. "capacity" is of receive buffers.
         self.load = {"rows": average, "rows_needed": needed, "capacity": most}
         if self.args.capacity_factor:
+            # As many rows as asked for, but enough to drop none, in whole blocks of 128.
             rows = max(math.ceil(self.args.capacity_factor * average), needed)
             rows = -(-rows // 128) * 128
             self.load["capacity"] = min(rows, most)
@@ -271,9 +270,10 @@ class LayerBench(runner.Bench):
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Sums the kernels of matmuls and of the exchange; `device` has the fields of `DeviceTime`.
+    """Adds up the kernels' times of matmuls and of the exchange, in microseconds per call.
 
-    "if_hidden_us" is the device time if the shorter of the two sums ran beside the longer.
+    `device` has the fields of a `DeviceTime`. "if_hidden_us" is what the call would take if the
+    exchange and the matmuls, which run one after the other, ran at the same time.
     """
     by_kernel = device["by_kernel_us"]
     exchange = sum(us for name, us in by_kernel.items() if EXCHANGE.search(name))

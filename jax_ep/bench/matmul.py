@@ -140,10 +140,13 @@ class MatmulBench(runner.Bench):
             names = "; ".join(case.name for case in every_case)
             raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
         for name in args.implementations or []:
-            # A program may lack a dtype or a case, but not all of them.
-            cases = self.sizes.values()
-            why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
-            runner.check_available({name: why[0] if all(why) else None})
+            # An implementation may lack some dtypes or cases, but not all of them.
+            reasons = [
+                unavailable_reason(name, case, dtype)
+                for dtype in args.matmul_dtype
+                for case in self.sizes.values()
+            ]
+            runner.check_available({name: reasons[0] if all(reasons) else None})
         return [self._rows(case, op) for case in self.sizes.values() for op in args.ops]
 
     def _rows(self, case: Case, op: str) -> list[Row]:
@@ -215,13 +218,17 @@ class MatmulBench(runner.Bench):
         return {"flops": flops, "tflops": flops / row["wall"]["median_us"] * 1e-6}
 
     def measure(self, case: Sequence[Row]) -> list[Row]:
-        """Returns the results of the dense matmul first, then of the others, the fastest first."""
+        """Also adds "share_of_dense": a row's rate of operations over that of a dense matmul.
+
+        Returns the results of the dense matmul first, then of the others, the fastest first.
+        """
         rows = super().measure(case)
         timed = [row for row in rows if "wall" in row]
         dense = {row["matmul_dtype"]: row for row in timed if row["implementation"] == "dense"}
         for row in timed:
             yardstick = dense.get(row["matmul_dtype"], row)
             if yardstick is not row:
+                # Programs run in turns, so times of one round were measured at the same clock.
                 rounds = zip(yardstick["wall"]["all_us"], row["wall"]["all_us"], strict=True)
                 speedup = statistics.median(dense_us / us for dense_us, us in rounds)
                 row["share_of_dense"] = speedup * row["flops"] / yardstick["flops"]
@@ -279,16 +286,16 @@ def random_operands(case: Case) -> Operands:
 def to_float8(operands: Operands) -> Float8Operands:
     """Quantizes operands, with a leading axis of one rank, to forms that float8 matmuls take."""
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
+    lhs, grad, grad_1 = map(float8.quantize_rows, (o.lhs, o.grad, o.grad_1))
+    rhs, rhs_1 = map(float8.quantize_matrices, (o.rhs, o.rhs_1))
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
-    rows, matrices = float8.quantize_rows, float8.quantize_matrices
+    # The first result, rows that are not transposed, is None by default.
+    _, lhs_transposed = float8.transpose_rows(o.lhs, blocks)
+    _, grad_transposed = float8.transpose_rows(o.grad, blocks)
     found = Float8Operands(
-        rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
-        matrices=(matrices(o.rhs), matrices(o.rhs_1)),
-        # The first result, for rows that are not transposed, is None by default.
-        transposed=(
-            float8.transpose_rows(o.lhs, blocks)[1],
-            float8.transpose_rows(o.grad, blocks)[1],
-        ),
+        rows=(lhs, grad, grad_1),
+        matrices=(rhs, rhs_1),
+        transposed=(lhs_transposed, grad_transposed),
         groups=groups,
         group_sizes=o.group_sizes,
     )
