@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import jax
@@ -92,7 +93,6 @@ class ExchangeBench(runner.Bench):
     def results(self, row: Row) -> Row:
         work = make_work(row)
         found: Row = {}
-        # None if it is not known how many bytes this implementation sends.
         if (sent := operations.sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
         # What any implementation must send, since none is named.
@@ -117,8 +117,7 @@ class ExchangeBench(runner.Bench):
         names = args.implementations
         if names is None:
             names = IMPLEMENTATIONS.available(_problem(num_ranks))
-        ways = [(layout, wire, name) for layout in args.layouts for wire in args.wire_dtype
-                for name in names]  # fmt: skip
+        ways = [*product(args.layouts, args.wire_dtype, names)]
         if op in operations.DIRECTIONS:
             ways += [("expert", "none", name) for name in args.baselines]
         from_flags = "hidden", "num_experts", "top_k", "capacity_factor", "output"
@@ -176,15 +175,13 @@ def make_work(row: Row) -> Work:
     )
 
 
-def floor(
-    sent_bytes: float, local_bytes: float, bandwidths: Bandwidths
-) -> tuple[float, str] | None:
+def floor(sent: float, local: float, bandwidths: Bandwidths) -> tuple[float, str] | None:
     """Returns the least microseconds to move bytes, and what sets them; None if all are unknown."""
     times = []
-    if bandwidths.link is not None and sent_bytes:
-        times.append((sent_bytes / bandwidths.link * 1e6, "link"))
+    if bandwidths.link is not None and sent:
+        times.append((sent / bandwidths.link * 1e6, "link"))
     if bandwidths.memory is not None:
-        times.append((local_bytes / bandwidths.memory * 1e6, "memory"))
+        times.append((local / bandwidths.memory * 1e6, "memory"))
     return max(times, default=None)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -246,24 +247,15 @@ class LayerBench(runner.Bench):
     def _rows(self, name: str, shape: Shape, num_ranks: int, num_tokens: int) -> list[Row]:
         args = self.args
         work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens, **shape._asdict()}
+        fields = "implementation", "matmul_dtype", "token_chunks", "remat"
         rows = []
         for direction in args.directions:
-            programs = [
-                ("jax_ep", dtype, chunks, remat)
-                for dtype in args.matmul_dtype
-                for chunks in args.token_chunks
-                for remat in (["none"] if direction == "forward" else args.remat)
-            ]
+            remats = ["none"] if direction == "forward" else args.remat
+            programs = [*product(["jax_ep"], args.matmul_dtype, args.token_chunks, remats)]
             programs += [(baseline, "none", 1, "none") for baseline in args.baselines]
-            for implementation, matmul_dtype, chunks, remat in programs:
-                row = work | {
-                    "direction": direction,
-                    "implementation": implementation,
-                    "matmul_dtype": matmul_dtype,
-                    "token_chunks": chunks,
-                    "remat": remat,
-                }
-                if matmul_dtype != "none":
+            for program in programs:
+                row = work | {"direction": direction} | dict(zip(fields, program, strict=True))
+                if row["matmul_dtype"] != "none":
                     row["quantize"] = args.quantize
                 rows.append(row)
         return rows

@@ -141,12 +141,9 @@ class MatmulBench(runner.Bench):
             raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
         for name in args.implementations or []:
             # An implementation may lack some dtypes or cases, but not all of them.
-            reasons = [
-                unavailable_reason(name, case, dtype)
-                for dtype in args.matmul_dtype
-                for case in self.sizes.values()
-            ]
-            runner.check_available({name: reasons[0] if all(reasons) else None})
+            cases = self.sizes.values()
+            why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
+            runner.check_available({name: why[0] if all(why) else None})
         return [self._rows(case, op) for case in self.sizes.values() for op in args.ops]
 
     def _rows(self, case: Case, op: str) -> list[Row]:
@@ -218,10 +215,7 @@ class MatmulBench(runner.Bench):
         return {"flops": flops, "tflops": flops / row["wall"]["median_us"] * 1e-6}
 
     def measure(self, case: Sequence[Row]) -> list[Row]:
-        """Also adds "share_of_dense": a row's rate of operations over that of a dense matmul.
-
-        Returns the results of the dense matmul first, then of the others, the fastest first.
-        """
+        """Adds "share_of_dense"; returns the first dense matmul's row, then the fastest first."""
         rows = super().measure(case)
         timed = [row for row in rows if "wall" in row]
         dense = {row["matmul_dtype"]: row for row in timed if row["implementation"] == "dense"}
@@ -257,9 +251,6 @@ def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
     has_scales = dtype == float8.DTYPE
     problem = Problem((case.hidden, case.mlp), dtype, platform, has_scales=has_scales)
     return primitives.IMPLEMENTATIONS[name].unavailable_reason(problem)
-
-
-# ----------------------------------------------------------------- operands, programs and results
 
 
 def random_operands(case: Case) -> Operands:
@@ -328,12 +319,7 @@ def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands],
     def gated(o: Float8Operands) -> Any:
         gate, up = (each.transposed for each in o.matrices)
         return float8.gated_product_of_float8(
-            o.rows[0],
-            (gate, up),
-            o.group_sizes,
-            _SWIGLU,
-            keep=False,
-            implementation=implementation,
+            o.rows[0], (gate, up), o.group_sizes, _SWIGLU, keep=False, implementation=implementation
         )[0]
 
     def drhs(o: Float8Operands) -> Any:

@@ -32,8 +32,7 @@ class Bench:
 
     A *case* is the rows of programs that do the same work. A row first has the fields that identify
     its program, among them "implementation" and "ranks". In the table, `columns` follow the columns
-    of all benchmarks: work, sizes, program, times and, if `results` give it, "floor_us".
-    `facts` are the fields of the JSON file besides the rows.
+    of all benchmarks. `facts` are the fields of the JSON file besides the rows.
     """
 
     columns: Sequence[Column] = ()

@@ -213,10 +213,7 @@ def traced_launches(
     label: Callable[[Any], str] | None = None,
     gives_way: Callable[[str], bool] | None = None,
 ) -> list[list[Kernel]]:
-    """Profiles `run`; returns the launches on each GPU, as `launches_by_device` does.
-
-    Raises RuntimeError unless `num_devices` GPUs ran kernels.
-    """
+    """Profiles `run`; returns the launches on each GPU, as `launches_by_device` lists them."""
     options = jax.profiler.ProfileOptions()
     # Only the events of devices are read.
     options.host_tracer_level = 0
@@ -305,10 +302,8 @@ def summarize(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
         for name, values in durations.items():
             per_call, rest = divmod(len(values), calls)
             for call in range(calls):
-                if rest:
-                    totals[call] += sum(values) / calls
-                else:
-                    totals[call] += sum(values[call * per_call : (call + 1) * per_call])
+                of_call = values if rest else values[call * per_call : (call + 1) * per_call]
+                totals[call] += sum(of_call) / (calls if rest else 1)
             by_kernel[name] += sum(values) / calls
         per_rank.append(totals)
     longest_first = sorted(by_kernel.items(), key=lambda item: -item[1])

@@ -170,8 +170,8 @@ def _crossing(
     # log(second's time / first's), at both sizes: positive where `first` is faster.
     log_lower = math.log(lower[second]) - math.log(lower[first])
     log_upper = math.log(upper[second]) - math.log(upper[first])
+    if log_lower == log_upper:
+        return sizes[i]
     # The share of the way between the sizes at which it is 0, if it changes in a straight line.
-    share = 0.0
-    if log_lower != log_upper:
-        share = min(max(log_lower / (log_lower - log_upper), 0.0), 1.0)
+    share = min(max(log_lower / (log_lower - log_upper), 0.0), 1.0)
     return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** share)

@@ -69,10 +69,7 @@ def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """Divides rows x [..., H] by their root mean square and multiplies by `scale` [H].
-
-    Computes in float32, or x's dtype if that is wider, and rounds to `dtype`.
-    """
+    """Divides rows x [..., H] by their root mean square, times `scale` [H]; rounds to `dtype`."""
     wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

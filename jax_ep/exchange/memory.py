@@ -122,10 +122,7 @@ def result_bytes(
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`, attributes of `given`; returns the call's sizes.
-
-    A local operation gets the sizes of the exchange that computes it, on one rank.
-    """
+    """Checks `workspace_bytes`' arguments, attributes of `given`; returns the call's sizes."""
     operation, layout, output = given.operation, given.layout, given.output
     num_tokens, num_ranks, num_experts = given.num_tokens, given.num_ranks, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
@@ -157,7 +154,7 @@ def _checked(given: Any) -> CallSizes:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local_experts, num_hosts = num_experts // num_ranks, given.num_hosts
     if operation in LOCAL:
-        # An exchange of one rank, which has the N * T rows and the experts of the caller's rank.
+        # It runs as an exchange of one rank, which has the N * T rows and experts of this rank.
         num_tokens, num_experts = num_ranks * num_tokens, num_local_experts
         num_ranks, num_hosts, layout = 1, 1, "expert"
     capacity, host_capacity = given.capacity, given.host_capacity

@@ -181,7 +181,6 @@ def _define(
                 "is one exchange between ranks. Fold the batch axis into the tokens "
                 "(x [B, T, H] -> [B * T, H]), or loop with jax.lax.map or jax.lax.scan."
             )
-        # Each element of the batch is an exchange of its own.
         results = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         # Routes and counts follow from the choices alone, so they are equal for the whole batch.
         shared = [_is_integer(result) for result in results]

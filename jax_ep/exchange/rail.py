@@ -52,9 +52,8 @@ class Rail:
     def of(cls, num_hosts: int, config: Config) -> Rail:
         """Makes a `Rail` that sends all tokens; `of_tokens` adds the host_capacity."""
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
-        return cls(
-            config, num_hosts, ranks_per_host, lax.axis_index(config.axis_name) // ranks_per_host
-        )
+        host = lax.axis_index(config.axis_name) // ranks_per_host
+        return cls(config, num_hosts, ranks_per_host, host)
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
         """Returns a copy of this `Rail` for an exchange of tokens with choices topk_idx [T, K]."""
@@ -72,8 +71,7 @@ class Rail:
         """Returns `sent_tokens`: the first `capacity` tokens that chose experts of each host."""
         num_tokens = topk_idx.shape[0]
         chosen, position = self._positions(topk_idx)
-        # A token that chose no expert of a host gets the position T there. T is out of bounds, so
-        # the scatter drops this token, as it drops those at positions from `capacity` on.
+        # The scatter drops positions from `capacity` on, also T, that of a token without the host.
         position = jnp.where(chosen, position, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
         sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, capacity))
@@ -111,10 +109,7 @@ class Rail:
         return jnp.where(is_dropped, -1, topk_idx)
 
     def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whether a token chose an expert of another host, and how many before it did.
-
-        Both are [T, M]: entry [t, m] is about token t and host m, and is False or 0 for this host.
-        """
+        """Returns [T, M]: whether token t chose experts of another host m; how many before did."""
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
         chosen &= hosts != self.host
@@ -126,15 +121,11 @@ class Rail:
         valid = (topk_idx >= 0) & (topk_idx < self.config.num_experts)
         return jnp.where(valid, topk_idx // self.inside.num_experts, -1)
 
-    # ---------------------------------------------------------------- transfers between hosts
-
     @property
     def _groups(self) -> list[list[int]]:
         """The ranks of each rail, as `axis_index_groups` of a collective."""
-        return [
-            list(range(number, self.num_ranks, self.ranks_per_host))
-            for number in range(self.ranks_per_host)
-        ]
+        step = self.ranks_per_host
+        return [list(range(number, self.num_ranks, step)) for number in range(step)]
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Gathers x [...] from this rank and its counterparts; returns [M, ...], by host."""
@@ -202,10 +193,7 @@ class Rail:
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Yields for each host, in order, its sums [T, ...] for this rank's tokens.
-
-        `sums(source)` computes this rank's sums for the tokens that came from `source`.
-        """
+        """Yields each host's sums [T, ...] for this rank's tokens; `sums` computes a source's."""
         if not self.at_once:
             yield from self._sums_in_turns(sums)
             return

@@ -12,7 +12,7 @@ Received rows and counts equal those of an exchange in one level, but for droppe
 **Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
 few hosts only, and the kernels inside a host overlap with the network. A dispatch begins with the
 rows of its own host; a combine ends with the sums for its own host. With few tokens per rank, one
-call takes the tokens of all hosts. On hosts with one rank each, XLA computes the sums.
+call takes the tokens of all hosts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from pallas_kernels.exchange.plan import ROW_BYTES
 from pallas_kernels.formats import RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+# The choices [T, K] of this rank's tokens, and those of its counterparts' tokens, from `Rail.send`.
+_Choices = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class TwoLevel:
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         words, dtype = _words(x, config.wire)
-        rail, exchange = self._rail_and_exchange(config, words, routes.topk_idx, dtype)
+        rail, exchange = self._select(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         # Sends the rows of `source` to the buffer `received`, [R, words]; None: to a new buffer.
@@ -96,7 +98,7 @@ class TwoLevel:
     ) -> jax.Array:
         # If a host has several ranks, they send each other float32 sums; only the total is rounded.
         in_float32 = lax.axis_size(config.axis_name) > self.num_hosts
-        rail, exchange, inside = self._for_sums(config, y, routes.topk_idx, in_float32)
+        rail, exchange, inside = self._select_for_sums(config, y, routes.topk_idx, in_float32)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -112,9 +114,7 @@ class TwoLevel:
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
-        rail, exchange = self._rail_and_exchange(
-            config, words, topk_idx, dtype, list_words=list_words
-        )
+        rail, exchange = self._select(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -133,10 +133,11 @@ class TwoLevel:
                 parts.append(weights_here)
             if source is None:
                 return [_by_source_host(part, rail) for part in parts]
-            wholes = [None] * len(parts) if received is None else received
+            if received is None:
+                received = [jnp.zeros_like(p, shape=(rail.num_hosts, *p.shape)) for p in parts]
             return [
-                _place(whole, part, source.host, rail.num_hosts)
-                for whole, part in zip(wholes, parts, strict=True)
+                lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
+                for whole, part in zip(received, parts, strict=True)
             ]
 
         tokens, local_topk_idx, *weights_or_none = (
@@ -147,7 +148,7 @@ class TwoLevel:
         return received, RankRoutes(topk_idx, local_topk_idx), received_weights
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        rail, exchange, inside = self._for_sums(config, y, routes.topk_idx)
+        rail, exchange, inside = self._select_for_sums(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -157,17 +158,17 @@ class TwoLevel:
 
         return _sum_of_hosts(rail, sums, y)
 
-    def _for_sums(
+    def _select_for_sums(
         self, config: Config, y: jax.Array, topk_idx: jax.Array, in_float32: bool = False
     ) -> tuple[Rail, Any, Config]:
-        """Returns `_rail_and_exchange` for a combine, and the `Config` for inside a host."""
+        """Returns `_select` for a combine, and the `Config` for inside a host."""
         # If the wire quantizes a host's sums, or if `in_float32`, they are float32 inside the host,
         # so that the sum over the ranks of a host is rounded only once.
         sum_dtype = _FLOAT32 if in_float32 or config.wire.quantized else None
-        rail, exchange = self._rail_and_exchange(config, y, topk_idx, sum_dtype, sums=True)
+        rail, exchange = self._select(config, y, topk_idx, sum_dtype, sums=True)
         return rail, exchange, dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
 
-    def _rail_and_exchange(
+    def _select(
         self,
         config: Config,
         rows: jax.Array,
@@ -196,19 +197,15 @@ class TwoLevel:
 
         return rail, pallas_exchange
 
-    def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this rank's choices [T, K] and its rail's; 0 is this host's first expert."""
+    def _choices(self, rail: Rail, topk_idx: jax.Array) -> _Choices:
+        """Makes the `_Choices` in which 0 is this host's first expert."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first_expert = rail.host * rail.inside.num_experts
         received = rail.send(narrow, fill=-1).astype(jnp.int32) - first_expert
         return topk_idx - first_expert, received
 
     def _routes(
-        self,
-        rail: Rail,
-        routes: Routes,
-        source: Source | None,
-        choices: tuple[jax.Array, jax.Array] | None,
+        self, rail: Rail, routes: Routes, source: Source | None, choices: _Choices | None
     ) -> Routes:
         """Returns the routes inside this host; kernels need `choices`, the result of `_choices`."""
         rows = rail.by_rank(routes.rows, source)
@@ -247,15 +244,6 @@ def _by_source_host(part: jax.Array, rail: Rail) -> jax.Array:
     """Reorders what the ranks of this host sent for all hosts, [G, M·T, ...], to [M, G, T, ...]."""
     shape = rail.ranks_per_host, rail.num_hosts, -1, *part.shape[2:]
     return part.reshape(shape).swapaxes(0, 1)
-
-
-def _place(
-    whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
-) -> jax.Array:
-    """Returns `whole` [count, ...] (None: zeros) with `part` [...] written to entry `index`."""
-    if whole is None:
-        whole = jnp.full_like(part, 0, shape=(count, *part.shape))
-    return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:

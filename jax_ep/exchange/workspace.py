@@ -218,14 +218,10 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     return held | _rows_workspace(operation, kernels, sizes, inside, at_once)
 
 
-# The two functions below get `inside`, the sizes of the exchange inside a host, and `at_once`,
-# whether one call of it has the tokens of all hosts. They return buffers, name -> bytes.
-
-
 def _sums_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers in which a host sums rows, and its sums cross to other hosts."""
+    """Returns the buffers of sums in a host and between hosts; arguments as in `_of_two_levels`."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     sum_bytes = sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need
@@ -248,7 +244,7 @@ def _sums_workspace(
 def _rows_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers in which rows cross to other hosts and are forwarded inside them."""
+    """Returns the buffers of rows between hosts and in a host; arguments as in `_of_two_levels`."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.

@@ -30,8 +30,6 @@ _MOST_COPIES = 16
 _COST_OF_COPY = 3
 # The height of blocks if the number of rows is symbolic.
 _USUAL_HEIGHT = 256
-# A block has at least so many rows, even if it takes more than _MOST_BYTES.
-_LEAST_HEIGHT = 8
 
 
 def product_in_blocks(
@@ -42,8 +40,7 @@ def product_in_blocks(
     depth, width = lhs.shape[1], rhs.shape[1 if transpose_rhs else 2]  # K, N
     row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize  # with its product
     # A round multiplies a block of each group, and a step of `some_blocks` multiplies `copies`.
-    most_rows = _MOST_BYTES // (num_groups * row_bytes)
-    height = _height(num_rows, num_groups, max(_LEAST_HEIGHT, most_rows))
+    height = _height(num_rows, num_groups, _MOST_BYTES // (num_groups * row_bytes))
     block_bytes = depth * width * rhs.dtype.itemsize + height * row_bytes
     copies = max(1, min(_MOST_COPIES, num_groups, _MOST_BYTES // block_bytes))
     dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
@@ -97,7 +94,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     sum_bytes = depth * width * jnp.dtype(wide).itemsize
     row_bytes = (depth + width) * lhs.dtype.itemsize
     # The rows of a block take about as many bytes as a group's sum [K, N], at most.
-    height = _height(num_rows, num_groups, max(_LEAST_HEIGHT, sum_bytes // row_bytes))
+    height = _height(num_rows, num_groups, sum_bytes // row_bytes)
     # XLA may keep the sum of earlier rounds and that of the current one apart, hence the factor 2.
     most_groups = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
     num_steps = -(-num_groups // most_groups)
@@ -138,7 +135,8 @@ def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
 
 
 def _height(num_rows: Any, num_groups: int, most: int) -> int:
-    """Returns the number of rows of a block, at most `most` before it is rounded up."""
+    """Returns the number of rows of a block: `most`, or 8 if more, at most; then rounded up."""
+    most = max(8, most)
     if checks.is_symbolic(num_rows):
         return min(_USUAL_HEIGHT, most)
     # Few groups of random sizes have more than `usual` rows: the mean and 4 standard deviations, if

@@ -32,12 +32,7 @@ from jax_ep.dtypes import rounded
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed, quantize
 from jax_ep.matmul.backend import Backend, added, pad_rows
 from jax_ep.matmul.gating import Gating
-from jax_ep.matmul.pallas import (
-    as_elementwise,
-    gradient_as_elementwise,
-    in_32_bits,
-    launch_size,
-)
+from jax_ep.matmul.pallas import as_elementwise, elementwise_gradient, in_32_bits, launch_size
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format, Scaled
@@ -204,8 +199,7 @@ def drhs_of_each(
     `row_blocks`. The gradients are added to `sums`, if given, in their dtype.
     """
     dtype = jnp.dtype(sums[0].dtype if sums else dtype)
-    sums = None if sums is None else tuple(sums)
-    operands = lhs, tuple(grads), group_blocks, sums
+    operands = lhs, tuple(grads), group_blocks, None if sums is None else tuple(sums)
     return _DRHS(*operands, dtype=dtype, implementation=implementation)
 
 
@@ -381,7 +375,7 @@ def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implem
     if has_kernels and dtype == jnp.bfloat16:
         from pallas_kernels.matmul import float8_gate_gradient as kernels
 
-        if (function := gradient_as_elementwise(gating)) is not None:
+        if (function := elementwise_gradient(gating)) is not None:
             operands = dhidden, *products, weights, blocks
             return in_32_bits(kernels.gate_gradient)(function, *operands)
 

@@ -85,8 +85,7 @@ def _platform_reason(platform: str | None) -> str | None:
     if reason := availability.mosaic_unavailable_reason():
         return reason
     device = jax.devices()[0]
-    # Without a GPU here, the program is compiled for another machine. Its GPU is not known, so it
-    # is not checked.
+    # Without a GPU here, the program is compiled for another machine, whose GPU is not known.
     if device.platform != "gpu":
         return None
     capability = float(device.compute_capability)
@@ -227,9 +226,8 @@ def gate_gradient(
     num_rows, width = dhidden.shape
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
-    if (function := gradient_as_elementwise(gating)) is None:
+    if (function := elementwise_gradient(gating)) is None:
         return None
-    # The kernel skips the rows past the last group.
     num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
     return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
 
@@ -345,7 +343,7 @@ def as_elementwise(gating: Gating, arity: int = 2) -> Any:
 
 
 @in_32_bits
-def gradient_as_elementwise(gating: Gating) -> Any:
+def elementwise_gradient(gating: Gating) -> Any:
     """Returns `gradient_of` gating, which kernels emit; None if they cannot."""
     from pallas_kernels.fabric.elementwise import NotSupported
     from pallas_kernels.matmul.gate_gradient import gradient_of

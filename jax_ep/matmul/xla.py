@@ -19,8 +19,7 @@ _DRHS_DIMS = lax.RaggedDotDimensionNumbers(
 def ragged_dot_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
-    # What `ragged_dot_general` does with rows past the last group, which may hold NaN, is not
-    # defined. So they are set to zero before the product, and after it.
+    # What `ragged_dot_general` does with rows past the last group, maybe NaNs, is not defined.
     out = lax.ragged_dot_general(
         zero_tail(lhs, group_sizes),
         rhs,
