@@ -19,7 +19,7 @@ from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
 from jax_ep.moe.call_checks import Call
 from jax_ep.moe.config import MoEConfig, Router, WeightsOn, check_config
-from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, QuantizedExperts
 from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.held_experts import quantize_by_rules
 from jax_ep.moe.layer import run_layer
@@ -213,7 +213,7 @@ class MoE(nn.Module):
         Raises ValueError if there are no parameters, too.
         """
         weights = nn.unbox({
-            name: self.get_variable("params", name) for name in QuantizedExperts._fields
+            name: self.get_variable("params", name) for name in EXPERT_MATRICES
         })  # fmt: skip
         if weights["wi_0"] is None or weights["wo"] is None:
             raise ValueError(
@@ -232,13 +232,12 @@ class MoE(nn.Module):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
                 return given
-            # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
-            # parameter may hold only this rank's experts and columns, so its own sizes are used.
+            # Flax checks a parameter against `shape`. In the caller's shard_map, a parameter may
+            # hold only this rank's experts and columns, so these sizes are the parameter's own.
             # The layer itself checks the number of experts.
-            stored = jax.tree.leaves(self.get_variable("params", name))[0]
             is_of_rank = bool(jax.sharding.get_abstract_mesh().manual_axes)
             split = {"exp", "mlp"} if is_of_rank and self.tensor_axis is not None else {"exp"}
-            sizes = zip(logical_axes, stored.shape, shape, strict=True)
+            sizes = zip(logical_axes, given.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
         boxed: Any = _partitioned(init, name)
         return self.param(name, boxed, shape, self.param_dtype)

@@ -254,9 +254,6 @@ def _bias(config: MoEConfig) -> RouterState:
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as a variable with the logical axes of parameter `name`, sharded."""
-    # Flax's eager sharding shards it if all axes of an ambient mesh are Auto. On Explicit axes, an
-    # optimizer's state must take its sharding from the parameter's type; eager sharding would take
-    # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
     mesh = _mesh_of_state()
@@ -264,37 +261,53 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         return kind(value, out_sharding=axes, eager_sharding=False)
 
     given: dict[str, Any] = dict(spmd.get_logical_axis_rules())  # the rules in force
-    fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))  # by logical axis
-    expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
-    # The mesh axes of each logical axis of the parameter that has no rule.
+    fsdp = dict(zip(axes, config.fsdp_axes_of(axes), strict=True))  # by logical axis
+    defaults = _default_rules(fsdp, given, config, mesh)
+    rules = given | defaults
+    replaces_rule = False
+    if "exp" in axes and not _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp["exp"])):
+        # Without an expert axis on the mesh, every rank has all experts (data parallelism).
+        if name == "wi_0":  # once for a layer
+            _warn_of_rule(rules["exp"], mesh, config)
+        replaces_rule = rules["exp"] is not None
+        rules["exp"] = None
+    axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
+    if "exp" in axes:
+        _check_divides(value, spec[0], mesh, config)
+    # Flax can shard the value ("eager sharding") if all mesh axes are Auto, but it would apply the
+    # replaced rule. With eager sharding on Explicit axes, an optimizer's state would take its
+    # sharding from the logical axes, of which a stack of layers may lack one; it must take it from
+    # the parameter's type.
+    flax_shards = set(mesh.axis_types) == {AxisType.Auto} and not replaces_rule
+    if not flax_shards:
+        value = shard(value, mesh, PartitionSpec(*spec))
+    # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
+    metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
+    return kind(value, out_sharding=axes, eager_sharding=flax_shards, **metadata)
+
+
+def _default_rules(
+    fsdp: Mapping[str | None, tuple[str, ...]],
+    given: Mapping[str, Any],
+    config: MoEConfig,
+    mesh: AbstractMesh,
+) -> dict[str, Any]:
+    """Returns the mesh axes, or None, of a parameter's logical axes that have no rule in `given`.
+
+    `fsdp` has the axes of `fsdp_axes` for each logical axis of the parameter.
+    """
     options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
     defaults: dict[str, Any] = {}
-    for axis, further in fsdp.items():
+    for axis, fsdp_axes in fsdp.items():
         if axis is None or axis in given:
             continue
-        named_axes = (*as_axes(options.get(axis, ())), *further)
+        named_axes = (*as_axes(options.get(axis, ())), *fsdp_axes)
         if named_axes or axis == "exp":
             defaults[axis] = _axes_of(mesh, named_axes) or None
         else:
             # As in Flax, a logical axis without a rule is the mesh axis of its name.
             defaults[axis] = axis if axis in mesh.axis_names else None
-    rules = given | defaults
-    if "exp" in axes and not expert_axes:
-        # Without an expert axis on the mesh, every rank has all experts (data parallelism).
-        if name == "wi_0":  # once for a layer
-            _warn_of_rule(rules["exp"], mesh, config)
-        rules["exp"] = None
-    axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
-    if "exp" in axes:
-        _check_divides(value, spec[0], mesh, config)
-    all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    # Flax would apply a given rule of "exp" even where this function has replaced it by None.
-    flax_can = all_auto and spec[0] == given.get(str(axes[0]), spec[0])
-    if not flax_can:
-        value = shard(value, mesh, PartitionSpec(*spec))
-    # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
-    metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
-    return kind(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+    return defaults
 
 
 def _without_repeats(
@@ -302,12 +315,15 @@ def _without_repeats(
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
     # The rules of the logical axes `prior`, which `fsdp_axes` splits, apply first.
-    parts = assign_axes(axes, sorted(rules.items(), key=lambda rule: rule[0] not in prior))
-    kept = tuple(
-        axis if axis and (part or not rules[axis]) else None
-        for axis, part in zip(axes, parts, strict=True)
-    )
-    return kept, [None if axis is None else rules[axis] for axis in kept]
+    ordered = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
+    kept, spec = [], []
+    for axis, assigned in zip(axes, assign_axes(axes, ordered), strict=True):
+        mesh_axes = rules[axis] if axis else None
+        if mesh_axes and not assigned:  # They split another dimension already.
+            axis = mesh_axes = None
+        kept.append(axis)
+        spec.append(mesh_axes)
+    return tuple(kept), spec
 
 
 def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
@@ -331,9 +347,9 @@ def _check_divides(weights: jax.Array, axes: Any, mesh: AbstractMesh, config: Mo
     if weights.shape[0] % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"
         # Axes of `fsdp_axes` or of a rule.
-        further = [axis for axis in names if axis not in as_axes(config.expert_axis)]
-        hint = f'; or split "embed" over {further}' if further else ""
-        of_ranks = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"
+        others = [axis for axis in names if axis not in as_axes(config.expert_axis)]
+        hint = f'; or split "embed" over {others}' if others else ""
+        of_ranks = f'{names}, over which "exp" is split' if others else f"expert_axis {names}"
         raise ValueError(
             f"{name} must be a multiple of the {num_ranks} ranks along {of_ranks}, but is "
             f"{weights.shape[0]}{hint}."

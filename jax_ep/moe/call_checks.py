@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.expert_matmuls import QuantizedExperts, check_are_arrays, check_same_kind
+from jax_ep.moe.expert_matmuls import (
+    EXPERT_MATRICES,
+    QuantizedExperts,
+    check_are_arrays,
+    check_same_kind,
+)
 from jax_ep.moe.mesh import AxisRules, LayerMesh, check_mesh_is_set, check_sharding_of_experts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS, MoEParams, check_params
 from jax_ep.placement.table import Placement
@@ -33,7 +38,7 @@ def check_call(params: MoEParams, call: Call, config: MoEConfig) -> None:
     check_types(params, config)
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
-    check_same_kind(params, QuantizedExperts._fields)
+    check_same_kind(params, EXPERT_MATRICES)
     _check_tokens(call.x, call.mask, params.wi_0.shape[1], config)
     _check_router(params, call, config)
     if config.matmul_dtype is not None and any(

@@ -236,14 +236,14 @@ class MoEConfig:
             )
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
-    def further_axes(self) -> dict[str, tuple[str, ...]]:
+    def fsdp_axes_by_logical(self) -> dict[str, tuple[str, ...]]:
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
-    def further_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
+    def fsdp_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
         """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it."""
         # As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
         # axis before it.
-        given = self.further_axes()
+        given = self.fsdp_axes_by_logical()
         found: list[tuple[str, ...]] = []
         used: set[str] = set()
         for logical in logical_axes:
@@ -266,16 +266,16 @@ class MoEConfig:
 def check_config(config: MoEConfig) -> None:
     _check_fields(config)
     split = config.split_axes()
-    further = [set(axes) for axes in config.further_axes().values()]
+    fsdp = [set(axes) for axes in config.fsdp_axes_by_logical().values()]
     for name, axes in split.items():
-        if both := set(axes) & set[str]().union(*further):
+        if both := set(axes) & set[str]().union(*fsdp):
             raise ValueError(
                 f"fsdp_axes must name other mesh axes than {name} {axes}, but has {sorted(both)}."
             )
-    if any(a & b and a != b for a in further for b in further):
+    if any(a & b and a != b for a in fsdp for b in fsdp):
         raise ValueError(
             "fsdp_axes must give two logical axes the same mesh axes, or different ones, but is "
-            f"{config.further_axes()}."
+            f"{config.fsdp_axes_by_logical()}."
         )
     if config.router is None:
         routing.check_choosing(

@@ -114,9 +114,11 @@ def run_one(
 def _by_platform(
     on_gpu: Run, on_any: Run, experts: Experts, operand: Any, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu` of the operands on a GPU, else `on_any`, which gives the gradient."""
-    # Both take experts and `operand`, tokens or `RoutedTokens`, and return the output and a pytree
-    # without gradient. Operands are cast to vary over `axes`.
+    """Returns `on_gpu(experts, operand)` on a GPU, else `on_any` of them, which has the gradient.
+
+    `operand` is tokens or `RoutedTokens`. Both functions return the output and a pytree without
+    gradient. Operands are cast to vary (vma) over `axes`, too.
+    """
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {

@@ -20,6 +20,7 @@ from jax_ep.moe import fsdp
 from jax_ep.moe.call_checks import check_experts, check_types
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.expert_matmuls import (
+    EXPERT_MATRICES,
     Experts,
     QuantizedExperts,
     check_are_arrays,
@@ -41,28 +42,21 @@ def experts_of_rank(
     where: LayerMesh,
 ) -> Experts:
     """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype."""
-    weights: dict[str, Any] = {}
-    for name in ROUTED_WEIGHTS:
-        if (array := getattr(params, name)) is None:
-            continue
-        # The axes that split the experts, FSDP axes included.
-        axes = where.expert_axes + where.further(name)[0]
-        num_own = config.num_held // where.size(axes)
-        own = jax.tree.map(functools.partial(_select, num=num_own, where=where), array)
-        # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
-        if placement is not None and not isinstance(own, QuantizedArray):
-            own = equal_copies(own, placement, axes)
-        weights[name] = own
-    matrices = [name for name in QuantizedExperts._fields if name in weights]
+    weights: dict[str, Any] = {
+        name: _own_experts(name, array, placement, config, where)
+        for name in ROUTED_WEIGHTS
+        if (array := getattr(params, name)) is not None
+    }
     weights, quantized = _gathered(weights, quantized, config, where)
     if quantized is not None:
         num_local = config.num_held // where.num_ranks()
         quantized = jax.tree.map(lambda part: _select(part, num_local, where), quantized)
     if config.matmul_dtype is not None:
         on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
-        for name in matrices:
-            what = f"with matmul_dtype, {name}{on_a_rank}"
-            FLOAT8_MATRICES.check_shape(what, weights[name].shape)
+        for name in EXPERT_MATRICES:
+            if name in weights:
+                what = f"with matmul_dtype, {name}{on_a_rank}"
+                FLOAT8_MATRICES.check_shape(what, weights[name].shape)
     experts = Experts(**({"wi_1": None} | weights), quantized=quantized)
     # The partial outputs of the ranks along the tensor axes are summed, so only the first of these
     # ranks adds the output's bias.
@@ -72,14 +66,28 @@ def experts_of_rank(
     return experts
 
 
+def _own_experts(
+    name: str, array: Any, placement: Placement | None, config: MoEConfig, where: LayerMesh
+) -> Any:
+    """Returns this rank's experts of the parameter `name`, before FSDP axes are gathered."""
+    # The axes that split the experts, FSDP axes included.
+    axes = where.expert_axes + where.fsdp_axes_of(name)[0]
+    num_own = config.num_held // where.size(axes)
+    own = jax.tree.map(functools.partial(_select, num=num_own, where=where), array)
+    # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
+    if placement is None or isinstance(own, QuantizedArray):
+        return own
+    return equal_copies(own, placement, axes)
+
+
 def _gathered(
     parts: dict[str, Any], quantized: QuantizedExperts | None, config: MoEConfig, where: LayerMesh
 ) -> tuple[dict[str, Any], QuantizedExperts | None]:
     """Gathers weights over FSDP axes, matrices in the compute dtype."""
-    matrices = {name: parts[name] for name in QuantizedExperts._fields if name in parts}
-    # Where FSDP axes split whole float8 blocks, float8 copies are gathered, and the matrices become
-    # zeros.
-    if config.matmul_dtype is not None and matrices.keys() & dict(where.further_axes):
+    matrices = {name: parts[name] for name in EXPERT_MATRICES if name in parts}
+    # Where FSDP axes split whole float8 blocks, float8 copies are gathered, and not the matrices:
+    # `fsdp.gather` then makes zeros of these, which only take the gradients.
+    if config.matmul_dtype is not None and matrices.keys() & dict(where.fsdp_axes):
         if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
             if quantized is None:
                 cast = {name: w.astype(config.dtype) for name, w in matrices.items()}
@@ -115,26 +123,35 @@ def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]
 
 
 def _equal_copies_bwd(axes, placement, grad):
+    # `grad` has a row for each slot of this rank. The ranks exchange the sums of the experts with
+    # several copies alone. P slots hold second copies of at most P - E experts, in any placement.
     num_experts = placement.num_copies.shape[0]
-    # `grad` has a row for each slot of this rank. `sums` has a static number of rows, which fits
-    # any placement: P slots hold second copies of at most P - E experts.
     most_copied = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)
     if most_copied == 0:
         return grad, None
-    is_copied = jnp.asarray(placement.num_copies) > 1
-    # The row of `sums` of each expert, and then of each slot. Those without copies get the row
-    # `most_copied`, which is cut off, so that ranks exchange gradients of copied experts alone.
-    among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
-    row_of_expert = jnp.where(is_copied, among_copied, most_copied)
-    experts = _held_here(grad.shape[0], placement, axes)
-    row_of_slot = jnp.where(experts >= 0, row_of_expert[jnp.maximum(experts, 0)], most_copied)
+    row_of_slot = _row_of_slot(grad.shape[0], placement, axes, most_copied)
     dtype = wide_dtype(grad.dtype)
+    # The last row, of all slots without copies, is cut off.
     sums = _sum_by_row(grad.astype(dtype), row_of_slot, most_copied + 1)[:most_copied]
     if axes:
         sums = lax.psum(sums, axes)
     of_slots = sums[jnp.minimum(row_of_slot, most_copied - 1)].astype(grad.dtype)
     has_copies = (row_of_slot < most_copied).reshape(-1, *(1,) * (grad.ndim - 1))
     return jnp.where(has_copies, of_slots, grad), None
+
+
+def _row_of_slot(
+    num_slots: int, placement: Placement, axes: tuple[str, ...], most_copied: int
+) -> jax.Array:
+    """Returns for each slot of this rank the number of its expert among those with copies.
+
+    Slots of other experts, and empty slots, get `most_copied`.
+    """
+    is_copied = jnp.asarray(placement.num_copies) > 1
+    among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
+    row_of_expert = jnp.where(is_copied, among_copied, most_copied)
+    experts = _held_here(num_slots, placement, axes)
+    return jnp.where(experts >= 0, row_of_expert[jnp.maximum(experts, 0)], most_copied)
 
 
 def _sum_by_row(values: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
@@ -188,10 +205,9 @@ def quantize_by_rules(
     check_are_arrays("experts cannot be quantized by quantize_experts", params)
     where = find_mesh(config, x=None)
     check_experts(params, config, where)
-    where = fsdp.with_further_axes(where, params, config, axis_rules)
+    where = fsdp.with_fsdp_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
-    names = QuantizedExperts._fields
-    matrices = {name: w for name in names if (w := getattr(params, name)) is not None}
+    matrices = {n: w for n in EXPERT_MATRICES if (w := getattr(params, n)) is not None}
     # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
     # same is done here.
     if config.dtype is not None:

@@ -68,15 +68,13 @@ def routed_experts(
     """Runs the experts on received tokens and combines their outputs.
 
     The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
-    bit. With weights_on="input" each received row is multiplied by its weight before its expert
-    runs (Llama 4), and the outputs are summed without weights.
+    bit.
 
     The gradients differ from those of this composition by rounding alone: the backward pass
     computes neither the experts' output nor its weighted cotangent, and rounds the hidden values
     after the weights have multiplied them.
 
-    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps. Even under a
-    `jax.checkpoint` that keeps nothing, the product with wo is not computed again.
+    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps.
 
     Args:
       received: the result of this rank's `dispatch`. With `matmul_dtype`, its tokens may be a
@@ -218,12 +216,11 @@ def _run_experts(
             quantized = tokens
             tokens = jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens
     with jax.named_scope("dispatch"):
-        weights: jax.Array | None = topk_weights.astype(jnp.float32)
+        topk_weights = topk_weights.astype(jnp.float32)
+        weights: jax.Array | None = topk_weights
         if config.weights_on == "input":
             # Each received row is multiplied by the weight of its (token, choice) pair.
-            row_weights = choices_to_rows(topk_weights.astype(jnp.float32), handle, implementation)[
-                :, None
-            ]
+            row_weights = choices_to_rows(topk_weights, handle, implementation)[:, None]
             wide = wide_dtype(tokens.dtype)
             tokens = (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
             weights = None
@@ -239,8 +236,9 @@ def _run_experts(
         arrays = match_varying(arrays, handle.axis_name)
         tokens, experts, quantized, weights, group_sizes = arrays
         if handle.rows.shape[1] == 0:
-            # Without tokens. The type of the result varies over the axes that the operands' do.
-            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), arrays))[0]
+            # Without tokens. The result is typed as varying over the operands' axes (vma).
+            zeros, *_ = match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *arrays))
+            return zeros
         matmuls, experts = matmuls_of(
             unit, config.matmul_dtype, experts, config.matmul_implementation
         )
@@ -264,30 +262,30 @@ def _check_received(received: Any, matmul_dtype: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Static, tokens, experts, quantized, weights, group_sizes, handle):
+def _routed_experts(static: _Static, tokens, experts, quantized, weights, group_sizes, handle):
     """Runs the experts on `quantized`, or on `tokens` if that is None; combines by `weights`."""
-    return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
+    return _forward(static, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
 
 def _forward(
-    config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
+    static, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
 ):
     # Returns the output of `_routed_experts`, and with `keep` the residuals of `_backward`.
-    matmuls = config.matmuls
+    matmuls = static.matmuls
     tokens, experts, weights = matmuls.differentiated_once((tokens, experts, weights))
     if quantized is not None:
         tokens = quantized
     with jax.named_scope("experts"):
         y, saved = forward(tokens, experts, group_sizes, matmuls, keep, zero_unused=False)
     with jax.named_scope("combine"):
-        out = combine(y, handle, weights, implementation=config.implementation)
+        out = combine(y, handle, weights, implementation=static.implementation)
     return out, (saved, weights, handle)
 
 
-def _backward(config, residuals, grad):
+def _backward(static, residuals, grad):
     # Returns the gradients of the arrays of `_routed_experts`, in their order.
     saved, weights, handle = residuals
-    grad = config.matmuls.differentiated_once(grad)
+    grad = static.matmuls.differentiated_once(grad)
     # No gradient reads the cotangents in rows past the last group, so the dispatch of the
     # cotangents may leave these rows undefined.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
@@ -295,19 +293,19 @@ def _backward(config, residuals, grad):
         grad_rows = dispatch_like(
             grad,
             rows_of_groups,
-            wire_dtype=config.grad_wire_dtype,
-            output="dequantized" if config.grad_wire_dtype is None else "quantized",
-            implementation=config.implementation,
+            wire_dtype=static.grad_wire_dtype,
+            output="dequantized" if static.grad_wire_dtype is None else "quantized",
+            implementation=static.implementation,
         )
         row_weights = None
         if weights is not None:
-            row_weights = choices_to_rows(weights, handle, config.implementation)
+            row_weights = choices_to_rows(weights, handle, static.implementation)
     with jax.named_scope("experts"):
         dtokens, dexperts, drow_weights = backward(
             saved,
             grad_rows,
             row_weights,
-            config.matmuls,
+            static.matmuls,
             handle.zero_unused,
             # A rank receives T * K rows on average.
             mean_rows=None if weights is None else weights.size,
@@ -319,10 +317,10 @@ def _backward(config, residuals, grad):
     # the matmuls of the tokens' gradient need.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     with jax.named_scope("combine"):
-        dweights = rows_to_choices(drow_weights, handle, config.implementation)
-    if config.tokens_are_own:
+        dweights = rows_to_choices(drow_weights, handle, static.implementation)
+    if static.tokens_are_own:
         with jax.named_scope("dispatch"):
-            dtokens = combine(dtokens, handle, implementation=config.implementation)
+            dtokens = combine(dtokens, handle, implementation=static.implementation)
     return dtokens, dexperts, None, dweights, None, None
 
 
