@@ -25,15 +25,9 @@ from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.fsdp import assign_axes
 from jax_ep.moe.held_experts import quantize_by_rules
 from jax_ep.moe.layer import run_layer
-from jax_ep.moe.mesh import AxisRules, axes_on_mesh, shard
+from jax_ep.moe.mesh import Axes, AxisRules, axes_on_mesh, shard
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.params import (
-    Initializer,
-    MoEParams,
-    ParameterOptions,
-    check_parameter_options,
-    default_kernel_init,
-)
+from jax_ep.moe.params import MoEParams, ParameterOptions
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ADAPTERS
 
@@ -45,9 +39,10 @@ class RouterState(nnx.Variable):
 class Gate(nnx.Module):
     """Holds the kernel [H, R] for R experts to choose among and, if any, its bias [R] float32."""
 
-    def __init__(self, hidden: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
+    def __init__(self, rows: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
+        # `rows` is H, or the size of `router_x`'s last axis.
         init: Any = options.gate_init
-        kernel = init(rngs.params(), (hidden, config.num_choosable), options.param_dtype)
+        kernel = init(rngs.params(), (rows, config.num_choosable), options.param_dtype)
         self.kernel = _param(kernel, "gate", config)
         self.bias = _bias(config) if options.selection_bias else None
 
@@ -58,8 +53,7 @@ class MoE(nnx.Module):
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks. The losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
-    output is the same up to rounding.
+    which mesh the layer runs. On any mesh, the shapes of the parameters are the same.
 
     The parameters are those of `jax_ep.MoEParams`, as `nnx.Param`, low-rank adapters as
     `nnx.LoRAParam`; those that the options leave out are None. If `num_slots` is P, the experts'
@@ -71,8 +65,7 @@ class MoE(nnx.Module):
     that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over `expert_axis`,
     "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes there, and any
     other over the mesh axis of its name, if any. No mesh axis splits two dimensions of a parameter.
-    Rules that contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses
-    them in calls that are made outside `nnx.logical_axis_rules`.
+    The layer stores the rules, and uses them in calls outside `nnx.logical_axis_rules`.
 
     Args:
       hidden: H, the hidden size of a token.
@@ -118,8 +111,8 @@ class MoE(nnx.Module):
         use_expert_scale: bool = False,
         lora_rank: int = 0,
         param_dtype: Any = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        gate_init: Initializer | None = default_kernel_init,
+        kernel_init: moe_params.Initializer = moe_params.default_kernel_init,
+        gate_init: moe_params.Initializer | None = moe_params.default_kernel_init,
         router_dim: int | None = None,
         rngs: nnx.Rngs,
         score: routing.Score = "softmax",
@@ -164,15 +157,15 @@ class MoE(nnx.Module):
         options, config = ParameterOptions.of_layer(given), MoEConfig.of(given)
         self.config = config
         check_config(config)
-        check_parameter_options(options, router_dim)
+        moe_params.check_parameter_options(options, router_dim)
         if (mesh := _mesh_of_state()) is not None:
             axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
         rules = spmd.get_logical_axis_rules()
         # Tuples, since NNX hashes static attributes.
         self.axis_rules = tuple((n, tuple(a) if isinstance(a, list) else a) for n, a in rules)
         # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
-        columns = hidden if router_dim is None else router_dim
-        self.gate = None if gate_init is None else Gate(columns, config, options, rngs)
+        rows = hidden if router_dim is None else router_dim
+        self.gate = None if gate_init is None else Gate(rows, config, options, rngs)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
         for name in moe_params.WEIGHTS:
             param = None
@@ -274,10 +267,9 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
     if "exp" in axes:
         _check_divides(value, spec[0], mesh, config)
-    # Flax can shard the value ("eager sharding") if all mesh axes are Auto, but it would apply the
-    # replaced rule. With eager sharding on Explicit axes, an optimizer's state would take its
-    # sharding from the logical axes, of which a stack of layers may lack one; it must take it from
-    # the parameter's type.
+    # Flax's eager sharding would apply the replaced rule. On Explicit axes, it would shard an
+    # optimizer's state by the logical axes, of which a stack of layers may lack one, and not by the
+    # parameter's type.
     flax_shards = set(mesh.axis_types) == {AxisType.Auto} and not replaces_rule
     if not flax_shards:
         value = shard(value, mesh, PartitionSpec(*spec))
@@ -287,14 +279,11 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 
 
 def _default_rules(
-    fsdp: Mapping[str | None, tuple[str, ...]],
-    given: Mapping[str, Any],
-    config: MoEConfig,
-    mesh: AbstractMesh,
+    fsdp: Mapping[str | None, Axes], given: Mapping[str, Any], config: MoEConfig, mesh: AbstractMesh
 ) -> dict[str, Any]:
-    """Returns the mesh axes, or None, of a parameter's logical axes that have no rule in `given`.
+    """Returns rules for the logical axes of a parameter that have no rule in `given`.
 
-    `fsdp` has the axes of `fsdp_axes` for each logical axis of the parameter.
+    `fsdp` maps each of its logical axes to the mesh axes that `fsdp_axes` give for it.
     """
     options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
     defaults: dict[str, Any] = {}
@@ -336,7 +325,7 @@ def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
         )
 
 
-def _axes_of(mesh: AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axes_of(mesh: AbstractMesh, axes: str | Axes) -> Axes:
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 

@@ -395,7 +395,7 @@ def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implemen
     experts = experts._replace(**constant)
     if matmul_dtype is None or experts.quantized is not None:
         return experts
-    return experts._replace(quantized=quantize_experts_of_rank(constant, implementation))
+    return experts._replace(quantized=quantize_of_rank(constant, implementation))
 
 
 def matmuls_of(
@@ -446,9 +446,7 @@ def check_same_kind(experts: Any, names: Sequence[str]) -> None:
         )
 
 
-def quantize_experts_of_rank(
-    given: Mapping[str, Any], implementation: Implementation
-) -> QuantizedExperts:
+def quantize_of_rank(given: Mapping[str, Any], implementation: Implementation) -> QuantizedExperts:
     """Quantizes a rank's wi_0, any wi_1, and wo, unless float8 matmuls take their format."""
 
     def quantize(name: str, matrices: Any) -> QuantizedMatrices | None:

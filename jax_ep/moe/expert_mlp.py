@@ -19,14 +19,8 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul.gating import bias_of_row, biases_of_rows, gated, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
-from jax_ep.moe.expert_matmuls import (
-    EXPERT_MATRICES,
-    ExpertMatmuls,
-    Experts,
-    check_matmul_dtype,
-    check_same_kind,
-    matmuls_of,
-)
+from jax_ep.moe import expert_matmuls
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, ExpertMatmuls, Experts, matmuls_of
 from jax_ep.runtime.jax_compat import is_traced, match_varying
 from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
@@ -92,15 +86,13 @@ def expert_mlp(
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
     computed in float32. "pallas" computes both products, their biases and the function between the
     matmuls in one kernel, if the function is made of sums, products, minima, maxima, comparisons,
-    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise, and with biases and
-    `matmul_dtype`, XLA computes the function, with the same bits.
+    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
 
     **What is kept for the backward pass**: `tokens` and the products x @ wi_0 and x @ wi_1
     (R·(H + 2F) values), under the names "dispatched_tokens" and "expert_pre_activations".
 
     Rows of `tokens` past the last group may hold anything. The result and the gradient of `tokens`
-    are zero there, and these rows contribute nothing to other gradients. If operands are sharded
-    over Explicit axes of a mesh, call this function inside a `shard_map` over these axes.
+    are zero there, and these rows contribute nothing to other gradients.
 
     The three matrices may each be a `QuantizedArray`, which has no gradient. The page "Float8" says
     which formats are multiplied as they are stored. A matrix in another format is dequantized in
@@ -277,10 +269,7 @@ def _gate_gradient(
     matmuls: ExpertMatmuls,
     mean_rows: int | None,
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Computes the weighted hidden values again, and the gradients of products and weights.
-
-    The arguments are as in `backward`. `ExpertMatmuls.gate_gradient` computes them, or else XLA.
-    """
+    """Returns weights * hidden values, and the products' and weights' gradients, for `backward`."""
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
     biases = biases_of_rows(experts.biases[:2], group_sizes, rows.shape[0], wide_dtype(dtype))
@@ -350,7 +339,7 @@ def check_operands(
             may_be_empty=name not in given,
             may_be_quantized=may_be_quantized,
         )
-    check_same_kind(experts, EXPERT_MATRICES)
+    expert_matmuls.check_same_kind(experts, EXPERT_MATRICES)
     sizes = dict(zip("LHF", experts.wi_0.shape, strict=True)) | {"R": tokens.shape[0]}
     for name, array in arrays.items():
         wanted = tuple(sizes[dim] for dim in _DIMS[name])
@@ -365,7 +354,7 @@ def check_operands(
             checks.check_not_sharded(name, part)
     unit.check()
     if matmul_dtype is not None:
-        check_matmul_dtype(matmul_dtype)
+        expert_matmuls.check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
 

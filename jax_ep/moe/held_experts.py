@@ -16,17 +16,10 @@ from jax.sharding import AbstractMesh
 
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.moe import fsdp
+from jax_ep.moe import expert_matmuls, fsdp
 from jax_ep.moe.call_checks import check_experts, check_types
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.expert_matmuls import (
-    EXPERT_MATRICES,
-    Experts,
-    QuantizedExperts,
-    check_are_arrays,
-    quantize_experts_of_rank,
-    specs_of_quantized,
-)
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, Experts, QuantizedExperts
 from jax_ep.moe.mesh import AxisRules, LayerMesh, find_mesh, reshard
 from jax_ep.moe.params import MoEParams
 from jax_ep.placement.table import Placement
@@ -91,7 +84,7 @@ def _gathered(
         if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
             if quantized is None:
                 cast = {name: w.astype(config.dtype) for name, w in matrices.items()}
-                quantized = quantize_experts_of_rank(cast, config.matmul_implementation)
+                quantized = expert_matmuls.quantize_of_rank(cast, config.matmul_implementation)
             quantized = fsdp.gather_quantized(quantized, where)
     whole = {}
     for name, part in parts.items():
@@ -143,10 +136,7 @@ def _equal_copies_bwd(axes, placement, grad):
 def _row_of_slot(
     num_slots: int, placement: Placement, axes: tuple[str, ...], most_copied: int
 ) -> jax.Array:
-    """Returns for each slot of this rank the number of its expert among those with copies.
-
-    Slots of other experts, and empty slots, get `most_copied`.
-    """
+    """Numbers the experts with copies; returns each slot's number here, else `most_copied`."""
     is_copied = jnp.asarray(placement.num_copies) > 1
     among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
     row_of_expert = jnp.where(is_copied, among_copied, most_copied)
@@ -202,20 +192,18 @@ def quantize_by_rules(
             "but is None."
         )
     check_config(config)
-    check_are_arrays("experts cannot be quantized by quantize_experts", params)
+    expert_matmuls.check_are_arrays("experts cannot be quantized by quantize_experts", params)
     where = find_mesh(config, x=None)
     check_experts(params, config, where)
     where = fsdp.with_fsdp_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
     matrices = {n: w for n in EXPERT_MATRICES if (w := getattr(params, n)) is not None}
-    # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
-    # same is done here.
+    # A layer that quantizes its matrices in each call also casts them first.
     if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
-    quantize = functools.partial(
-        quantize_experts_of_rank, implementation=config.matmul_implementation
-    )
+    implementation = config.matmul_implementation
+    quantize = functools.partial(expert_matmuls.quantize_of_rank, implementation=implementation)
     if where.mesh is None:
         return quantize(matrices)
     # The matrices are resharded as the `jax.shard_map` splits them.
@@ -226,5 +214,5 @@ def quantize_by_rules(
         quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
         in_specs=(specs,),
-        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
+        out_specs=expert_matmuls.specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
     )(split)

@@ -201,8 +201,7 @@ class _SeenSharding(NamedTuple):
 
     spec: tuple[Any, ...]  # an entry for each dimension
     mesh: Mesh | AbstractMesh  # of the call, or else of the array
-    # Whether `spec` has all axes; the type of a traced array shows no Auto axes.
-    is_complete: bool
+    is_complete: bool  # whether `spec` has all axes; types of traced arrays show no Auto axes
     is_on_ranks: bool  # whether the array is on several devices
 
 
@@ -240,10 +239,7 @@ def _is_replicated(
 def _guessed_axes(
     logical: str, axes: Axes, axis_rules: AxisRules, mesh: Mesh | AbstractMesh
 ) -> tuple[str, Axes]:
-    """Guesses which mesh axes split a dimension that `axes` should split.
-
-    Also returns how sure that is, in the words of a warning.
-    """
+    """Returns a warning's words, and the mesh axes that may split a dimension instead of `axes`."""
     by_rules = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
     if any(by_rules):
         distinct = tuple(dict.fromkeys(itertools.chain(*by_rules)))

@@ -53,9 +53,8 @@ def run_where_called(
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
         return _run_on_rank(operands, config, where)
-    # The caller's shard_map does not map over all axes of the mesh, and the remaining ones are
-    # Explicit. All arrays are replicated over the Explicit axes, so that all ranks along them
-    # compute the same.
+    # The caller's shard_map does not map over these Explicit axes of the mesh. All arrays are
+    # replicated over them, so that all ranks along them compute the same.
     spec = jax.typeof(operands.call.x).sharding.spec
     operands = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = _run_on_rank(operands, config, where)

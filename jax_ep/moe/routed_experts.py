@@ -67,8 +67,7 @@ def routed_experts(
 ) -> jax.Array:
     """Runs the experts on received tokens and combines their outputs.
 
-    The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
-    bit.
+    Equals combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for bit.
 
     The gradients differ from those of this composition by rounding alone: the backward pass
     computes neither the experts' output nor its weighted cotangent, and rounds the hidden values
@@ -128,10 +127,9 @@ def by_dispatch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the combined output [T, H], and the rows dropped by local expert or slot, [L]."""
     tokens = routed.tokens
-    # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
-    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None, and
-    # stay quantized. With weights_on="input", however, rows are multiplied by their weights on
-    # arrival, and must be quantized after that.
+    # Float8 matmuls quantize each row by itself, so rows are quantized before they are sent, also
+    # without a wire_dtype: the numbers are the same. With weights_on="input", rows are multiplied
+    # by their weights on arrival, and must be quantized after that.
     stays_quantized = config.matmul_dtype is not None and config.weights_on == "output"
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
@@ -202,19 +200,12 @@ def _run_experts(
     tokens of this rank before dispatch, or nowhere.
     """
     unit, implementation = config.unit(), config.implementation
-    tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    group_sizes, handle = received.group_sizes, received.handle
     # The cotangents of tokens that were sent quantized may be quantized, too, since the matmuls
     # quantize them anyway. But the gradient of wo_bias needs them unquantized.
-    sent_quantized = isinstance(tokens, QuantizedArray) or config.wire_dtype is not None
+    sent_quantized = isinstance(received.tokens, QuantizedArray) or config.wire_dtype is not None
     grad_wire_dtype = config.matmul_dtype if sent_quantized and experts.wo_bias is None else None
-    quantized: QuantizedArray | None = None
-    if isinstance(tokens, QuantizedArray):
-        if config.weights_on == "input":
-            tokens = tokens.dequantize()
-        else:
-            # From here on, `quantized` has the values, and `tokens` get the gradient.
-            quantized = tokens
-            tokens = jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens
+    tokens, quantized = _tokens_and_values(received.tokens, own_tokens, config)
     with jax.named_scope("dispatch"):
         topk_weights = topk_weights.astype(jnp.float32)
         weights: jax.Array | None = topk_weights
@@ -244,6 +235,17 @@ def _run_experts(
         )
     static = _Static(implementation, matmuls, grad_wire_dtype, own_tokens is not None)
     return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)
+
+
+def _tokens_and_values(
+    tokens: jax.Array | QuantizedArray, own_tokens: jax.Array | None, config: MoEConfig
+) -> tuple[jax.Array, QuantizedArray | None]:
+    """Returns the array that gets the gradient of `tokens`; and `tokens` if they stay quantized."""
+    if not isinstance(tokens, QuantizedArray):
+        return tokens, None
+    if config.weights_on == "input":
+        return tokens.dequantize(), None
+    return jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens, tokens
 
 
 def _check_received(received: Any, matmul_dtype: Any) -> None:

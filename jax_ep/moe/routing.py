@@ -324,10 +324,9 @@ def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.A
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Below -15, softplus(x) equals exp(x) in float32.
-    # Where softplus underflows to 0, the derivative of its square root is zero times infinity,
-    # which is NaN. A `where` around the results would not remove this NaN from the gradient, so
-    # each branch gets arguments for which its derivative is finite.
+    # Below -15, softplus(x) equals exp(x) in float32. Where softplus underflows to 0, its square
+    # root has the derivative NaN (zero times infinity), which a `where` of the results would keep.
+    # So each branch gets arguments for which its derivative is finite.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))

@@ -26,8 +26,7 @@ from jax_ep.runtime.jax_compat import match_varying
 
 # Gradients of bfloat16 matrices are summed in bfloat16 over at most this number of chunks, to save
 # memory. Each addition then changes a sum by up to 2^-9 of itself, as does the rounding of a whole
-# gradient. Sums of many gradients need float32: in bfloat16, a sum of equal numbers stops growing
-# at 256 of them.
+# gradient. In bfloat16, a sum of equal numbers stops growing at 256 of them.
 _MOST_ROUNDED_SUMS = 8
 
 
@@ -117,12 +116,8 @@ def _all_chunks_bwd(config, where, saved, cotangents):
     zeros = {
         name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
     }
-
-    def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
-        routed, dout = chunk
-        return _add_chunk(experts, sums, routed, dout, config, where)
-
     douts, _ = cotangents
+    add_chunk = functools.partial(_add_chunk, config, where, experts)
     with jax.named_scope("token_chunks"):
         sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, (chunks, douts))
     # `in_sum_dtype` gets the sums, and `experts` and the expert ids no gradient.
@@ -134,17 +129,17 @@ def _all_chunks_bwd(config, where, saved, cotangents):
 
 
 def _add_chunk(
-    experts: Experts,
-    sums: dict[str, jax.Array],
-    routed: RoutedTokens,
-    dout: jax.Array,
     config: MoEConfig,
     where: LayerMesh,
+    experts: Experts,
+    sums: dict[str, jax.Array],
+    chunk: tuple[RoutedTokens, jax.Array],
 ) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Adds the weights' gradients of one chunk to `sums`; also returns its tokens' and choices'.
+    """Adds a chunk's gradients of `experts` to `sums`; also returns its tokens' and weights'.
 
-    `dout` [size, H] is the cotangent of the chunk's output.
+    `chunk` has the tokens, and the cotangent [size, H] of their output.
     """
+    routed, dout = chunk
     matrices = [name for name in EXPERT_MATRICES if name in sums]
     # Biases and adapters.
     others = {name: getattr(experts, name) for name in sums if name not in matrices}
