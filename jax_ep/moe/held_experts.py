@@ -76,7 +76,7 @@ def _own_experts(
 def _gathered(
     parts: dict[str, Any], quantized: QuantizedExperts | None, config: MoEConfig, where: LayerMesh
 ) -> tuple[dict[str, Any], QuantizedExperts | None]:
-    """Gathers weights over FSDP axes, matrices in the compute dtype."""
+    """Gathers weights over FSDP axes: matrices in the compute dtype, or their float8 copies."""
     matrices = {name: parts[name] for name in EXPERT_MATRICES if name in parts}
     # Where FSDP axes split whole float8 blocks, float8 copies are gathered, and not the matrices:
     # `fsdp.gather` then makes zeros of these, which only take the gradients.
