@@ -149,16 +149,11 @@ def _check_without_gate(params: MoEParams, call: Call, config: MoEConfig) -> Non
 def check_placement(
     placement: Placement | None, num_experts: int, num_slots: int | None, num_ranks: int = 1
 ) -> None:
-    if num_slots is None:
-        if placement is not None:
-            raise ValueError(
-                "placement must be None for a layer without num_slots; set num_slots to the "
-                "placement's slots."
-            )
+    if placement is None and num_slots is None:
         return
     if not isinstance(placement, Placement):
         raise TypeError(
-            f"placement must say which expert each of the num_slots={num_slots} slots holds, as a "
+            f"placement must say which expert each slot holds (num_slots={num_slots}), as a "
             f"jax_ep.placement.Placement of this layer, but is {checks.described(placement)}."
         )
     shapes = placement.expert_of_slot.shape, placement.num_copies.shape
@@ -193,8 +188,8 @@ def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> Non
         if (array := getattr(params, name)) is not None and array.shape[0] not in allowed:
             raise ValueError(
                 f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts along its "
-                f"first axis (num_experts={config.num_experts}, or num_slots if set), but has "
-                f"shape {array.shape}."
+                f"first axis (num_experts={config.num_experts}, or the slots of num_slots or "
+                f"placement), but has shape {array.shape}."
             )
     if where.mesh is not None and where.tensor_axes:
         _check_columns(params, where)

@@ -94,8 +94,9 @@ class MoEConfig:
             routers that limit a token to few hosts, such as 0.6 for 4 of 8 hosts.
         num_slots: None, or P, which is at least E and a multiple of N, the number of ranks. Each of
             the P slots holds the weights of one expert, so experts may have several copies, and
-            each rank holds P / N slots. Each call is given a `placement`, which says which expert
-            each slot holds. E need not be a multiple of N then.
+            each rank holds P / N slots. E need not be a multiple of N then. New parameters are
+            made for P slots, and a call must have a `placement`, which says which expert each slot
+            holds. With None, a call's `placement` says how many slots the parameters have.
         zero_experts, identity_experts, constant_experts: the numbers of free experts, which have
             almost no cost. They return 0, the token, or a mix of the token and a trained vector
             (MoE++, LongCat-Flash). The router chooses them like other experts. Their ids follow the

@@ -64,10 +64,10 @@ def moe_layer(
             metrics do not count them. A masked token may hold NaN or infinities, which reach no
             gradient of a parameter. The shared experts run on it, so its finite values must not
             overflow there; with `config.matmul_dtype`, it is set to 0 instead.
-        placement: with `config.num_slots`, a `jax_ep.placement.Placement` of this layer for the
-            ranks along `expert_axis`; a single rank takes any. wi_0, wi_1 and wo are then
-            [num_slots, ...], as `jax_ep.placement.to_slots` makes them, and all copies of an expert
-            get the same gradient.
+        placement: None, or if wi_0, wi_1 and wo are [P, ...] for P slots, as
+            `jax_ep.placement.to_slots` makes them: a `jax_ep.placement.Placement` of this layer for
+            the ranks along `expert_axis`; a single rank takes any. A new one does not recompile
+            the program. All copies of an expert get the same gradient.
         router_x: [..., H'] floating, or None for x: the input of the gate [H', E], if it differs
             from the experts' input (Gemma 4; Nemotron's latent experts).
         topk_idx: [..., K] integer expert ids, or None: choices made by the caller, where -1 chooses
@@ -105,6 +105,8 @@ def run_layer(
     is whether Linen's `init` makes the parameters in this call; other layers give None.
     """
     check_call(params, call, config)
+    if config.num_slots is None and isinstance(placement, Placement):
+        config = dataclasses.replace(config, num_slots=placement.expert_of_slot.shape[-1])
     where = find_mesh(config, call.x)
     check_on_mesh(params, config, placement, quantized, where, axis_rules, in_init)
     # If none of these three is given, nothing says that parameters are split over FSDP axes.

@@ -61,8 +61,7 @@ class MoEMetrics(NamedTuple):
 
         Args:
             num_ranks: N, the number of ranks that the experts are spread over, or None.
-            placement: the placement of the call, in a layer with `num_slots`, or None; of several
-                layers for stacked metrics.
+            placement: the placement of the call, or None; of several layers for stacked metrics.
 
         Returns:
             The numbers by name. Inside `jax.jit` they are traced float32. Outside they are NumPy's
