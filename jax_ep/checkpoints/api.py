@@ -331,8 +331,8 @@ def save_moe(
         directory: the directory that was loaded, a copy of it, or a new directory with the model's
             config.json.
         layer: the number of the decoder's layer, from 0.
-        placement: the layer's `jax_ep.placement.Placement` if it has `num_slots`, else None. An
-            expert with several slots is saved from its first slot.
+        placement: the layer's `jax_ep.placement.Placement` if its experts are in slots, else None.
+            An expert with several slots is saved from its first slot.
         others: the tensors that `load_others` returns, by name. None leaves those that the
             directory has as they are.
         overwrite: whether the block may be written into a directory that holds another model: one
@@ -345,10 +345,10 @@ def save_moe(
             of the placement do not fit; or if a parameter is split over several processes.
         TypeError: `layer_or_params` is neither an NNX layer nor `MoEParams`.
     """
-    num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
     given, config = _arrays_to_save(layer_or_params)
-    if config is not None:
-        num_slots = config.num_slots
+    num_slots = None if config is None else config.num_slots
+    if num_slots is None and placement is not None:
+        num_slots = np.shape(placement.expert_of_slot)[-1]
     removed: list[str] = []
     try:
         # The block to be added; None if the directory has one for this layer.
@@ -456,7 +456,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         block.shape(name),
         PARAMETER_AXES[name],
         logical_axes,
-        config.further_axes_of(logical_axes),
+        config.fsdp_axes_of(logical_axes),
         strict=True,
     )
     for size, letter, logical, further in dims:
