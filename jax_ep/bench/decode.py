@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -85,23 +86,12 @@ class DecodeBench(runner.Bench):
         self.shapes = layer_bench.chosen_shapes(args, ranks)
         self.measure_bandwidths(devices[:1])
         batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
-        return [
-            [
-                {
-                    "shape": name,
-                    "layers": layers,
-                    "ranks": num_ranks,
-                    "format": format,
-                    "implementation": "jax_ep",
-                    "batch": batch,
-                }
-                for batch in batches
-            ]
-            for name in self.shapes
-            for layers in args.layers or ((1, 2) if on_cpus else (1, 8))
-            for num_ranks in ranks
-            for format in args.formats
-        ]
+        depths = args.layers or ((1, 2) if on_cpus else (1, 8))
+        cases = []
+        for name, layers, num_ranks, format in product(self.shapes, depths, ranks, args.formats):
+            work = {"shape": name, "layers": layers, "ranks": num_ranks, "format": format}
+            cases.append([work | {"implementation": "jax_ep", "batch": batch} for batch in batches])
+        return cases
 
     def config(self, row: Row) -> MoEConfig:
         return self.shapes[row["shape"]].config(matmul_dtype=FORMATS[row["format"]].matmul_dtype)

@@ -455,7 +455,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         block.shape(name),
         PARAMETER_AXES[name],
         logical_axes,
-        config.further_axes_of(logical_axes),
+        config.fsdp_axes_of(logical_axes),
         strict=True,
     )
     for size, letter, logical, further in dims:

@@ -128,7 +128,5 @@ def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
 
 
 ep_all_reduce_rms_norm_p = _primitive(
-    "all_reduce_rms_norm",
-    abstract_eval=_rms_norm_types,
-    batch=_batch_rms_norm,
+    "all_reduce_rms_norm", abstract_eval=_rms_norm_types, batch=_batch_rms_norm
 )

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,6 @@ from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups
 # Pairs (lhs, rhs) of rows and of groups' matrices, whose grouped products are summed. All lhs have
 # one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
-
-
-class Product(Protocol):
-    def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, groups: Any, /, *, transpose_rhs: bool
-    ) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +73,7 @@ def symbolic_rows_reason(problem: Problem) -> str | None:
 class Backend(Implementation):
     """The methods use `product`, `drhs` and XLA; "pallas" has kernels of its own for them."""
 
-    product: Product
+    product: Callable[..., jax.Array]
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
     def sum_of_products(

@@ -103,6 +103,7 @@ def define(
         return jax.tree.leaves(compute(*operands, platform=platform, **params))
 
     def lower(program: jax_compat.Program, *leaves, **params):
+        # The rule for all other platforms may also be that of a program for several platforms.
         platform, *further = program.platforms
         if further or platform not in _PLATFORMS:
             platform = _OTHER_PLATFORM

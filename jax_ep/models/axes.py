@@ -75,7 +75,7 @@ def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> 
     """Returns how the field `name` of `MoEParams` is split; `config` is from `on_mesh`."""
     logical_axes = LOGICAL_AXES[name]  # such as ("exp", "embed", "mlp")
     spec = []
-    for logical, fsdp in zip(logical_axes, config.moe.further_axes_of(logical_axes), strict=True):
+    for logical, fsdp in zip(logical_axes, config.moe.fsdp_axes_of(logical_axes), strict=True):
         axes = (*_SPLIT.get(logical or "", ()), *fsdp)
         spec.append(tuple(axis for axis in axes if axis in mesh.axis_names))
     return PartitionSpec(*spec)
