@@ -213,7 +213,7 @@ class Blockwise:
     def _load_checked(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads as `_load`; ValueError for scales of float8 that no block can have."""
         values, scales = self._load(blocks)
-        if not self._is_mxfp4:  # whose scales, exponents of two, are all valid
+        if not self._is_mxfp4:  # whose scales are exponents of two, and never negative or 0
             is_zero = scales.astype(np.float32) == 0
             used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
             _check_scales(self.directory, self.scales, scales, used)

@@ -69,7 +69,7 @@ def _machine(devices: list[jax.Device]) -> dict[str, Any]:
         on_hosts = f"unknown: {environment.NO_HOSTS}"
     kinds = Counter(map(_describe, devices)).items()
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds)
-    # Why this JAX cannot run kernels. "JAX lacks" lists optional names, and what their lack changes.
+    # Why this JAX cannot run kernels. "JAX lacks" lists optional names, and what they change.
     of_jax = availability.jax_unavailable_reason(), availability.mosaic_unavailable_reason()
     missing = "; ".join(filter(None, (*of_jax, jax_compat.devices_unavailable_reason())))
     return {
