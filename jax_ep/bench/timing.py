@@ -50,8 +50,7 @@ class DeviceTime(NamedTuple):
 
 
 _tracing = threading.Lock()
-# The axis of every measured mesh.
-AXIS = "expert"
+AXIS = "expert"  # of every measured mesh
 
 
 def expert_mesh(num_ranks: int) -> Mesh:
