@@ -156,8 +156,10 @@ class DecodeBench(runner.Bench):
         # Rounding to float8 in one layer may change which experts tokens choose in the next layers.
         # So a stack of several layers is compared only with stacks of the same number format. Other
         # rounding may swap two experts whose scores are nearly equal, in few rows.
-        alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
-        work = tuple(row[key] for key in alike)
+        keys = ["shape", "layers", "ranks", "batch"]
+        if row["layers"] > 1:
+            keys.append("format")
+        work = tuple(row[key] for key in keys)
         outputs = loop.outputs()
         tolerance = FORMATS[row["format"]].tolerance
         expected, other_tolerance = self.first.setdefault(work, (outputs, tolerance))

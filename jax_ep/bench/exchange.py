@@ -45,7 +45,7 @@ def add_flags(flags: Flags) -> None:
 
 
 def add_capacity_factor(flags: Flags) -> None:
-    factor = "Rows of a receive buffer, as a multiple of the mean, or as needed. 0: any routing."
+    factor = "Rows of a receive buffer over the mean, but enough to drop none. 0: any routing."
     flags.add("capacity_factor", "1.125", factor, number)
 
 

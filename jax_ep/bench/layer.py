@@ -197,8 +197,8 @@ class LayerBench(runner.Bench):
         # A layer in chunks has no capacity factor: its rows are in proportion to a chunk's tokens.
         tokens_at_once = -(-row["tokens"] // row["token_chunks"])
         capacity = self.load["capacity"] * tokens_at_once // row["tokens"]
-        found = self.load | {"capacity": capacity, "iterations": loop.iterations}
-        return found | runner.held_bytes(loop.call)
+        sizes = self.load | {"capacity": capacity, "iterations": loop.iterations}
+        return sizes | runner.held_bytes(loop.call)
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs = loop.outputs()
@@ -231,7 +231,9 @@ class LayerBench(runner.Bench):
     def program(self, row: Row) -> str:
         parts = [row["implementation"]]
         if row["matmul_dtype"] != "none":
-            parts += [row["matmul_dtype"]] + ["quantized once"] * (row["quantize"] == "once")
+            parts.append(row["matmul_dtype"])
+            if row["quantize"] == "once":
+                parts.append("quantized once")
         if row["token_chunks"] > 1:
             parts.append(f"{row['token_chunks']} chunks")
         if row["remat"] != "none":
@@ -314,13 +316,13 @@ def random_params(
     )
 
 
-def make_step(name: str, direction: str, config: MoEConfig, remat: str = "none") -> Any:
+def make_step(implementation: str, direction: str, config: MoEConfig, remat: str) -> Any:
     """Makes the function that a `Loop` times, of params, x, cotangent and quantized experts.
 
     It returns "out" and, unless `direction` is "forward", all gradients. With the `remat` "full",
     the backward pass computes the layer's forward pass again.
     """
-    config = dataclasses.replace(config, implementation="xla" if name == "xla" else None)
+    config = dataclasses.replace(config, implementation="xla" if implementation == "xla" else None)
 
     def layer(params, x, quantized=None):
         return moe_layer(params, x, config, quantized_experts=quantized)[0]

@@ -259,14 +259,14 @@ def held_bytes(compiled: Any) -> dict[str, int]:
     return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
 
 
-def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **of: Any) -> None:
-    """Adds `field`: the speed-up over the row that has the values `of` and the same `keys`."""
+def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **base: Any) -> None:
+    """Adds `field`: a row's speed-up over the row with the same `keys` and the values `base`."""
     timed = [row for row in rows if "wall" in row]
-    bases = {tuple(row[key] for key in keys): row for row in timed if row.items() >= of.items()}
+    bases = {tuple(row[key] for key in keys): row for row in timed if row.items() >= base.items()}
     for row in timed:
-        base = bases.get(tuple(row[key] for key in keys))
-        if base is not None and base is not row:
-            row[field] = base["wall"]["median_us"] / row["wall"]["median_us"]
+        other = bases.get(tuple(row[key] for key in keys))
+        if other is not None and other is not row:
+            row[field] = other["wall"]["median_us"] / row["wall"]["median_us"]
 
 
 def time_of(row: Row) -> float:

@@ -28,7 +28,6 @@ def _primitive(op: str, **rules: Any) -> Any:
     def compute(*operands, axis_name, algorithm, num_ranks, **params):
         collectives: Any = XlaCollectives(axis_name)
         if algorithm != "xla":
-            # The import is here because it loads Mosaic, which only the kernels need.
             from jax_ep.collectives.pallas import PallasCollectives
 
             collectives = PallasCollectives(algorithm, axis_name)

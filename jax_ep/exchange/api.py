@@ -200,7 +200,6 @@ def dispatch(
     weights = None if topk_weights is None else topk_weights.astype(jnp.float32)
     x, weights = gradients.match((x, weights), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
-    # The third result is the `RowGroups` or, in the rank-major layout, the received weights.
     tokens, route, groups_or_weights = gradients.dispatch_with_vjp(config, x, topk_idx, weights)
     if layout == "rank":
         received_weights = groups_or_weights

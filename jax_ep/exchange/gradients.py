@@ -153,7 +153,6 @@ def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implement
 
 
 def _collective(handle: Handle, implementation: Implementation) -> dict[str, Any]:
-    # The fastest collective next to implementation="pallas" or None, else XLA's.
     return dict(axis_name=handle.axis_name, algorithm=algorithm_next_to(implementation))
 
 

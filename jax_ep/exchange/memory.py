@@ -29,7 +29,7 @@ LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
 _SIZES = ("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts")
-# The operation of the exchange that computes another one; it computes those of LOCAL on one rank.
+# Maps an operation to the one as which it runs: those of LOCAL run as an exchange of one rank.
 _COMPUTED_BY = {
     "group_by_expert": "dispatch",
     "sum_by_token": "combine",

@@ -239,9 +239,9 @@ class Rail:
         return lax.dynamic_index_in_dim(received, source.host, axis=0, keepdims=False)
 
     def by_rank(self, entries: jax.Array, source: Source | None) -> jax.Array:
-        """Selects from `entries` [N, T, ...] those of the tokens that `rows` returns on each rank.
+        """Selects the entries of the tokens that `rows` returns on each of this host's G ranks.
 
-        Returns [G, tokens, ...], by rank of this host, padded with -1.
+        `entries` [N, T, ...] are by source rank. Returns [G, tokens, ...], padded with -1.
         """
         by_host = entries.reshape(self.num_hosts, self.ranks_per_host, *entries.shape[1:])
         if source is None and self.sent_tokens is None:

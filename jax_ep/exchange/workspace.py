@@ -221,7 +221,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
 def _sums_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers of sums in a host and between hosts; arguments as in `_of_two_levels`."""
+    """Returns the buffers of sums in a host and between hosts; names as in `_of_two_levels`."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     sum_bytes = sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need
@@ -244,7 +244,7 @@ def _sums_workspace(
 def _rows_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers of rows between hosts and in a host; arguments as in `_of_two_levels`."""
+    """Returns the buffers of rows between hosts and in a host; names as in `_of_two_levels`."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.

@@ -79,7 +79,7 @@ class Backend(Implementation):
     def sum_of_products(
         self, pairs: Pairs, groups: Groups, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
-        """Sums the products of pairs; rounds each product, where "pallas" rounds their sum once."""
+        """Sums the products of pairs, each rounded. Only "pallas" has a use for `zero_unused`."""
         product: Any = product_of_chosen if isinstance(groups, ChosenGroups) else self.product
         products = (product(*pair, groups, transpose_rhs=transpose_rhs) for pair in pairs)
         return functools.reduce(jnp.add, products)
