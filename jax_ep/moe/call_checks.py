@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.moe import expert_matmuls
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.expert_matmuls import QuantizedExperts, check_are_arrays, check_same_kind
+from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.mesh import AxisRules, LayerMesh, check_mesh_is_set, check_sharding_of_experts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS, MoEParams, check_params
 from jax_ep.placement.table import Placement
@@ -33,7 +34,7 @@ def check_call(params: MoEParams, call: Call, config: MoEConfig) -> None:
     check_types(params, config)
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
-    check_same_kind(params, QuantizedExperts._fields)
+    expert_matmuls.check_same_kind(params, expert_matmuls.EXPERT_MATRICES)
     _check_tokens(call.x, call.mask, params.wi_0.shape[1], config)
     _check_router(params, call, config)
     if config.matmul_dtype is not None and any(
@@ -148,16 +149,11 @@ def _check_without_gate(params: MoEParams, call: Call, config: MoEConfig) -> Non
 def check_placement(
     placement: Placement | None, num_experts: int, num_slots: int | None, num_ranks: int = 1
 ) -> None:
-    if num_slots is None:
-        if placement is not None:
-            raise ValueError(
-                "placement must be None for a layer without num_slots; set num_slots to the "
-                "placement's slots."
-            )
+    if placement is None and num_slots is None:
         return
     if not isinstance(placement, Placement):
         raise TypeError(
-            f"placement must say which expert each of the num_slots={num_slots} slots holds, as a "
+            f"placement must say which expert each slot holds (num_slots={num_slots}), as a "
             f"jax_ep.placement.Placement of this layer, but is {checks.described(placement)}."
         )
     shapes = placement.expert_of_slot.shape, placement.num_copies.shape
@@ -192,8 +188,8 @@ def check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> Non
         if (array := getattr(params, name)) is not None and array.shape[0] not in allowed:
             raise ValueError(
                 f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts along its "
-                f"first axis (num_experts={config.num_experts}, or num_slots if set), but has "
-                f"shape {array.shape}."
+                f"first axis (num_experts={config.num_experts}, or the slots of num_slots or "
+                f"placement), but has shape {array.shape}."
             )
     if where.mesh is not None and where.tensor_axes:
         _check_columns(params, where)
@@ -228,7 +224,7 @@ def _check_columns(params: MoEParams, where: LayerMesh) -> None:
 def _check_shared_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     if params.shared_wo is None:
         return
-    check_same_kind(params, SHARED_WEIGHTS)
+    expert_matmuls.check_same_kind(params, SHARED_WEIGHTS)
     if config.matmul_dtype is not None:
         hidden, width = params.shared_wi_0.shape  # type: ignore
         on_a_rank = " on a rank" if where.num_parts() > 1 else ""
@@ -246,7 +242,7 @@ def _check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
         )
     if matmul_dtype is None:
         raise ValueError("quantized_experts must be None where matmul_dtype is None.")
-    check_are_arrays("quantized_experts must be None", experts)
+    expert_matmuls.check_are_arrays("quantized_experts must be None", experts)
     for name, of_name in quantized._asdict().items():
         matrices = getattr(experts, name)
         shape = None if matrices is None else matrices.shape

@@ -71,7 +71,8 @@ def test_training_with_copies_is_training_without(num_ranks):
     slots = to_slots(experts, placement)
     for i in range(3):
         experts, want, want_out, want_metrics = step(num_ranks, WITHOUT)(experts, x, None)
-        slots, value, out, metrics = step(num_ranks, WITH)(slots, x, placement)
+        # Without `num_slots`, the placement says how many slots the parameters have.
+        slots, value, out, metrics = step(num_ranks, (WITHOUT, WITH)[i % 2])(slots, x, placement)
         np.testing.assert_allclose(value, want, rtol=1e-5)
         np.testing.assert_allclose(out, want_out, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(metrics.expert_counts, want_metrics.expert_counts)
@@ -86,7 +87,8 @@ def test_training_with_copies_is_training_without(num_ranks):
 
 def test_drops_are_counted_by_expert():
     placement = placed(4)
-    config = dataclasses.replace(WITH, capacity_factor=0.5)
+    # The placement says how many slots the parameters have.
+    config = dataclasses.replace(WITHOUT, capacity_factor=0.5)
     with jax.set_mesh(expert_mesh(4)):
         params = to_slots(make_params(), placement)
         _, metrics = jax.jit(functools.partial(jax_ep.moe_layer, config=config))(
@@ -117,10 +119,11 @@ IN_ANY_ORDER = dataclasses.replace(WITH, num_slots=E)
 @pytest.mark.parametrize(
     ("config", "placement", "error", "message"),
     [
-        (WITH, None, TypeError, "placement must say .* num_slots=12 .* but is"),
+        (WITH, None, TypeError, r"placement must say .*\(num_slots=12\).* but is"),
         # Shapes do not tell E slots, whose experts may be in any order, from E experts.
-        (IN_ANY_ORDER, None, TypeError, "placement must say .* num_slots=8 .* but is"),
-        (WITHOUT, placed(1), ValueError, "placement must be None for a layer without num_slots"),
+        (IN_ANY_ORDER, None, TypeError, r"placement must say .*\(num_slots=8\).* but is"),
+        (WITHOUT, [0], TypeError, "placement must say .* but is"),
+        (WITHOUT, placed(1), ValueError, "wi_0 must hold 12 experts .*num_slots or placement"),
         (WITH, OF_LAYERS, ValueError, r"shape \(1, 12\).*Pass placement\[layer\]"),
         (FEWER, placed(1), ValueError, "num_slots must be at least num_experts=8, .* but is 7"),
     ],
