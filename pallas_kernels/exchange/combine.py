@@ -359,7 +359,7 @@ class _Combine:
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
         tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
-        # Items are tiles of sums for the step's i-th token. Workers take them round-robin, and go on
+        # Items are tiles of sums, for token i of the step. Workers take them round-robin, and go on
         # with the round from step to step, so that all workers get equal shares.
         next_worker = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - next_worker, workers)
