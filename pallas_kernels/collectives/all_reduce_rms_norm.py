@@ -70,6 +70,7 @@ def all_reduce_rms_norm(
     operands = x, residual, scale
     scratch_types = dict(scratch=body.scratch())
     if isinstance(fabric, Channels):
+        # Of each tile of a row: one shot sends all rows of a block, two shots a row and a sum.
         sends_per_tile = 2 if two_shot else body.rows_per_block
         results = low_latency.call(
             body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
