@@ -316,8 +316,7 @@ class _Combine:
         self, endpoint: Endpoint, i: int, token: Any, exists: Any, ranks: Any, sums: Any, out: Any
     ) -> None:
         """Waits for peers' sums of this rank's token, adds them to `sums`, and stores the total."""
-        # `token` is the block's i-th, `ranks` has the rank of each of its experts, and `sums` are in
-        # registers.
+        # `token` is the block's i-th, and `ranks` has the rank of each of its experts.
         fabric, transfer = self.fabric, self.transfer
         peer_sends = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
