@@ -232,6 +232,7 @@ class _Body:
         ranks = [endpoint.rank, *endpoint.peers]
         rows = [jnp.minimum(first_row + rank, self.num_rows - 1) for rank in ranks]
         row_here, *rows_of_peers = rows
+        # A warpgroup first sends a peer `num_tiles` tiles of x, and then as many of the sum.
         parts = [self._load(refs.x, row) for row in rows_of_peers]
         for j in range(num_tiles):
             endpoint.send(j, [part[j] for part in parts])
