@@ -88,31 +88,31 @@ def _take(leaf: Any, index: Array) -> Any:
     def gather_bits(leaf: jax.Array) -> jax.Array:
         return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
 
-    gather_bits.defjvps(lambda tangent, taken, leaf: gather(tangent))
+    gather_bits.defjvps(lambda tangent, out, leaf: gather(tangent))
     return gather_bits(leaf)
 
 
 def _gather(leaf: Any, index: Array) -> Any:
-    """Gathers as `_take`; keeps the sharding, if it splits the new axis evenly, and the memory."""
+    """Gathers as `_take`; keeps the memory, and the sharding if it splits the new axis evenly."""
     axis, size = index.ndim - 1, index.shape[-1]
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
 
-    def taken(leaf: Any) -> Any:
+    def gathered(leaf: Any) -> Any:
         entries = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
         if index.min() < 0:
             entries = xp.where(xp.asarray(index) >= 0, entries, xp.zeros((), entries.dtype))
         return entries
 
     if xp is np:
-        return taken(leaf)
+        return gathered(leaf)
     # XLA gathers from the memory of devices, not of the host, so a leaf is moved there and back.
     sharding: Any = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
     if isinstance(sharding, SingleDeviceSharding) and leaf.committed:
         leaf = jax.device_put(leaf, SingleDeviceSharding(*sharding.device_set))
-        return jax.device_put(taken(leaf), sharding)
-    if not isinstance(sharding, NamedSharding):
-        return taken(leaf)
+        return jax.device_put(gathered(leaf), sharding)
+    if not isinstance(sharding, NamedSharding):  # such as an uncommitted array's
+        return gathered(leaf)
     mesh, spec = sharding.mesh, sharding.spec
     mesh_axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
     unsplit = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
@@ -124,9 +124,9 @@ def _gather(leaf: Any, index: Array) -> Any:
         leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, unsplit))
     if is_traced(leaf):
         is_sharded = any(new_sharding.spec)
-        return jax.sharding.reshard(taken(leaf), new_sharding) if is_sharded else taken(leaf)
+        return jax.sharding.reshard(gathered(leaf), new_sharding) if is_sharded else gathered(leaf)
     leaf = jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
-    return jax.device_put(taken(leaf), new_sharding)
+    return jax.device_put(gathered(leaf), new_sharding)
 
 
 def redistribute(
@@ -217,12 +217,12 @@ def _move(
 ) -> jax.Array:
     """Moves a leaf to the slots that `plan`, of `_destinations`, names, and deletes the leaf."""
     axis = plan.ndim - 2  # of the slots: 1 after an axis of layers, else 0
-    given = getattr(leaf, "sharding", None)
-    is_on_mesh = given is not None and given.device_set == set(mesh.devices.flat)
-    # The sharding while rows move, in the memory of the devices; `_mover` needs a NamedSharding.
+    old = getattr(leaf, "sharding", None)  # None for a NumPy array
+    is_on_mesh = old is not None and old.device_set == set(mesh.devices.flat)
+    # The sharding while rows move. Without a memory kind, it is in the memory of the devices.
     moving: Any = NamedSharding(mesh, PartitionSpec(*(None,) * axis, axes))
-    if is_on_mesh and isinstance(given, NamedSharding):
-        moving = NamedSharding(given.mesh, given.spec)
+    if is_on_mesh and isinstance(old, NamedSharding):
+        moving = NamedSharding(old.mesh, old.spec)
     moved = jax.device_put(leaf, moving)
     if moved.size > 0:
         of_plan = NamedSharding(moving.mesh, PartitionSpec(*moving.spec[: axis + 1]))
@@ -233,9 +233,9 @@ def _move(
         if isinstance(leaf, jax.Array):
             # Frees a leaf that `device_put` has copied: only the copy was donated.
             leaf.delete()
-    kind: str | None = getattr(given, "memory_kind", None)
-    final = given if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
-    return jax.device_put(moved, final)
+    kind: str | None = getattr(old, "memory_kind", None)
+    new = old if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
+    return jax.device_put(moved, new)
 
 
 def _can_be_moved(dtype: Any) -> bool:

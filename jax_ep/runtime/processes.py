@@ -22,8 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax_ep.runtime import jax_compat
-
 _KEY = "jax_ep/symmetric_memory/{process}"
 _OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
@@ -48,12 +46,6 @@ class Store(Protocol):
     def key_value_set(self, key: str, value: str) -> None: ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-
-def store() -> Store | None:
-    """Returns the key-value service of `jax.distributed.initialize`; None if it was not called."""
-    client: Store | None = jax_compat.distributed_client()
-    return client
 
 
 def report(store: Store, process: int, reason: str | None) -> None:
@@ -151,7 +143,8 @@ class Meeting(contextlib.ExitStack):
             except Refused as reason:
                 self._tell({"failure": str(reason)})
                 raise
-            raise_failure({self._process: message} | {p: m for p, (m, _) in messages.items()})
+            of_others = {process: other for process, (other, _) in messages.items()}
+            raise_failure(of_others | {self._process: message})
             received.pop_all()  # The caller closes the descriptors.
         return messages
 
@@ -241,7 +234,8 @@ class Meeting(contextlib.ExitStack):
                 selector.register(connection, selectors.EVENT_READ, process)
             while missing := [process for process in others if process not in self._from]:
                 gone = [self._gone[process] for process in missing if process in self._gone]
-                ready = [key for key, _ in selector.select(0 if gone else self._left())]
+                timeout_s = 0 if gone else self._left()
+                ready = [key for key, _ in selector.select(timeout_s)]
                 if any(key.fileobj is self._listener for key in ready):
                     self._accept_one(missing)
                     continue

@@ -32,8 +32,6 @@ from pallas_kernels.fabric.mosaic import Value, arith, ir, llvm, scf
 
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
-# With it, copies of contiguous rows are plain bulk copies: no TMA descriptor, no check of bounds.
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 @jax.tree_util.register_pytree_node_class
@@ -132,8 +130,8 @@ class Fabric(Ranks, Protocol):
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends pairs of int32 of `words` to every rank, `count` of them from pair `first` on.
 
-        Pair i is (words[2 * i], words[2 * i + 1]) and is sent as one 32-bit value: an int32 that
-        does not fit in 16 bits arrives as -1.
+        Pair i is (words[2 * i], words[2 * i + 1]) and is sent as one 32-bit value, so lists of
+        expert ids take half of the words. An int32 that does not fit in 16 bits arrives as -1.
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
@@ -194,10 +192,18 @@ class RanksOfMesh:
             rank, index_of_rank_0 = rank * size + along, index_of_rank_0 - along * stride
         return rank, index_of_rank_0
 
+    def offsets(self) -> list[int]:
+        """Returns for each rank the mesh index of its device minus that of rank 0."""
+        offsets = [0]
+        for stride, size in self.axes:
+            offsets = [offset + i * stride for offset in offsets for i in range(size)]
+        return offsets
+
     def gpu(self, mesh_index: jax.Array) -> jax.Array:
-        """Returns the number on its host of the GPU with the mesh index `mesh_index`."""
+        """Returns self.gpus[mesh_index], the number on its host of that device's GPU."""
         if self.gpus == tuple(range(len(self.gpus))):
             return mesh_index
+        # A traced number cannot index a tuple, so select one of its entries.
         number = jnp.int32(self.gpus[0])
         for i, other in enumerate(self.gpus[1:], 1):
             number = jnp.where(mesh_index == i, other, number)
@@ -255,7 +261,7 @@ def kernel(
 
     def call(*operands: Any) -> Any:
         num_of_fabric = len(fabric.operands)
-        # Of the shared buffers, operands hold what was written before the call; outputs are new.
+        # Whether peers may read what this rank wrote before the call: only operands hold it.
         reads = any(i < len(operands) for i in shared)
 
         def run(*refs: Any, **scratch: Any) -> None:
@@ -304,28 +310,34 @@ def update_in_place(
 
 def load(ref: Any, vector: int) -> jax.Array:
     """Loads a contiguous 1D array to registers; threads hold vectors of `vector` elements."""
-    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-    return plgpu.load(ref, layout=layout)
+    return plgpu.load(ref, layout=mosaic.strided(ref.shape, vector))
 
 
-def load_slices(fabric: Fabric, where: Any, *held: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
-    """Loads the slice `where` of several arrays into buffers in shared memory, by a warpgroup.
+def load_slices(fabric: Fabric, where: Any, *loads: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
+    """Loads the same slice of many lists, as of each rank's rows, into shared memory.
 
-    `held` are pairs (buffer, sources). `buffer` is [n, size of the slice]. `sources` has a tuple
-    (i, array, *indices) for each row i of the buffer, which gets the slice of array[indices], 1D in
-    any rank's global memory. All buffers have equally many sources.
+    `where` is a `pl.ds` of n elements. Each of `loads` is (buffer, sources), with equally many
+    sources. `buffer` is [rows, n] in shared memory. For each source (row, array, *indices),
+    buffer[row] gets array[*indices, where], from any rank's global memory.
     """
-    # For each buffer, for each of its sources: (row of the buffer, the loaded slice).
+    # Load all slices before the first store, so that the loads overlap.
     loaded = [
-        [(row, ref.at[(*indices, where)][...]) for row, ref, *indices in sources]
-        for _, sources in held
+        [(row, array.at[(*indices, where)][...]) for row, array, *indices in sources]
+        for _, sources in loads
     ]
     # Until this barrier, other threads of the warpgroup may still read the previous slice.
     fabric.barrier()
     for of_one_source in zip(*loaded, strict=True):
-        for (buffer, _), (row, value) in zip(held, of_one_source, strict=True):
-            buffer[row] = value
+        for (buffer, _), (row, values) in zip(loads, of_one_source, strict=True):
+            buffer[row] = values
     fabric.barrier()
+
+
+def fetch(row: Any, destination: Any, arrived: Any) -> None:
+    """Starts a bulk copy of a contiguous row to shared memory; its end counts as an arrival."""
+    # The promise makes it a plain bulk copy: no TMA descriptor, no check of bounds.
+    promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    plgpu.copy_gmem_to_smem(row, destination, arrived, oob_mode=promise)
 
 
 def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
@@ -335,8 +347,7 @@ def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
 
 def iota(size: int, vector: int = 1) -> jax.Array:
     """Returns int32 0, 1, … size - 1 in registers; threads hold vectors of `vector` elements."""
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=mosaic.strided((size,), vector))
 
 
 def clear(ref: Any, size: int) -> None:
@@ -378,7 +389,11 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages."""
+    """Waits, in the warpgroup that filled a ring's stages, until all stages are released.
+
+    `empty` has for each stage the barrier at which consumers release it. `used`, [] int32, is how
+    often the warpgroup has filled a stage: filling i was of stage i % num_stages.
+    """
     # A warpgroup must wait for every completion of a barrier. Only those of each stage's last
     # filling are left: before it fills a stage again, it waits for the stage's previous filling.
 
