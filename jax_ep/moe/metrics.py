@@ -179,7 +179,7 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Returns the load-balance loss, 0 without `probs`, and the sums of all ranks, int32 counts."""
+    """Returns the load-balance loss (0 without `probs`), and its sums over all ranks' tokens."""
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:
