@@ -474,7 +474,7 @@ class _RowLoader:
         return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_pass))
 
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a pass."""
+        """Returns body(operands of a pair, step of the pair), for step number `step` of a pass."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.

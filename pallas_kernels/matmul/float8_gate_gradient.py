@@ -346,13 +346,13 @@ def _sum_of_words(a: Value, b: Value) -> Value:
 
 def _combined_row(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combines each row's word over the `_ACROSS` threads that share rows; returns one result."""
-    # `words` has a word for each row of this thread's patch. `_index_of_combined_row` tells which
-    # row's result a thread gets. At each distance, two threads exchange half of their rows.
+    # `words` has a word for each of the patch's four rows. After distance 1 a thread goes on with
+    # two of them, after distance 2 with one, whose index `_index_of_combined_row` tells.
     across = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS))
     distance = 1
     while distance < _ACROSS:
         if len(words) > 1:
-            # One thread goes on with the first half of the rows, the other with the second.
+            # Of two threads, one goes on with the first half of the rows, the other with the rest.
             half = len(words) // 2
             has_upper = _is_odd(across, distance)
             pairs = list(zip(words[:half], words[half:], strict=True))

@@ -261,6 +261,7 @@ class _Patch:
 
     def finish_rows(self, shared: Any, scales: Any, num_rows: int) -> None:
         """Stores the scale of each row to `scales`, [K / 128, R], and 1 / scale to `shared`."""
+        # Thread i finishes row i of the tile.
         with mosaic.when(mosaic.below(self.place.thread, BLOCK)):
             sides = [mosaic.add(self.place.thread, side * BLOCK) for side in range(_SIDES)]
             scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
