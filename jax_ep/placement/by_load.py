@@ -125,6 +125,7 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
         if not _copy_another(load, expert, copies, rank, num_ranks):
             break
     totals = np.bincount(rank, (load / copies)[expert], num_ranks)
+    # Lists the slots rank by rank; each rank has equally many.
     return expert[np.argsort(rank, kind="stable")], float(totals.max())
 
 
@@ -170,8 +171,8 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     held = np.zeros((len(load), num_ranks))  # how many copies of each expert each rank holds
     np.add.at(held, (expert, rank), 1)
     totals = (load / copies) @ held
-    victims = np.flatnonzero(copies[expert] > 1)
-    wanted = np.unique(expert[rank == np.argmax(totals)])
+    victims = np.flatnonzero(copies[expert] > 1)  # slots whose experts have other copies, too
+    wanted = np.unique(expert[rank == np.argmax(totals)])  # experts of the busiest rank
     if not len(victims):
         return False
     # Tries each pair of an expert a that loses the copy in a slot of `victims`, and an expert b of

@@ -176,15 +176,6 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
-# A register layout of [8, 64]: a warp holds two rows, a thread four neighbouring values of a row.
-EIGHT_ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
-    warp_dims=(-4,),
-    lane_dims=(-2, -3),
-    vector_dim=-1,
-)
-
-
 def launch(
     kernel: Kernel, scratch_types: dict[str, Any], out_type: Any, name: str
 ) -> Callable[..., Any]:
