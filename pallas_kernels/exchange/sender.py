@@ -186,7 +186,7 @@ class Sender:
 
             # `peers` has this rank at a position that differs between blocks. Computing this rank's
             # list a second time costs less than a select for each word.
-            window_start = window.start(entry - in_window * self.num_words)
+            window_start = window.start(entry - in_window * self.num_words)  # see `open_window`
             *lists_of_peers, list_here = routes.lists(entry - window_start, [*peers, rank])
             rows = [routes.row(words, i) for words in lists_of_peers]
             further = routes.further_rows(list_here)
