@@ -91,7 +91,7 @@ class Float8Tiles:
     def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
-        `narrow_stages` is `num_stages` of narrow tiles; `few_rows`: less than `_FEW_ROWS` a group.
+        `narrow_stages` is `num_stages` of narrow tiles; `few_rows`: a group has < `_FEW_ROWS` rows.
         """
         if REGISTERS_MOVE or few_rows:
             return cls(block_n=HALVES * BLOCK // num_matrices)
@@ -351,7 +351,8 @@ class Float8Kernel(Kernel):
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
         """Returns references to a step's `num_scales` scales of blocks of the right operands."""
-        # `scales` has an array of each right operand; `at(array, i)`: for columns from 128 * i on.
+        # `scales` has an array for each right operand. `at(array, i)` refers to the scale of the
+        # 128 columns from 128 * i on.
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.num_matrices > 1:
             return [at(array, block) for array in scales]
@@ -370,7 +371,7 @@ class Float8Kernel(Kernel):
     ) -> None:
         """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
         # References in global memory: `left` [128, 128], `left_scales` [128], or None if not
-        # `rows_have_scales`, and `rights` [step_columns, 128]. `block_scales` are `num_scales`.
+        # `rows_have_scales`, and `rights` [step_columns, 128]. `block_scales` has `num_scales`.
         stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)

@@ -98,8 +98,9 @@ class Mxfp4Matrices(Matrices):
                 """Decodes part by part, while the tensor cores multiply the part before."""
                 loaded = load(stage, parts[0])
                 for i, part in enumerate(parts):
-                    # Decoding overwrites registers of parts whose matmuls must be complete before:
-                    # all but the last one's or, with one part in a step, all.
+                    # The tensor cores may read registers until their matmul is complete. Before a
+                    # part is decoded to registers, all matmuls but the last one must be complete;
+                    # with one part in a step also the last one, which reads the same registers.
                     plgpu.wgmma_wait(min(len(parts) - 1, 1))
                     columns = decoder.decode(loaded)
                     products = accumulator.at[
