@@ -56,6 +56,7 @@ from pallas_kernels.matmul.kernel import (
     aligned,
     launch,
     quotient_and_rest,
+    stage_of,
     swizzled,
     zeros,
 )
@@ -376,7 +377,7 @@ class Float8Kernel(Kernel):
     ) -> None:
         """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
         # `left_scales` is None if not `rows_have_scales`.
-        stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
+        stage = stage_of(number, self.tiles.num_stages)
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
@@ -406,35 +407,45 @@ class Float8Kernel(Kernel):
         128] float32 for each of `halves`, the first for `first_half`, zero if not computed; and the
         feed after these steps.
         """
-        num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
+        scratch = computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
-        def step(n, carry):
-            totals, feed = carry
-            stage = lax.rem(used + n, num_stages)
+        def scales_of(n):
+            # Waits for the operands of step n; returns the scales of rows, if any, and of blocks.
+            stage = stage_of(used + n, self.tiles.num_stages)
             plgpu.barrier_wait(scratch["full"].at[stage])
-            product = tensor_cores.start_float8_product(
-                scratch["left"], scratch["right"], stage, row, first_half
-            )
-            # While the tensor cores compute the first product, load stages and scales.
-            feed = computer.feeder.follow(used + n, feed)
             row_scales = None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # A half has one scale, and the half of a narrow gated tile two, for 64 columns each. If
             # `first_half` is 1, the last index would be past the end. The scale read in its place
             # belongs to a half that is not computed.
-            block_scales = [
+            return row_scales, [
                 scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
                 for i in range(self.num_scales)
             ]
-            totals = tensor_cores.add_float8_products(
-                totals, product, num_halves, row_scales, block_scales
-            )
-            plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, feed
 
-        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
+        def step(n, carry):
+            totals, feed, scales = carry
+            stage = stage_of(used + n, self.tiles.num_stages)
+            product = tensor_cores.start_float8_product(
+                scratch["left"], scratch["right"], stage, row, first_half
+            )
+            # While the tensor cores compute the first product, load a stage, and wait for the next
+            # step's operands and load their scales.
+            feed = computer.feeder.follow(used + n, feed)
+            next_scales = lax.cond(n + 1 < steps, lambda: scales_of(n + 1), lambda: scales)
+            totals = tensor_cores.add_float8_products(totals, product, num_halves, *scales)
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
+            return totals, feed, next_scales
+
+        def sum_steps(feed):
+            carry = (zero,) * self.halves, feed, scales_of(jnp.int32(0))
+            return lax.fori_loop(0, steps, step, carry)[:2]
+
+        if isinstance(steps, int):
+            return sum_steps(feed)
+        return lax.cond(steps > 0, sum_steps, lambda feed: ((zero,) * self.halves, feed), feed)
 
     def load_scales(self, scales: Any) -> jax.Array:
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
@@ -443,7 +454,7 @@ class Float8Kernel(Kernel):
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
         def step(i, feed):
-            stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
+            stage = stage_of(used + i, self.tiles.num_stages)
             plgpu.barrier_wait(computer.scratch["full"].at[stage])
             plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
             return computer.feeder.follow(used + i, feed)
@@ -623,6 +634,7 @@ class _GatedProduct(Float8Kernel):
         own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
         for i in range(HALVES):
             first_pass[i] = totals[0][:, own[i]]
+        plgpu.commit_smem()  # a barrier
         (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
 
         def load(i: int) -> jax.Array:
