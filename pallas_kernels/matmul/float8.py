@@ -90,6 +90,8 @@ class Float8Tiles:
     block_n: int = BLOCK
     # How often a tile's steps run over K, each time for another part of its columns.
     passes: int = 1
+    # Whether a computer waits for a step's operands and scales while it multiplies the step before.
+    waits_ahead: bool = True
 
     @classmethod
     def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
@@ -99,7 +101,8 @@ class Float8Tiles:
         than `_FEW_ROWS` rows on average.
         """
         if REGISTERS_MOVE or few_rows:
-            return cls(block_n=HALVES * BLOCK // num_matrices)
+            # With few rows, a computer waits for memory, and should release a stage before.
+            return cls(block_n=HALVES * BLOCK // num_matrices, waits_ahead=not few_rows)
         # Totals of two halves would leave no registers for a loader. A band of narrow tiles has as
         # many columns as one of the tiles above.
         return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
@@ -410,11 +413,12 @@ class Float8Kernel(Kernel):
         scratch = computer.scratch
         zero = zeros((ROWS, BLOCK), jnp.float32)
 
+        def wait(n):
+            plgpu.barrier_wait(scratch["full"].at[stage_of(used + n, self.tiles.num_stages)])
+
         def scales_of(n):
-            # Waits for the operands of step n; returns the scales of rows, if any, and of blocks.
-            stage = stage_of(used + n, self.tiles.num_stages)
-            plgpu.barrier_wait(scratch["full"].at[stage])
-            row_scales = None
+            # Returns the scales of the rows of step n, None if they have none, and of its blocks.
+            stage, row_scales = stage_of(used + n, self.tiles.num_stages), None
             if self.rows_have_scales:
                 row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
             # A half has one scale, and the half of a narrow gated tile two, for 64 columns each. If
@@ -425,22 +429,33 @@ class Float8Kernel(Kernel):
                 for i in range(self.num_scales)
             ]
 
+        def wait_ahead(n):
+            wait(n)
+            return scales_of(n)
+
         def step(n, carry):
             totals, feed, scales = carry
+            if not self.tiles.waits_ahead:
+                wait(n)
             stage = stage_of(used + n, self.tiles.num_stages)
             product = tensor_cores.start_float8_product(
                 scratch["left"], scratch["right"], stage, row, first_half
             )
-            # While the tensor cores compute the first product, load a stage, and wait for the next
-            # step's operands and load their scales.
+            # The tensor cores compute the first product meanwhile.
             feed = computer.feeder.follow(used + n, feed)
-            next_scales = lax.cond(n + 1 < steps, lambda: scales_of(n + 1), lambda: scales)
+            next_scales = None
+            if self.tiles.waits_ahead:
+                following = functools.partial(wait_ahead, n + 1)
+                next_scales = lax.cond(n + 1 < steps, following, lambda: scales)
+            else:
+                scales = scales_of(n)
             totals = tensor_cores.add_float8_products(totals, product, num_halves, *scales)
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return totals, feed, next_scales
 
         def sum_steps(feed):
-            carry = (zero,) * self.halves, feed, scales_of(jnp.int32(0))
+            first_scales = wait_ahead(jnp.int32(0)) if self.tiles.waits_ahead else None
+            carry = (zero,) * self.halves, feed, first_scales
             return lax.fori_loop(0, steps, step, carry)[:2]
 
         if isinstance(steps, int):

@@ -48,6 +48,7 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
+    choose,
     launch,
     swizzled,
     transposed,
@@ -422,7 +423,7 @@ class Matrices:
                     plgpu.wgmma(accumulator.at[:, side : side + height], columns, rows)
 
             heights = self.kernel.tiles.heights
-            lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
+            choose(height_index, [functools.partial(of_height, each) for each in heights])
 
         return self.ring.accumulate(steps, len(share), shape, multiply)
 

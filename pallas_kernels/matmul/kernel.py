@@ -176,6 +176,19 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
+def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int = 0) -> None:
+    """Runs `functions[index - first]` in a kernel; past either end, the nearest of them."""
+    # In each step of a ring, a few comparisons take less time than the jump table of a switch.
+    if len(functions) == 1:
+        return functions[0]()
+    half = len(functions) // 2
+    return lax.cond(
+        index < first + half,
+        lambda: choose(index, functions[:half], first),
+        lambda: choose(index, functions[half:], first + half),
+    )
+
+
 # A register layout of [8, 64]: a warp holds two rows, a thread four neighbouring values of a row.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),

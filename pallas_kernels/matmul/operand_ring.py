@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, stage_of, swizzled
+from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, choose, stage_of, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TileSource:
         def start(tile: Any) -> None:
             plgpu.copy_gmem_to_smem(tile, destination.at[: tile.shape[0]], full)
 
-        lax.switch(self.index, [functools.partial(start, tile) for tile in self.candidates])
+        choose(self.index, [functools.partial(start, tile) for tile in self.candidates])
 
 
 class Loader(Protocol):

@@ -46,7 +46,7 @@ class StartedProduct(NamedTuple):
 
     # [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
     product: jax.Array
-    # Both tiles, as operands of `mosaic.inline`, their offsets in bytes, and their types in PTX.
+    # Both tiles, as operands of `mosaic.inline`, their offsets in 16 bytes, and their types in PTX.
     operands: list[Any]
     kinds: list[str]
 
@@ -63,9 +63,9 @@ def start_float8_product(
       first: the block of right[stage] to multiply by.
     """
     tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    # In bytes: a row of a tile has 128.
+    # In units of 16 bytes: a row of a tile has 8.
     offsets = [
-        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
+        jnp.int32(stage * (ref.shape[1] * 8) + begin * 8)
         for ref, begin in ((left, row), (right, first * _COLUMNS))
     ]
     operands = [(left, tile), (right, tile), *offsets]
@@ -205,14 +205,16 @@ def _products_of(values: Sequence[Value]) -> list[Array]:
 
 
 def _descriptor(ref: Value, offset: Array) -> Value:
-    """Returns the descriptor of wgmma's operand at byte `offset` of `ref`."""
-    wide = mosaic.integer_type(64)
-    place = mosaic.narrow(mosaic.address(ref))
-    place = mosaic.add(place, mosaic.scalar(offset))
-    start = arith.shrui(arith.andi(place, mosaic.i32(0x3FFFF)), mosaic.i32(4))
+    """Returns the descriptor of wgmma's operand at `offset`, in units of 16 bytes, of `ref`."""
+    # A block's shared memory ends before 256 KiB, so the address takes the descriptor's low 14
+    # bits. What does not depend on the step comes first, since it is computed once.
+    #
     # Addresses count 16 bytes: tiles of 8 rows, 1024 bytes apart (64 << 32), swizzled (1 << 62).
     # The tensor cores ignore the other distance (1 << 16), as the contraction is contiguous.
-    return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
+    start = arith.shrui(mosaic.narrow(mosaic.address(ref)), mosaic.i32(4))
+    low = mosaic.add(mosaic.add(start, 1 << 16), mosaic.scalar(offset))
+    wide = arith.extui(mosaic.integer_type(64), low)
+    return arith.ori(wide, mosaic.i64(1 << 62 | 64 << 32))
 
 
 def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: str) -> list[str]:
