@@ -82,14 +82,14 @@ def check_array(
     array: Any,
     ndim: int | None,
     kind: Any,
-    shape: str,
+    wanted_shape: str,
     *,
     may_be_empty: bool = True,
     may_be_quantized: bool = False,
 ) -> None:
-    """Raises unless `array` has `ndim` axes (None: any) and a dtype of `kind`; quotes `shape`."""
-    # `kind` is a key of `_KINDS`. `shape`, such as "[T, H]", is what messages call the right shape.
-    wanted = f"{name} must be {_KINDS[kind]} {shape}"
+    """Raises unless `array` has `ndim` axes (None: any) and a dtype of `kind`."""
+    # `kind` is a key of `_KINDS`. `wanted_shape`, such as "[T, H]", is only quoted in messages.
+    wanted = f"{name} must be {_KINDS[kind]} {wanted_shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{wanted}, but is {described(array)}.")
     if hasattr(array, "dequantize") and not may_be_quantized:

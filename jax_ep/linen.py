@@ -19,18 +19,12 @@ from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
 from jax_ep.moe.call_checks import Call
 from jax_ep.moe.config import MoEConfig, Router, WeightsOn, check_config
-from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, QuantizedExperts
 from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.held_experts import quantize_by_rules
 from jax_ep.moe.layer import run_layer
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.params import (
-    Initializer,
-    MoEParams,
-    ParameterOptions,
-    check_parameter_options,
-    default_kernel_init,
-)
+from jax_ep.moe.params import MoEParams, ParameterOptions
 from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
@@ -89,8 +83,7 @@ class MoE(nn.Module):
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks. The losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
-    output is the same up to rounding.
+    which mesh the layer runs. On any mesh, the shapes of the parameters are the same.
 
     The parameters are those of `jax_ep.MoEParams`, and the gate is gate.kernel. If `num_slots` is
     P, the experts' parameters are [P, ...]: each of the P slots holds a copy of one expert. At
@@ -120,8 +113,8 @@ class MoE(nn.Module):
     use_expert_scale: bool = False
     lora_rank: int = 0
     param_dtype: Any = jnp.float32
-    kernel_init: Initializer = default_kernel_init
-    gate_init: Initializer | None = default_kernel_init
+    kernel_init: moe_params.Initializer = moe_params.default_kernel_init
+    gate_init: moe_params.Initializer | None = moe_params.default_kernel_init
     _: dataclasses.KW_ONLY
     score: routing.Score = "softmax"
     choose_by: routing.ChooseBy = "score"
@@ -163,7 +156,7 @@ class MoE(nn.Module):
     def setup(self) -> None:
         config = MoEConfig.of(self)
         check_config(config)
-        check_parameter_options(ParameterOptions.of_layer(self))
+        moe_params.check_parameter_options(ParameterOptions.of_layer(self))
         if (init := self.gate_init) is not None:
             self.gate = Gate(config.num_choosable, self.selection_bias, init, self.param_dtype)
 
@@ -213,7 +206,7 @@ class MoE(nn.Module):
         Raises ValueError if there are no parameters, too.
         """
         weights = nn.unbox({
-            name: self.get_variable("params", name) for name in QuantizedExperts._fields
+            name: self.get_variable("params", name) for name in EXPERT_MATRICES
         })  # fmt: skip
         if weights["wi_0"] is None or weights["wo"] is None:
             raise ValueError(
@@ -232,13 +225,12 @@ class MoE(nn.Module):
             given = nn.unbox(self.get_variable("params", name))
             if isinstance(given, QuantizedArray):
                 return given
-            # Flax checks a parameter against the given shape. Inside the caller's shard_map, a
-            # parameter may hold only this rank's experts and columns, so its own sizes are used.
+            # Flax checks a parameter against `shape`. In the caller's shard_map, a parameter may
+            # hold only this rank's experts and columns, so these sizes are the parameter's own.
             # The layer itself checks the number of experts.
-            stored = jax.tree.leaves(self.get_variable("params", name))[0]
             is_of_rank = bool(jax.sharding.get_abstract_mesh().manual_axes)
             split = {"exp", "mlp"} if is_of_rank and self.tensor_axis is not None else {"exp"}
-            sizes = zip(logical_axes, stored.shape, shape, strict=True)
+            sizes = zip(logical_axes, given.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
         boxed: Any = _partitioned(init, name)
         return self.param(name, boxed, shape, self.param_dtype)

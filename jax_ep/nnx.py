@@ -25,15 +25,9 @@ from jax_ep.moe.expert_mlp import Activation
 from jax_ep.moe.fsdp import assign_axes
 from jax_ep.moe.held_experts import quantize_by_rules
 from jax_ep.moe.layer import run_layer
-from jax_ep.moe.mesh import AxisRules, axes_on_mesh, shard
+from jax_ep.moe.mesh import Axes, AxisRules, axes_on_mesh, shard
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.params import (
-    Initializer,
-    MoEParams,
-    ParameterOptions,
-    check_parameter_options,
-    default_kernel_init,
-)
+from jax_ep.moe.params import MoEParams, ParameterOptions
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ADAPTERS
 
@@ -45,9 +39,10 @@ class RouterState(nnx.Variable):
 class Gate(nnx.Module):
     """Holds the kernel [H, R] for R experts to choose among and, if any, its bias [R] float32."""
 
-    def __init__(self, hidden: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
+    def __init__(self, rows: int, config: MoEConfig, options: ParameterOptions, rngs: nnx.Rngs):
+        # `rows` is H, or the size of `router_x`'s last axis.
         init: Any = options.gate_init
-        kernel = init(rngs.params(), (hidden, config.num_choosable), options.param_dtype)
+        kernel = init(rngs.params(), (rows, config.num_choosable), options.param_dtype)
         self.kernel = _param(kernel, "gate", config)
         self.bias = _bias(config) if options.selection_bias else None
 
@@ -58,8 +53,7 @@ class MoE(nnx.Module):
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks. The losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh the layer runs. On any mesh, the shapes of the parameters are the same, and the
-    output is the same up to rounding.
+    which mesh the layer runs. On any mesh, the shapes of the parameters are the same.
 
     The parameters are those of `jax_ep.MoEParams`, as `nnx.Param`, low-rank adapters as
     `nnx.LoRAParam`; those that the options leave out are None. If `num_slots` is P, the experts'
@@ -71,8 +65,7 @@ class MoE(nnx.Module):
     that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over `expert_axis`,
     "mlp" over `tensor_axis`, each logical axis in `fsdp_axes` also over its axes there, and any
     other over the mesh axis of its name, if any. No mesh axis splits two dimensions of a parameter.
-    Rules that contradict `fsdp_axes` raise an error in a call. The layer stores the rules, and uses
-    them in calls that are made outside `nnx.logical_axis_rules`.
+    The layer stores the rules, and uses them in calls outside `nnx.logical_axis_rules`.
 
     Args:
       hidden: H, the hidden size of a token.
@@ -118,8 +111,8 @@ class MoE(nnx.Module):
         use_expert_scale: bool = False,
         lora_rank: int = 0,
         param_dtype: Any = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        gate_init: Initializer | None = default_kernel_init,
+        kernel_init: moe_params.Initializer = moe_params.default_kernel_init,
+        gate_init: moe_params.Initializer | None = moe_params.default_kernel_init,
         router_dim: int | None = None,
         rngs: nnx.Rngs,
         score: routing.Score = "softmax",
@@ -164,15 +157,15 @@ class MoE(nnx.Module):
         options, config = ParameterOptions.of_layer(given), MoEConfig.of(given)
         self.config = config
         check_config(config)
-        check_parameter_options(options, router_dim)
+        moe_params.check_parameter_options(options, router_dim)
         if (mesh := _mesh_of_state()) is not None:
             axes_on_mesh(config, mesh)  # raises an error if the mesh lacks them
         rules = spmd.get_logical_axis_rules()
         # Tuples, since NNX hashes static attributes.
         self.axis_rules = tuple((n, tuple(a) if isinstance(a, list) else a) for n, a in rules)
         # `gate` is assigned once, since NNX does not let an attribute change from None to a module.
-        columns = hidden if router_dim is None else router_dim
-        self.gate = None if gate_init is None else Gate(columns, config, options, rngs)
+        rows = hidden if router_dim is None else router_dim
+        self.gate = None if gate_init is None else Gate(rows, config, options, rngs)
         shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
         for name in moe_params.WEIGHTS:
             param = None
@@ -254,9 +247,6 @@ def _bias(config: MoEConfig) -> RouterState:
 
 def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns `value` as a variable with the logical axes of parameter `name`, sharded."""
-    # Flax's eager sharding shards it if all axes of an ambient mesh are Auto. On Explicit axes, an
-    # optimizer's state must take its sharding from the parameter's type; eager sharding would take
-    # it from the logical axes, of which a stack of layers may lack one.
     axes: tuple[str | None, ...] = moe_params.LOGICAL_AXES[name]
     kind = nnx.LoRAParam if name in ADAPTERS else nnx.Param
     mesh = _mesh_of_state()
@@ -264,37 +254,49 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         return kind(value, out_sharding=axes, eager_sharding=False)
 
     given: dict[str, Any] = dict(spmd.get_logical_axis_rules())  # the rules in force
-    fsdp = dict(zip(axes, config.further_axes_of(axes), strict=True))  # by logical axis
-    expert_axes = _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp.get("exp", ())))
-    # The mesh axes of each logical axis of the parameter that has no rule.
+    fsdp = dict(zip(axes, config.fsdp_axes_of(axes), strict=True))  # by logical axis
+    defaults = _default_rules(fsdp, given, config, mesh)
+    rules = given | defaults
+    replaces_rule = False
+    if "exp" in axes and not _axes_of(mesh, (*as_axes(config.expert_axis), *fsdp["exp"])):
+        # Without an expert axis on the mesh, every rank has all experts (data parallelism).
+        if name == "wi_0":  # once for a layer
+            _warn_of_rule(rules["exp"], mesh, config)
+        replaces_rule = rules["exp"] is not None
+        rules["exp"] = None
+    axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
+    if "exp" in axes:
+        _check_divides(value, spec[0], mesh, config)
+    # Flax's eager sharding would apply the replaced rule. On Explicit axes, it would shard an
+    # optimizer's state by the logical axes, of which a stack of layers may lack one, and not by the
+    # parameter's type.
+    flax_shards = set(mesh.axis_types) == {AxisType.Auto} and not replaces_rule
+    if not flax_shards:
+        value = shard(value, mesh, PartitionSpec(*spec))
+    # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
+    metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
+    return kind(value, out_sharding=axes, eager_sharding=flax_shards, **metadata)
+
+
+def _default_rules(
+    fsdp: Mapping[str | None, Axes], given: Mapping[str, Any], config: MoEConfig, mesh: AbstractMesh
+) -> dict[str, Any]:
+    """Returns rules for the logical axes of a parameter that have no rule in `given`.
+
+    `fsdp` maps each of its logical axes to the mesh axes that `fsdp_axes` give for it.
+    """
     options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
     defaults: dict[str, Any] = {}
-    for axis, further in fsdp.items():
+    for axis, fsdp_axes in fsdp.items():
         if axis is None or axis in given:
             continue
-        named_axes = (*as_axes(options.get(axis, ())), *further)
+        named_axes = (*as_axes(options.get(axis, ())), *fsdp_axes)
         if named_axes or axis == "exp":
             defaults[axis] = _axes_of(mesh, named_axes) or None
         else:
             # As in Flax, a logical axis without a rule is the mesh axis of its name.
             defaults[axis] = axis if axis in mesh.axis_names else None
-    rules = given | defaults
-    if "exp" in axes and not expert_axes:
-        # Without an expert axis on the mesh, every rank has all experts (data parallelism).
-        if name == "wi_0":  # once for a layer
-            _warn_of_rule(rules["exp"], mesh, config)
-        rules["exp"] = None
-    axes, spec = _without_repeats(axes, rules, prior=[axis for axis in axes if fsdp[axis]])
-    if "exp" in axes:
-        _check_divides(value, spec[0], mesh, config)
-    all_auto = set(mesh.axis_types) == {AxisType.Auto}
-    # Flax would apply a given rule of "exp" even where this function has replaced it by None.
-    flax_can = all_auto and spec[0] == given.get(str(axes[0]), spec[0])
-    if not flax_can:
-        value = shard(value, mesh, PartitionSpec(*spec))
-    # With these rules, Flax finds the mesh axes of this parameter in nnx.get_partition_spec, too.
-    metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
-    return kind(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+    return defaults
 
 
 def _without_repeats(
@@ -302,12 +304,15 @@ def _without_repeats(
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
     # The rules of the logical axes `prior`, which `fsdp_axes` splits, apply first.
-    parts = assign_axes(axes, sorted(rules.items(), key=lambda rule: rule[0] not in prior))
-    kept = tuple(
-        axis if axis and (part or not rules[axis]) else None
-        for axis, part in zip(axes, parts, strict=True)
-    )
-    return kept, [None if axis is None else rules[axis] for axis in kept]
+    ordered = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
+    kept, spec = [], []
+    for axis, assigned in zip(axes, assign_axes(axes, ordered), strict=True):
+        mesh_axes = rules[axis] if axis else None
+        if mesh_axes and not assigned:  # They split another dimension already.
+            axis = mesh_axes = None
+        kept.append(axis)
+        spec.append(mesh_axes)
+    return tuple(kept), spec
 
 
 def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
@@ -320,7 +325,7 @@ def _warn_of_rule(axes: Any, mesh: AbstractMesh, config: MoEConfig) -> None:
         )
 
 
-def _axes_of(mesh: AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axes_of(mesh: AbstractMesh, axes: str | Axes) -> Axes:
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 
@@ -331,9 +336,9 @@ def _check_divides(weights: jax.Array, axes: Any, mesh: AbstractMesh, config: Mo
     if weights.shape[0] % num_ranks:
         name = "num_experts" if config.num_slots is None else "num_slots"
         # Axes of `fsdp_axes` or of a rule.
-        further = [axis for axis in names if axis not in as_axes(config.expert_axis)]
-        hint = f'; or split "embed" over {further}' if further else ""
-        of_ranks = f'{names}, over which "exp" is split' if further else f"expert_axis {names}"
+        others = [axis for axis in names if axis not in as_axes(config.expert_axis)]
+        hint = f'; or split "embed" over {others}' if others else ""
+        of_ranks = f'{names}, over which "exp" is split' if others else f"expert_axis {names}"
         raise ValueError(
             f"{name} must be a multiple of the {num_ranks} ranks along {of_ranks}, but is "
             f"{weights.shape[0]}{hint}."

@@ -7,8 +7,7 @@ There are N ranks and E experts. Each rank has L = E / N experts: rank r owns ex
 r * L ... r * L + L - 1. Each rank has T tokens, and each token has K choices of experts (top-k). A
 receive buffer has R rows (the capacity). H is the hidden size of a token, and F the hidden size of
 an expert. A pair is a (token, choice) of a rank. A pair is masked if its choice names no expert,
-and dropped if its row does not fit in the capacity. bfloat16 arrays have the dtype that the package
-`ml_dtypes` registers; this module does not import it.
+and dropped if its row does not fit in the capacity.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-
-
-# --------------------------------------------------------------------------- dispatch and combine
 
 
 class Routes(NamedTuple):
@@ -178,10 +174,10 @@ def _within_host_capacity(
     for other in range(num_hosts):
         if host_capacity is None or other == host:
             continue
-        there = (topk_idx >= 0) & (topk_idx < num_experts)
-        there &= topk_idx // (num_experts // num_hosts) == other
-        tokens = np.flatnonzero(there.any(axis=1))[host_capacity:]
-        kept[tokens] = np.where(there[tokens], -1, kept[tokens])
+        is_sent = (topk_idx >= 0) & (topk_idx < num_experts)
+        is_sent &= topk_idx // (num_experts // num_hosts) == other
+        tokens = np.flatnonzero(is_sent.any(axis=1))[host_capacity:]
+        kept[tokens] = np.where(is_sent[tokens], -1, kept[tokens])
     return kept
 
 
@@ -309,9 +305,6 @@ def _scatter(
     return received
 
 
-# --------------------------------------------------------------------------- the rank-major layout
-
-
 class RankDispatched(NamedTuple):
     """The result of `rank_dispatch` on one rank: one row for each (source rank, token).
 
@@ -380,9 +373,6 @@ def rank_combine(
     return outputs
 
 
-# ---------------------------------------------------------------------------- routers and losses
-
-
 class Routing(NamedTuple):
     """The result of `top_k_routing`.
 
@@ -418,8 +408,7 @@ def top_k_routing(
     arXiv:2412.19437, 2.1.2). With `num_groups` > 1 the experts form equal groups of consecutive
     ids, and are chosen from the `groups_kept` best ones: by the sum of their two best biased scores
     ("top2"), their best one ("max") or their `group_score` best ones. If nothing is added to
-    scores, logits are compared, which have their order. Weights are computed from logarithms of the
-    scores, so scores that underflow still have exact ratios.
+    scores, logits are compared, which have their order. Weights are exact if scores underflow, too.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -503,9 +492,6 @@ def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
     return bias + rate * np.sign(counts.mean(axis=-1, keepdims=True) - counts)
 
 
-# --------------------------------------------------------------------------------------- experts
-
-
 def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     """Multiplies each of L groups of rows of lhs [R, H] by the group's matrix of rhs [L, H, F].
 
@@ -550,17 +536,13 @@ def moe_layer(
     return out
 
 
-# -------------------------------------------------------------------------------- float8 experts
-
-
 def float8(x: Array, block: tuple[int, int] = (1, 128)) -> Array:
     """Rounds x to float8_e4m3fn with one scale per block; returns the rounded numbers in float64.
 
     A number is the exact product of a float8 value and the scale of its block. The scale is the
     largest magnitude of a finite number in the block, times (1 - 2^-22) / 448, in float32, and at
-    least 2^-117. Values have 4 significant bits, and are multiples of 2^-9. NaN and infinities
-    become NaN, without effect on the rest of their block. The rounding error of a finite x is at
-    most max(2^-4 |x|, 2^-10 scale).
+    least 2^-117. NaN and infinities become NaN, without effect on the rest of their block. The
+    rounding error of a finite x is at most max(2^-4 |x|, 2^-10 scale).
 
     Args:
       x: [..., R, C] floating, cast to float32 first.
@@ -594,8 +576,7 @@ def float8_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     """Computes `grouped_matmul` of rows lhs [R, H] and L matrices rhs, both rounded to float8.
 
     Rows of lhs have one scale per 128 numbers of a row, and matrices have one scale per block of
-    128 x 128. The gradient of lhs for a cotangent `grad` is `float8_matmul(grad, rhs.swapaxes(1,
-    2), group_sizes)`.
+    128 x 128.
     """
     return grouped_matmul(float8(lhs), float8(rhs, (128, 128)), group_sizes)
 
@@ -626,14 +607,12 @@ def float8_expert_mlp(
 def float8_expert_mlp_grad(
     grad: Array, tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Computes the gradients of `float8_expert_mlp` in float64; rounding has the gradient 1.
+    """Returns the gradients of `float8_expert_mlp` for tokens, wi_0, wi_1 and wo, in float64.
 
-    The forward pass keeps both pre-activations in float8, with one scale per 128 numbers of a row,
-    and the backward pass computes from these. Tokens and cotangents are rounded in the same way.
-    For the gradients of the matrices, `float8_matmul_drhs` rounds its operands a second time.
-
-    Returns:
-      The gradients of tokens, wi_0, wi_1 and wo.
+    Rounding has the gradient 1. The forward pass keeps both pre-activations in float8, with one
+    scale per 128 numbers of a row, and the backward pass computes from these. Tokens and cotangents
+    are rounded in the same way. For the gradients of the matrices, `float8_matmul_drhs` rounds its
+    operands a second time.
     """
     tokens, grad = float8(tokens), float8(grad)
     gate, up = (float8(float8_matmul(tokens, wi, group_sizes)) for wi in (wi_0, wi_1))

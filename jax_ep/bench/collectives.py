@@ -107,9 +107,8 @@ class CollectivesBench(runner.Bench):
         return {rows: compiled(rows) for rows in self.args.rows}
 
     def build(self, row: Row, shared: dict[int, tuple[jax.Array, ...]]) -> Loop:
-        loop_type: type[Loop] = Loop
-        if row["implementation"] == "xla" and row["op"] in ("all_reduce", "all_reduce_rms_norm"):
-            loop_type = _InPlaceLoop
+        is_psum = row["op"] in ("all_reduce", "all_reduce_rms_norm")
+        loop_type = _InPlaceLoop if is_psum and row["implementation"] == "xla" else Loop
 
         def step(state: Any) -> Any:
             return getattr(collectives, row["op"])(*state, AXIS, algorithm=row["implementation"])
@@ -204,7 +203,7 @@ class _InPlaceLoop(Loop):
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the lookup table in the file of --write_table; {} if there is none."""
+    """Reads the file of --write_table, a `jax_ep.collectives.table`; {} if there is none."""
     if not os.path.exists(path):
         return {}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -85,23 +86,12 @@ class DecodeBench(runner.Bench):
         self.shapes = layer_bench.chosen_shapes(args, ranks)
         self.measure_bandwidths(devices[:1])
         batches = args.batches or ((1, 8) if on_cpus else (1, 8, 16, 64, 128))
-        return [
-            [
-                {
-                    "shape": name,
-                    "layers": layers,
-                    "ranks": num_ranks,
-                    "format": format,
-                    "implementation": "jax_ep",
-                    "batch": batch,
-                }
-                for batch in batches
-            ]
-            for name in self.shapes
-            for layers in args.layers or ((1, 2) if on_cpus else (1, 8))
-            for num_ranks in ranks
-            for format in args.formats
-        ]
+        depths = args.layers or ((1, 2) if on_cpus else (1, 8))
+        cases = []
+        for name, layers, num_ranks, format in product(self.shapes, depths, ranks, args.formats):
+            work = {"shape": name, "layers": layers, "ranks": num_ranks, "format": format}
+            cases.append([work | {"implementation": "jax_ep", "batch": batch} for batch in batches])
+        return cases
 
     def config(self, row: Row) -> MoEConfig:
         return self.shapes[row["shape"]].config(matmul_dtype=FORMATS[row["format"]].matmul_dtype)
@@ -166,8 +156,10 @@ class DecodeBench(runner.Bench):
         # Rounding to float8 in one layer may change which experts tokens choose in the next layers.
         # So a stack of several layers is compared only with stacks of the same number format. Other
         # rounding may swap two experts whose scores are nearly equal, in few rows.
-        alike = ["shape", "layers", "ranks", "batch"] + ["format"] * (row["layers"] > 1)
-        work = tuple(row[key] for key in alike)
+        keys = ["shape", "layers", "ranks", "batch"]
+        if row["layers"] > 1:
+            keys.append("format")
+        work = tuple(row[key] for key in keys)
         outputs = loop.outputs()
         tolerance = FORMATS[row["format"]].tolerance
         expected, other_tolerance = self.first.setdefault(work, (outputs, tolerance))

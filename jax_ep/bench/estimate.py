@@ -63,7 +63,8 @@ def estimate(args: Args, hosts: int) -> list[Row]:
     row_bytes = args.tokens * wire.row_bytes(args.hidden, jnp.bfloat16)
 
     def reached(groups: int) -> float:
-        """Returns on how many of `groups` equal groups of experts a token has an expert."""
+        """Returns on how many of `groups` equal groups of experts a token has one, on average."""
+        # The experts of a group are not chosen if all K choices are among the `others`.
         others = num_experts - num_experts // groups
         return groups * (1 - math.comb(others, args.top_k) / math.comb(num_experts, args.top_k))
 

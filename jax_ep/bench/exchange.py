@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def add_flags(flags: Flags) -> None:
 
 
 def add_capacity_factor(flags: Flags) -> None:
-    factor = "Rows of a receive buffer, as a multiple of the mean, or as needed. 0: any routing."
+    factor = "Rows of a receive buffer over the mean, but enough to drop none. 0: any routing."
     flags.add("capacity_factor", "1.125", factor, number)
 
 
@@ -75,8 +76,9 @@ class ExchangeBench(runner.Bench):
     def build(self, row: Row, shared: None) -> Loop:
         work, mesh = make_work(row), expert_mesh(row["ranks"])
         prepare, step = make_operation(row["op"], work, row["implementation"])
-        arrays = operations.rank_seeds(mesh.size), work.topk_idx
-        state = compiled(on_ranks(prepare, mesh), *arrays)(*arrays)
+        # `prepare` makes what `step` takes on a rank from the rank's seed and its tokens' choices.
+        seeds_and_choices = operations.rank_seeds(mesh.size), work.topk_idx
+        state = compiled(on_ranks(prepare, mesh), *seeds_and_choices)(*seeds_and_choices)
         return Loop(step, state, mesh, row["iterations"], unroll=row["unroll"])
 
     def check(self, row: Row, loop: Loop, shared: None) -> bool:
@@ -93,7 +95,7 @@ class ExchangeBench(runner.Bench):
         found: Row = {}
         if (sent := operations.sent_bytes(row["op"], work, row["implementation"])) is not None:
             found |= {"wire_bytes": sent, "wire_gb_per_s": sent / runner.time_of(row) / 1e3}
-        # Without the name of an implementation: what any must send.
+        # What any implementation must send, since none is named.
         must_cross = operations.sent_bytes(row["op"], work) or 0.0
         if least := floor(must_cross, operations.local_bytes(row["op"], work), self.bandwidths):
             found |= {"floor_us": least[0], "floor_set_by": least[1]}
@@ -115,8 +117,7 @@ class ExchangeBench(runner.Bench):
         names = args.implementations
         if names is None:
             names = IMPLEMENTATIONS.available(_problem(num_ranks))
-        ways = [(layout, wire, name) for layout in args.layouts for wire in args.wire_dtype
-                for name in names]  # fmt: skip
+        ways = [*product(args.layouts, args.wire_dtype, names)]
         if op in operations.DIRECTIONS:
             ways += [("expert", "none", name) for name in args.baselines]
         from_flags = "hidden", "num_experts", "top_k", "capacity_factor", "output"
@@ -174,11 +175,11 @@ def make_work(row: Row) -> Work:
     )
 
 
-def floor(remote: float, local: float, bandwidths: Bandwidths) -> tuple[float, str] | None:
+def floor(sent: float, local: float, bandwidths: Bandwidths) -> tuple[float, str] | None:
     """Returns the least microseconds to move bytes, and what sets them; None if all are unknown."""
     times = []
-    if bandwidths.link is not None and remote:
-        times.append((remote / bandwidths.link * 1e6, "link"))
+    if bandwidths.link is not None and sent:
+        times.append((sent / bandwidths.link * 1e6, "link"))
     if bandwidths.memory is not None:
         times.append((local / bandwidths.memory * 1e6, "memory"))
     return max(times, default=None)

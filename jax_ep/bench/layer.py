@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -157,15 +158,14 @@ class LayerBench(runner.Bench):
             return routing.top_k_routing(logits, shape.top_k, score=shape.score).topk_idx
 
         topk_idx = np.asarray(on_ranks(route, mesh)(*state[:2]))
-        needed = rows_needed(topk_idx, shape.num_experts)
-        average = topk_idx.size // mesh.size
-        # The most rows that a rank can receive: every token of all ranks, once for each of the
-        # rank's experts, but at most K times.
+        # The rows that a rank receives: on average, the most on any rank, and the most that are
+        # possible: every token of all ranks, once for each of the rank's experts, or K times.
+        average, needed = topk_idx.size // mesh.size, rows_needed(topk_idx, shape.num_experts)
         most = topk_idx.size // shape.top_k * min(shape.top_k, shape.num_experts // mesh.size)
-        # The rows that a rank receives (the mean and the most) and those of its receive buffer,
-        # which drops none; `compiled` adds them to the results.
+        # `compiled` adds these numbers to the results. "capacity" is of receive buffers.
         self.load = {"rows": average, "rows_needed": needed, "capacity": most}
         if self.args.capacity_factor:
+            # As many rows as asked for, but enough to drop none, in whole blocks of 128.
             rows = max(math.ceil(self.args.capacity_factor * average), needed)
             rows = -(-rows // 128) * 128
             self.load["capacity"] = min(rows, most)
@@ -197,8 +197,8 @@ class LayerBench(runner.Bench):
         # A layer in chunks has no capacity factor: its rows are in proportion to a chunk's tokens.
         tokens_at_once = -(-row["tokens"] // row["token_chunks"])
         capacity = self.load["capacity"] * tokens_at_once // row["tokens"]
-        found = self.load | {"capacity": capacity, "iterations": loop.iterations}
-        return found | runner.held_bytes(loop.call)
+        sizes = self.load | {"capacity": capacity, "iterations": loop.iterations}
+        return sizes | runner.held_bytes(loop.call)
 
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs = loop.outputs()
@@ -231,7 +231,9 @@ class LayerBench(runner.Bench):
     def program(self, row: Row) -> str:
         parts = [row["implementation"]]
         if row["matmul_dtype"] != "none":
-            parts += [row["matmul_dtype"]] + ["quantized once"] * (row["quantize"] == "once")
+            parts.append(row["matmul_dtype"])
+            if row["quantize"] == "once":
+                parts.append("quantized once")
         if row["token_chunks"] > 1:
             parts.append(f"{row['token_chunks']} chunks")
         if row["remat"] != "none":
@@ -247,33 +249,25 @@ class LayerBench(runner.Bench):
     def _rows(self, name: str, shape: Shape, num_ranks: int, num_tokens: int) -> list[Row]:
         args = self.args
         work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens, **shape._asdict()}
+        fields = "implementation", "matmul_dtype", "token_chunks", "remat"
         rows = []
         for direction in args.directions:
-            programs = [
-                ("jax_ep", dtype, chunks, remat)
-                for dtype in args.matmul_dtype
-                for chunks in args.token_chunks
-                for remat in (["none"] if direction == "forward" else args.remat)
-            ]
+            remats = ["none"] if direction == "forward" else args.remat
+            programs = [*product(["jax_ep"], args.matmul_dtype, args.token_chunks, remats)]
             programs += [(baseline, "none", 1, "none") for baseline in args.baselines]
-            for implementation, matmul_dtype, chunks, remat in programs:
-                row = work | {
-                    "direction": direction,
-                    "implementation": implementation,
-                    "matmul_dtype": matmul_dtype,
-                    "token_chunks": chunks,
-                    "remat": remat,
-                }
-                if matmul_dtype != "none":
+            for program in programs:
+                row = work | {"direction": direction} | dict(zip(fields, program, strict=True))
+                if row["matmul_dtype"] != "none":
                     row["quantize"] = args.quantize
                 rows.append(row)
         return rows
 
 
 def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
-    """Sums the kernels of matmuls and of the exchange; `device` has the fields of `DeviceTime`.
+    """Adds up the kernels' times of matmuls and of the exchange, in microseconds per call.
 
-    "if_hidden_us" is the device time if the shorter of the two sums ran beside the longer.
+    `device` has the fields of a `DeviceTime`. "if_hidden_us" is what the call would take if the
+    exchange and the matmuls, which run one after the other, ran at the same time.
     """
     by_kernel = device["by_kernel_us"]
     exchange = sum(us for name, us in by_kernel.items() if EXCHANGE.search(name))
@@ -322,13 +316,13 @@ def random_params(
     )
 
 
-def make_step(name: str, direction: str, config: MoEConfig, remat: str = "none") -> Any:
+def make_step(implementation: str, direction: str, config: MoEConfig, remat: str) -> Any:
     """Makes the function that a `Loop` times, of params, x, cotangent and quantized experts.
 
     It returns "out" and, unless `direction` is "forward", all gradients. With the `remat` "full",
     the backward pass computes the layer's forward pass again.
     """
-    config = dataclasses.replace(config, implementation="xla" if name == "xla" else None)
+    config = dataclasses.replace(config, implementation="xla" if implementation == "xla" else None)
 
     def layer(params, x, quantized=None):
         return moe_layer(params, x, config, quantized_experts=quantized)[0]

@@ -140,7 +140,7 @@ class MatmulBench(runner.Bench):
             names = "; ".join(case.name for case in every_case)
             raise Error(f"--case: no case has {args.case!r} in its name; the cases are: {names}")
         for name in args.implementations or []:
-            # A program may lack a dtype or a case, but not all of them.
+            # An implementation may lack some dtypes or cases, but not all of them.
             cases = self.sizes.values()
             why = [unavailable_reason(name, c, d) for d in args.matmul_dtype for c in cases]
             runner.check_available({name: why[0] if all(why) else None})
@@ -215,13 +215,14 @@ class MatmulBench(runner.Bench):
         return {"flops": flops, "tflops": flops / row["wall"]["median_us"] * 1e-6}
 
     def measure(self, case: Sequence[Row]) -> list[Row]:
-        """Returns the results of the dense matmul first, then of the others, the fastest first."""
+        """Adds "share_of_dense"; returns the first dense matmul's row, then the fastest first."""
         rows = super().measure(case)
         timed = [row for row in rows if "wall" in row]
         dense = {row["matmul_dtype"]: row for row in timed if row["implementation"] == "dense"}
         for row in timed:
             yardstick = dense.get(row["matmul_dtype"], row)
             if yardstick is not row:
+                # Programs run in turns, so times of one round were measured at the same clock.
                 rounds = zip(yardstick["wall"]["all_us"], row["wall"]["all_us"], strict=True)
                 speedup = statistics.median(dense_us / us for dense_us, us in rounds)
                 row["share_of_dense"] = speedup * row["flops"] / yardstick["flops"]
@@ -252,9 +253,6 @@ def unavailable_reason(name: str, case: Case, matmul_dtype: str) -> str | None:
     return primitives.IMPLEMENTATIONS[name].unavailable_reason(problem)
 
 
-# ----------------------------------------------------------------- operands, programs and results
-
-
 def random_operands(case: Case) -> Operands:
     """Draws operands, with groups of random sizes and a leading axis of one rank."""
     probabilities = np.full(case.num_groups, 1 / case.num_groups)
@@ -279,16 +277,16 @@ def random_operands(case: Case) -> Operands:
 def to_float8(operands: Operands) -> Float8Operands:
     """Quantizes operands, with a leading axis of one rank, to forms that float8 matmuls take."""
     o: Operands = jax.tree.map(lambda leaf: leaf[0], operands)
+    lhs, grad, grad_1 = map(float8.quantize_rows, (o.lhs, o.grad, o.grad_1))
+    rhs, rhs_1 = map(float8.quantize_matrices, (o.rhs, o.rhs_1))
     blocks, groups = row_blocks(o.group_sizes, o.lhs.shape[0])
-    rows, matrices = float8.quantize_rows, float8.quantize_matrices
+    # The first result, rows that are not transposed, is None by default.
+    _, lhs_transposed = float8.transpose_rows(o.lhs, blocks)
+    _, grad_transposed = float8.transpose_rows(o.grad, blocks)
     found = Float8Operands(
-        rows=(rows(o.lhs), rows(o.grad), rows(o.grad_1)),
-        matrices=(matrices(o.rhs), matrices(o.rhs_1)),
-        # The first result, for rows that are not transposed, is None by default.
-        transposed=(
-            float8.transpose_rows(o.lhs, blocks)[1],
-            float8.transpose_rows(o.grad, blocks)[1],
-        ),
+        rows=(lhs, grad, grad_1),
+        matrices=(rhs, rhs_1),
+        transposed=(lhs_transposed, grad_transposed),
         groups=groups,
         group_sizes=o.group_sizes,
     )
@@ -321,12 +319,7 @@ def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands],
     def gated(o: Float8Operands) -> Any:
         gate, up = (each.transposed for each in o.matrices)
         return float8.gated_product_of_float8(
-            o.rows[0],
-            (gate, up),
-            o.group_sizes,
-            _SWIGLU,
-            keep=False,
-            implementation=implementation,
+            o.rows[0], (gate, up), o.group_sizes, _SWIGLU, keep=False, implementation=implementation
         )[0]
 
     def drhs(o: Float8Operands) -> Any:

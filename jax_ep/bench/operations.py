@@ -185,7 +185,7 @@ def _round_trip(work: Work, implementation: Any) -> Operation:
 
 
 def _dispatch_grad(work: Work, implementation: Any) -> Operation:
-    # Only the gradient, which is timed, is sent in the wire dtype.
+    # Only the gradient, which is timed, is sent in the wire dtype. `backward` is a pytree.
     call = _dispatcher(work.unquantized, implementation, grad_wire_dtype=work.wire_dtype)
 
     def prepare(seed, topk_idx):
@@ -275,11 +275,8 @@ def without_handles(outputs: Any) -> Any:
 
 
 def tolerance(op: str, work: Work) -> float:
-    """Returns the tolerance of `agree` for an operation.
-
-    A dispatch changes no row that it does not quantize. A sum is rounded on the sending rank, to
-    the wire format, and on the receiving rank.
-    """
+    """Returns the tolerance of `agree` for an operation."""
     if op == "dispatch" and not work.wire.quantized:
-        return 0.0
+        return 0.0  # rows are only moved
+    # A sum is rounded on the sending rank, to the wire format, and on the receiving rank.
     return 2 * float(jnp.finfo(work.dtype).eps) + work.wire.relative_error

@@ -79,10 +79,10 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
     for row in rows:
         if row.get("error"):
             failed.setdefault(row["error"], []).append(name(row))
-    lines = [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {error}"
-        for error, names in failed.items()
-    ]
+    lines = []
+    for error, names in failed.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{others}: {error}")
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     lines += [f"no device time: {error}" for error in blind]
     return ["", *lines] if lines else []
@@ -123,11 +123,12 @@ def plot(
         in_panel = [row for row in rows if group(row)[0] == panel]
         groups = list(dict.fromkeys(group(row)[1] for row in in_panel))
         for i, name in enumerate(bars):
+            width = 0.8 / len(bars)  # of a bar; the bars of a group are centered at its number
             of_program = [row for row in in_panel if bar(row) == name]
-            offset = (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
+            offset = (i - (len(bars) - 1) / 2) * width
             places = [groups.index(group(row)[1]) + offset for row in of_program]
             times = [row["wall"]["median_us"] if "wall" in row else 0.0 for row in of_program]
-            drawn = axis.bar(places, times, 0.8 / len(bars), color=f"C{i}", label=name)
+            drawn = axis.bar(places, times, width, color=f"C{i}", label=name)
             labels = [f"{time:.4g}" if time else "failed" for time in times]
             axis.bar_label(drawn, labels, fontsize=7, rotation=90, padding=2)
         axis.set_xticks(range(len(groups)), groups, fontsize="small")

@@ -32,8 +32,7 @@ class Bench:
 
     A *case* is the rows of programs that do the same work. A row first has the fields that identify
     its program, among them "implementation" and "ranks". In the table, `columns` follow the columns
-    of all benchmarks: work, sizes, program, times and, if `results` give it, "floor_us".
-    `facts` are the fields of the JSON file besides the rows.
+    of all benchmarks. `facts` are the fields of the JSON file besides the rows.
     """
 
     columns: Sequence[Column] = ()
@@ -121,8 +120,10 @@ class Bench:
 
         with ThreadPoolExecutor(min(len(rows), 16)) as pool:
             futures = [pool.submit(build, row) for row in rows]
-        pairs = list(zip(rows, futures, strict=True))
-        for group in [pairs] if self.in_turns else [[pair] for pair in pairs]:
+        programs = list(zip(rows, futures, strict=True))
+        # Programs of a group are all ready, in memory, before they are timed in turns.
+        groups = [programs] if self.in_turns else [[program] for program in programs]
+        for group in groups:
             ready = [(row, self._ready(row, future, shared)) for row, future in group]
             self._time([(row, loop) for row, loop in ready if loop is not None])
         return rows
@@ -258,14 +259,14 @@ def held_bytes(compiled: Any) -> dict[str, int]:
     return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
 
 
-def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **of: Any) -> None:
-    """Adds `field`: the speed-up over the row that has the values `of` and the same `keys`."""
+def speedups(rows: Sequence[Row], field: str, keys: Sequence[str], **base: Any) -> None:
+    """Adds `field`: a row's speed-up over the row with the same `keys` and the values `base`."""
     timed = [row for row in rows if "wall" in row]
-    bases = {tuple(row[key] for key in keys): row for row in timed if row.items() >= of.items()}
+    bases = {tuple(row[key] for key in keys): row for row in timed if row.items() >= base.items()}
     for row in timed:
-        base = bases.get(tuple(row[key] for key in keys))
-        if base is not None and base is not row:
-            row[field] = base["wall"]["median_us"] / row["wall"]["median_us"]
+        other = bases.get(tuple(row[key] for key in keys))
+        if other is not None and other is not row:
+            row[field] = other["wall"]["median_us"] / row["wall"]["median_us"]
 
 
 def time_of(row: Row) -> float:

@@ -50,8 +50,7 @@ class DeviceTime(NamedTuple):
 
 
 _tracing = threading.Lock()
-# The axis of every measured mesh.
-AXIS = "expert"
+AXIS = "expert"  # of every measured mesh
 
 
 def expert_mesh(num_ranks: int) -> Mesh:
@@ -186,7 +185,7 @@ def _poison(array: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Returns a next link that depends on all results."""
+    """Returns a next link that depends on all results; the factor keeps it small."""
     return link + sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in results) * 1e-6
 
 
@@ -213,7 +212,7 @@ def traced_launches(
     label: Callable[[Any], str] | None = None,
     gives_way: Callable[[str], bool] | None = None,
 ) -> list[list[Kernel]]:
-    """Profiles `run`; returns `launches_by_device`; RuntimeError unless all GPUs ran kernels."""
+    """Profiles `run`; returns the launches on each GPU, as `launches_by_device` lists them."""
     options = jax.profiler.ProfileOptions()
     # Only the events of devices are read.
     options.host_tracer_level = 0
@@ -302,8 +301,8 @@ def summarize(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
         for name, values in durations.items():
             per_call, rest = divmod(len(values), calls)
             for call in range(calls):
-                of_call = values[call * per_call : (call + 1) * per_call] if not rest else values
-                totals[call] += sum(of_call) / (1 if not rest else calls)
+                of_call = values if rest else values[call * per_call : (call + 1) * per_call]
+                totals[call] += sum(of_call) / (calls if rest else 1)
             by_kernel[name] += sum(values) / calls
         per_rank.append(totals)
     longest_first = sorted(by_kernel.items(), key=lambda item: -item[1])
@@ -322,11 +321,12 @@ class Bandwidths(NamedTuple):
 
 
 def measure_bandwidths(devices: Sequence[jax.Device]) -> Bandwidths:
-    """Measures copies between the first two GPUs, and in the first one's memory."""
+    """Measures copies in the first GPU's memory, and to the second GPU if there is one."""
     if devices[0].platform != "gpu":
         return Bandwidths()
     source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
     copy = jax.jit(jnp.copy)
+    # A copy in memory reads all bytes and writes them.
     memory = 2 * _COPY_BYTES * _copies_per_second(lambda: copy(source))
     if len(devices) == 1:
         return Bandwidths(memory=memory)

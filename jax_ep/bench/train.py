@@ -6,6 +6,7 @@ import importlib.util
 import re
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import jax
@@ -174,24 +175,21 @@ class TrainBench(runner.Bench):
                 check_experts(args, config.num_experts, split, config.num_experts_per_token)
         programs = [("jax_ep", dtype) for dtype in args.matmul_dtype]
         programs += [(name, "none") for name in args.baselines]
-        return [
-            [
-                {
-                    "shape": shape,
-                    "ranks": num_ranks,
-                    "fsdp": args.fsdp,
-                    "sequence": args.sequence,
-                    "batch": args.batch,
-                    "implementation": name,
-                    "matmul_dtype": matmul_dtype,
-                    "remat": remat,
-                }
-            ]
-            for shape in self.configs
-            for num_ranks in ranks
-            for name, matmul_dtype in programs
-            for remat in args.remat
+        ways = product(self.configs, ranks, programs, args.remat)
+        rows = [
+            {
+                "shape": shape,
+                "ranks": num_ranks,
+                "fsdp": args.fsdp,
+                "sequence": args.sequence,
+                "batch": args.batch,
+                "implementation": name,
+                "matmul_dtype": matmul_dtype,
+                "remat": remat,
+            }
+            for shape, num_ranks, (name, matmul_dtype), remat in ways
         ]
+        return [[row] for row in rows]
 
     def build(self, row: Row, shared: Any) -> Any:
         config = self.configs[row["shape"]]

@@ -81,9 +81,6 @@ def load_moe_params(
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
             `num_slots`, slot s holds a copy of expert s % E (`Placement.in_order`).
 
-    Returns:
-        The configuration and the parameters.
-
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the model is not supported; a tensor is missing, misshapen or unknown; a field
@@ -119,7 +116,7 @@ def check_arguments(mesh: Any, param_dtype: Any, quantized: Any) -> None:
 class PlannedArray:
     """How an array is to be loaded, shard by shard."""
 
-    read: Callable[..., Any]  # (slice, its `struct`, counter) -> the slice of the array
+    read: Callable[..., Any]  # (slices of the axes, their `struct`, counter) -> a part of the array
     shape: tuple[int, ...]
     sharding: Sharding
     dtype: np.dtype  # of the array; with a format, the one that it dequantizes to
@@ -136,6 +133,7 @@ class PlannedArray:
 
     def _shards(self) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
         """Maps each shard, (start, stop) for each axis, to devices of this process that hold it."""
+        # Replicas have equal bounds. Slices could not be the keys, since Python 3.11 hashes none.
         devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
             assert index is not None
@@ -159,19 +157,16 @@ class PlannedArray:
             shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
             # Frees the shard's host memory before the next one is read, unless a CPU uses it.
             del part
-        make = jax.make_array_from_single_device_arrays
-        if format is None:
-            return make(shape, sharding, shards)
         # The spec is of the array's axes; `Transposed` stores these in another order.
-        if isinstance(sharding, NamedSharding):
+        if format is not None and isinstance(sharding, NamedSharding):
             spec = PartitionSpec(*format.stored_order(tuple(sharding.spec)))
             sharding = NamedSharding(sharding.mesh, spec)
-        return QuantizedArray(
-            make(format.values_shape(shape), sharding, [shard.values for shard in shards]),
-            make(format.scales_shape(shape), sharding, [shard.scales for shard in shards]),
-            format,
-            self.dtype,
-        )
+
+        # Of a `QuantizedArray`, values and scales are made of the shards' values and scales.
+        def make(whole: jax.ShapeDtypeStruct, *parts: jax.Array) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(whole.shape, sharding, list(parts))
+
+        return jax.tree.map(make, self.struct(shape), *shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +218,7 @@ def plan_load(
     fields: dict[str, Any],
     partial: bool = False,
 ) -> PlannedLoad:
-    """Plans what `load_moe_params` loads, and raises its errors, except for a call of the layer."""
+    """Plans what `load_moe_params` loads; raises its errors, but for those of `check_call`."""
     block = open_block(directory, layer)
     if block.others() and not partial:
         raise ValueError(
@@ -294,16 +289,12 @@ def load_moe(
 def load_others(directory: PathLike, layer: int) -> dict[str, np.ndarray]:
     """Loads the tensors of a layer's MoE block that are no parameters of the layer.
 
-    The caller of the layer applies them; the page "Published models" shows how.
-
-    Returns:
-        A dict that maps the name of each tensor after "layers.<layer>." to its array, as it is
-        stored. Quantized tensors become float32.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_moe_params`.
+    The caller of the layer applies them; the page "Published models" shows how. The result maps the
+    name of each tensor after "layers.<layer>." to its array, as it is stored; quantized tensors
+    become float32. Errors are those of `load_moe_params`.
     """
-    return open_block(directory, layer).read_others()
+    opened = open_block(directory, layer).open_others().items()
+    return {name: stored.read((slice(None),) * len(stored.shape)) for name, stored in opened}
 
 
 def save_moe(
@@ -349,23 +340,9 @@ def save_moe(
     num_slots = None if config is None else config.num_slots
     if num_slots is None and placement is not None:
         num_slots = np.shape(placement.expert_of_slot)[-1]
-    removed: list[str] = []
-    try:
-        # The block to be added; None if the directory has one for this layer.
-        added = plan_block(directory, layer)
-        block = added or open_block(directory, layer)
-        if config is not None and not added and not overwrite:
-            _check_options(block, config)
-    except OtherModelError as error:
-        if not overwrite:
-            hint = "To write the block there all the same, give overwrite=True."
-            raise OtherModelError(f"{error} {hint}") from None
-        added = plan_block(directory, layer, replaces=True)
-        assert added is not None
-        block = added
-        removed = block.in_its_modules()
+    block, is_new, removed = _block_to_save(directory, layer, config, overwrite)
     given_others = {name: np.asarray(array) for name, array in (others or {}).items()}
-    if given_others.keys() != block.others().keys() and (added or given_others):
+    if given_others.keys() != block.others().keys() and (is_new or given_others):
         raise ValueError(
             f"others must be the tensors {', '.join(block.others()) or '(none)'} of the block in "
             f"{block.directory.path}, but are {', '.join(given_others) or '(none)'}."
@@ -374,7 +351,7 @@ def save_moe(
     hint = "; if they have a matrix for each slot, give placement"
     dataclasses.replace(block, num_slots=num_slots).check_shapes(given, "layer_or_params", hint)
     _check_is_here(given)
-    if added:
+    if is_new:
         dtypes = {name: value.dtype for name, value in given.items()}
         tensors = block.new_tensors(dtypes, given_others)
         files = adding(block.directory, f"model-moe-{layer:05}.safetensors", tensors, removed)
@@ -384,6 +361,27 @@ def save_moe(
         params = jax.tree.map(np.asarray, given)
         params = params if placement is None else to_experts(params, placement)
         block.write(params, into, given_others)
+
+
+def _block_to_save(
+    directory: PathLike, layer: int, config: MoEConfig | None, overwrite: bool
+) -> tuple[Block, bool, list[str]]:
+    """Returns the block to write, whether it is added, and names of tensors that it replaces."""
+    # `config` is that of an NNX layer, else None. See `overwrite` of `save_moe`.
+    try:
+        if added := plan_block(directory, layer):
+            return added, True, []
+        block = open_block(directory, layer)
+        if config is not None and not overwrite:
+            _check_options(block, config)
+        return block, False, []
+    except OtherModelError as error:
+        if not overwrite:
+            hint = "To write the block there all the same, give overwrite=True."
+            raise OtherModelError(f"{error} {hint}") from None
+        added = plan_block(directory, layer, replaces=True)
+        assert added is not None
+        return added, True, added.in_its_modules()
 
 
 def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
@@ -421,6 +419,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
     if quantized is None:
         return {}
+    # "keep": the formats in which the files hold the matrices.
     found = {name: block.format(name) for name in block.params() if name in MATRICES}
     return {name: format for name, format in found.items() if format is not None}
 
@@ -451,12 +450,12 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         return SingleDeviceSharding(jax.devices()[0])
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
     spec = []
-    logical_axes = LOGICAL_AXES[name]
+    logical_axes = LOGICAL_AXES[name]  # such as ("exp", "embed", "mlp")
     dims = zip(
         block.shape(name),
         PARAMETER_AXES[name],
         logical_axes,
-        config.further_axes_of(logical_axes),
+        config.fsdp_axes_of(logical_axes),
         strict=True,
     )
     for size, letter, logical, further in dims:
@@ -537,6 +536,7 @@ def _check_options(block: Block, config: MoEConfig) -> None:
 
 def _check_is_here(given: dict[str, Any]) -> None:
     """Raises ValueError unless this process has all numbers of each parameter."""
+    # NumPy arrays, which are always here, lack both attributes.
     for name, value in given.items():
         if not all(
             getattr(part, "is_fully_addressable", True) or part.is_fully_replicated

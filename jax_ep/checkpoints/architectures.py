@@ -110,7 +110,7 @@ def _others(*names: str) -> Tensors:
 
 
 def _each(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Lists the tensors of models whose experts, in `module`, have three tensors each."""
+    """Lists the three tensors of each expert in `module`; the other arguments are their names."""
     return (
         Tensor(("wi_0",), f"{module}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{module}.{{e}}.{up}.weight", "F H"),
@@ -836,8 +836,5 @@ def published_root(model_type: str, is_multimodal: bool) -> str:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns a dict that maps each supported `model_type` of config.json to its architecture.
-
-    A `model_type` of several architectures maps to the first of them.
-    """
+    """Returns a dict from each supported `model_type` of config.json to its first architecture."""
     return {model_type: row for row in reversed(TABLE) for model_type in row.model_types}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -96,7 +97,8 @@ class Block:
         return tuple(sizes[letter] for letter in self.axes(param))
 
     def check_shapes(self, params: Mapping[str, Any], subject: str, hint: str = "") -> None:
-        """Raises ValueError, about `subject`, unless `params` have the block's names and shapes."""
+        """Raises ValueError unless `params` have the block's names and shapes."""
+        # The message calls them `subject`, and ends with `hint`.
         wanted = {name: self.shape(name) for name in self.params()}
         shapes = {name: value.shape for name, value in params.items()}
         if shapes != wanted:
@@ -156,6 +158,7 @@ class Block:
                         "does not."
                     )
                 shape = self.open(tensor, expert).shape
+                # A tensor that holds no parameter (`others`) may have any shape.
                 if tensor.params and shape != wanted:
                     raise OtherModelError(
                         f"{name} in {directory.path} must have shape "
@@ -178,11 +181,11 @@ class Block:
 
     def in_its_modules(self) -> list[str]:
         """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
-        modules = set()
+        # They are the block's, its scales, or of another model: nothing else is in these modules.
+        tensors: list[Tensor] = []
         for item in self.architecture.tensors:
-            for layout in item.layouts if isinstance(item, OneOf) else ((item,),):
-                modules |= {tensor.name.partition(".")[0] for tensor in layout}
-        begins = tuple(f"{self.prefix}{module}." for module in modules)
+            tensors += itertools.chain(*item.layouts) if isinstance(item, OneOf) else [item]
+        begins = tuple(f"{self.prefix}{tensor.name.partition('.')[0]}." for tensor in tensors)
         return [name for name in self.directory.files if name.startswith(begins)]
 
     def check_belongs(self) -> None:
@@ -227,8 +230,7 @@ class Block:
         blocks, and numbers that are stored in its format are not quantized again. `done` is called
         with numbers of bytes that have been read.
         """
-        tensor, axes = self._tensor(param), self.axes(param)
-        shape = self.shape(param)
+        tensor, axes, shape = self._tensor(param), self.axes(param), self.shape(param)
         # The slice of each axis, by its letter.
         taken = {
             letter: slice(*part.indices(size)[:2])
@@ -238,42 +240,45 @@ class Block:
 
         def read_part(slot: int | None) -> None:
             # Fills the part of a slot in `out`; None: all of `out`, which has no slots.
-            part, into, expert = taken, out, 0
+            part, into = taken, out
             if slot is not None:
                 expert = slot % self.sizes["E"]
                 part = taken | {"E": slice(expert, expert + 1)}
                 into = _entry(out, slot - taken["E"].start)
-            where, letters = _place(tensor, param, part, self.sizes)
-            encoding = self.open(tensor, expert)
-            if not isinstance(into, QuantizedArray):
-                # A view in the order of the stored axes, which `_copy` fills.
-                _copy(encoding, where, _in_order(into, axes if slot is None else axes[1:], letters))
-            else:
-                if self._format(encoding, tensor, param) == into.format:
-                    assert isinstance(encoding, Blockwise)
-                    parts = encoding.read_parts(where)
-                else:
-                    numbers = encoding.read(where).astype(np.float32)
-                    # Drops any stored axis of experts, which has one entry here.
-                    numbers = numbers.reshape(numbers.shape[-2:])
-                    is_transposed = letters[-2:] != axes[-2:]
-                    parts = into.format.encode(numbers.T if is_transposed else numbers)
-                for stored, values in zip(jax.tree.leaves(into), parts, strict=True):
-                    stored[...] = values.reshape(stored.shape)
-            done(sum(part.nbytes for part in jax.tree.leaves(into)))
+            self._read_into(into, tensor, param, part)
+            done(sum(array.nbytes for array in jax.tree.leaves(into)))
 
         is_whole = self.parts(tensor) == [None]
         for_each(read_part, [None] if is_whole else range(taken["E"].start, taken["E"].stop))
         return out
 
+    def _read_into(
+        self, into: Parameter, tensor: Tensor, param: str, taken: Mapping[str, slice]
+    ) -> None:
+        """Reads a slice of a parameter, `taken` of each axis by letter, into the array `into`."""
+        # If the tensor is read expert by expert, `into` has no axis E, and the slice one expert.
+        encoding = self.open(tensor, taken["E"].start if "E" in taken else 0)
+        letters = self.axes(param)[-into.ndim :]
+        where, stored_letters = _place(tensor, param, taken, self.sizes)
+        if not isinstance(into, QuantizedArray):
+            # A view in the order of the stored axes, which `_copy` fills.
+            _copy(encoding, where, _in_order(into, letters, stored_letters))
+            return
+        is_same = self._format(encoding, tensor, param) == into.format
+        if isinstance(encoding, Blockwise) and is_same:
+            parts = encoding.read_parts(where)
+        else:
+            numbers = encoding.read(where).astype(np.float32)
+            # Drops any stored axis of experts, which has one entry here.
+            numbers = numbers.reshape(numbers.shape[-2:])
+            is_transposed = stored_letters[-2:] != letters[-2:]
+            parts = into.format.encode(numbers.T if is_transposed else numbers)
+        for array, values in zip(jax.tree.leaves(into), parts, strict=True):
+            array[...] = values.reshape(array.shape)
+
     def open_others(self) -> dict[str, Encoding]:
         """Opens the tensors of `others`, by their names after `prefix`."""
         return {t.name: self.open(t, 0) for t in self.tensors if not t.params}
-
-    def read_others(self) -> dict[str, np.ndarray]:
-        """Reads the tensors of `others` whole, dequantized."""
-        opened = self.open_others().items()
-        return {name: encoding.read(_whole(encoding.shape)) for name, encoding in opened}
 
     def write(
         self,
@@ -281,16 +286,14 @@ class Block:
         into: Directory,
         others: Mapping[str, np.ndarray] = {},
     ) -> None:
-        """Writes the parameters, and the tensors of `others`, to a directory that has the tensors.
-
-        A `QuantizedArray` in the stored format is written with its own values and scales; another
-        is dequantized and encoded like the tensor.
-        """
+        """Writes the parameters and the tensors of `others` to a directory that has the tensors."""
+        # A `QuantizedArray` in the stored format is written with its own values and scales; another
+        # is dequantized and encoded like the tensor.
         block = dataclasses.replace(self, directory=into)
         for tensor in self.tensors:
             if tensor.name in others:
                 array = others[tensor.name]
-                block.open(tensor, 0).write(_whole(array.shape), array)
+                block.open(tensor, 0).write((slice(None),) * array.ndim, array)
             if not tensor.params:
                 continue
 
@@ -301,7 +304,7 @@ class Block:
             for_each(write_part, self.parts(tensor))
 
     def parts(self, tensor: Tensor) -> list[int | None]:
-        """Lists the experts of a tensor, which are written one by one; [None]: all at once."""
+        """Lists the experts of a tensor, which are read or written one by one; [None]: at once."""
         axes = PARAMETER_AXES[tensor.params[0]]
         # A parameter [E], a single number for each expert, is written at once.
         by_expert = axes[0] == "E" and len(axes) > 1
@@ -310,52 +313,54 @@ class Block:
     def write_part(
         self, tensor: Tensor, arrays: Mapping[str, Parameter], expert: int | None
     ) -> None:
-        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None.
-
-        `arrays` has the tensor's parameters by name; with `expert`, those of the expert, without E.
-        """
-        whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
+        """Writes one expert's part of a stored tensor, or the whole tensor if `expert` is None."""
+        # `arrays` has the tensor's parameters by name; with `expert`, this expert's, without E.
         encoding = self.open(tensor, expert or 0)
-        # Arrays in the tensor's own format are written as they are.
-        if encoding.format is not None and all(
+        if isinstance(encoding, Blockwise) and all(
             getattr(array, "format", None) == self._format(encoding, tensor, param)
             for param, array in arrays.items()
         ):
-            taken = whole if expert is None else {**whole, "E": slice(expert, expert + 1)}
-            for param, array in arrays.items():
-                where, _ = _place(tensor, param, taken, self.sizes)
-                # An expert's array lacks the tensor's axis E.
-                lead = (None,) * (len(where) - array.ndim)
-                assert isinstance(encoding, Blockwise)
-                encoding.write_parts(where, array.values[lead], array.scales[lead])
+            self._write_quantized(encoding, tensor, arrays, expert)
             return
-        # The slice to write: the whole tensor, or the expert's part of an axis E or EF.
-        region = tuple(
-            slice(0, n)
-            if expert is None or token[0] != "E"
-            else slice(expert * n // self.sizes["E"], (expert + 1) * n // self.sizes["E"])
-            for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
-        )
-        # Others become `values`, the numbers of the region in the tensor's axis order.
         arrays = {
             param: array.dequantize(np.float32) if isinstance(array, QuantizedArray) else array
             for param, array in arrays.items()
         }
-        shape = tuple(part.stop - part.start for part in region)
+        # The part to write, `values`, is like a tensor of one expert: its parameters are joined
+        # before they are encoded, because a block may have numbers of both.
+        sizes = self.sizes if expert is None else self.sizes | {"E": 1}
+        whole = {letter: slice(0, size) for letter, size in sizes.items()}
+        shape = tuple(_size(token, sizes) for token in tensor.axes.split())
         values = np.empty(shape, arrays[tensor.params[0]].dtype)
         for param, array in arrays.items():
-            # With `expert`, `values` has this expert only, and the array lacks the axis E.
-            taken = whole if expert is None else {**whole, "E": slice(0, 1)}
-            letters = self.axes(param) if expert is None else self.axes(param)[1:]
-            part, order = _place(tensor, param, taken, self.sizes)
-            array = _in_order(array, letters, order)
+            part, stored_letters = _place(tensor, param, whole, sizes)
+            array = _in_order(array, self.axes(param)[-array.ndim :], stored_letters)
             values[part] = array.reshape(values[part].shape)
+        # Experts follow each other along an axis E or EF; other axes are written whole.
+        region = tuple(
+            slice((expert or 0) * n, (expert or 0) * n + n) if token[0] == "E" else slice(0, n)
+            for token, n in zip(tensor.axes.split(), shape, strict=True)
+        )
         encoding.write(region, values)
+
+    def _write_quantized(
+        self, encoding: Blockwise, tensor: Tensor, arrays: Mapping[str, Any], expert: int | None
+    ) -> None:
+        """Writes as `write_part`: values and scales of arrays in the tensor's own format."""
+        taken = {letter: slice(0, size) for letter, size in self.sizes.items()}
+        if expert is not None:
+            taken["E"] = slice(expert, expert + 1)
+        for param, array in arrays.items():
+            where, _ = _place(tensor, param, taken, self.sizes)
+            # An expert's array lacks the tensor's axis E.
+            lead = (None,) * (len(where) - array.ndim)
+            encoding.write_parts(where, array.values[lead], array.scales[lead])
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
     ) -> TensorTypes:
         """Returns the dtype and shape of each tensor, scales included, of a block to be added."""
+        # `dtypes` has the parameters' dtypes by name, and `others` the tensors of `load_others`.
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
             if not tensor.params:
@@ -424,9 +429,6 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 
     With `replaces`, the block takes the place of what the directory holds for this layer, and takes
     no names and encodings from its other blocks. Returns None if the directory has the block.
-
-    The prefix of the tensors' names, such as "model.layers.3.", is the prefix of the nearest MoE
-    block, else of the nearest layer, else of the published model, with this layer's number.
     """
     directory = Directory(path, may_be_empty=True)
     keys = look_up(directory.path, layer)
@@ -434,6 +436,8 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
     if prefix is not None:
         return _block(directory, prefix, keys) if replaces else None
     like = None
+    # The prefix is that of the nearest MoE block, else of the nearest layer, else of the published
+    # model, with this layer's number.
     blocks, _ = _routers(directory, keys)
     layers = [found for name in directory.files if (found := _LAYER.match(name))]
     if blocks and not replaces:
@@ -454,14 +458,13 @@ def plan_block(path: str | os.PathLike[str], layer: int, *, replaces: bool = Fal
 def new_block(
     config: Mapping[str, Any], layer: int, path: Path, others: Collection[str] = ()
 ) -> Block:
-    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`.
-
-    `others` are names of tensors outside of `jax_ep.MoEParams`, some of which may be the block's.
-    """
+    """Makes the `Block` of a layer of a model to be written, whose config.json is `config`."""
+    # `path` is the directory that errors name. `others` are names of tensors to be written that are
+    # no parameters of a layer. A block may have some of them, in one of several layouts.
     keys = look_up(path, layer, config)
-    # A directory without tensors: tensors that are in `path` do not matter.
+    # A directory that holds only `others`, from which `_choose_tensors` sees the block's layout.
+    # What `path` holds now does not matter.
     directory = Directory(path / "new", may_be_empty=True)
-    # Of alternative layouts, `_block` takes the one that is there.
     directory.files = dict.fromkeys(others, "")
     return _block(directory, f"{keys.root}{layer}.", keys)
 
@@ -565,14 +568,15 @@ def _choose_tensors(
     keys: Keys,
     quantization: encodings.Quantization,
 ) -> Tensors:
-    """Returns the tensors that an MoE block must have, one set of each `OneOf`."""
-    method = quantization.method
+    """Returns the tensors that an MoE block must have, in one layout of each `OneOf`."""
+    # It is the layout in the directory, and for a new block the first that suits the quantization.
 
     def is_there(layout: Tensors) -> bool:
         return encodings.is_stored(directory, prefix + layout[0].name.format(e=0))
 
     def has_shapes(layout: Tensors) -> bool:
-        # A partial download may lack the file; a missing tensor raises KeyError.
+        # Whether the stored shapes are those of the layout's axes. A partial download may lack a
+        # file, and `is_there` has found the first tensor only: then KeyError is raised.
         with contextlib.suppress(FileNotFoundError, KeyError):
             return all(
                 open_tensor(directory, prefix + tensor.name.format(e=0), quantization).shape
@@ -582,23 +586,22 @@ def _choose_tensors(
         return False
 
     def suits_method(layout: Tensors) -> bool:
+        # MXFP4 needs names that end in BLOCKS, and float8 a tensor for each expert.
         name = layout[0].name
-        if name.endswith(BLOCKS) or method == "mxfp4":
-            return name.endswith(BLOCKS) and method == "mxfp4"
-        return method is None or "{e}" in name
+        if name.endswith(BLOCKS) or quantization.method == "mxfp4":
+            return name.endswith(BLOCKS) and quantization.method == "mxfp4"
+        return quantization.method is None or "{e}" in name
 
-    # Of alternatives, takes the one that is there, of several the one of the right shapes, or else
-    # the first that suits `method`: float8 needs a tensor for each expert, MXFP4 names that end in
-    # BLOCKS.
     tensors: list[Tensor] = []
     for item in keys.row.tensors:
-        if isinstance(item, OneOf):
-            there = [layout for layout in item.layouts if is_there(layout)]
-            in_shape = [layout for layout in there if len(there) > 1 and has_shapes(layout)]
-            suitable = [layout for layout in item.layouts if suits_method(layout)]
-            tensors += (in_shape or there or suitable or item.layouts)[0]
-        else:
+        if isinstance(item, Tensor):
             tensors.append(item)
+            continue
+        there = [layout for layout in item.layouts if is_there(layout)]
+        if len(there) > 1:  # layouts whose tensors have the same names
+            there = [layout for layout in there if has_shapes(layout)] or there
+        suitable = [layout for layout in item.layouts if suits_method(layout)]
+        tensors += (there or suitable or item.layouts)[0]
     # Tensors with an axis of size 0 do not exist.
     return tuple(
         tensor
@@ -616,10 +619,9 @@ def _size(token: str, sizes: Mapping[str, int]) -> int:
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Finds the slice of a stored tensor that holds a slice of a parameter, `taken` by letter.
-
-    Returns a slice for each axis of the tensor, and the letters of its axes without G.
-    """
+    """Finds the slice of a stored tensor that holds a slice of a parameter."""
+    # `taken` is the parameter's slice of each axis, by its letter, and `sizes` are the axes' sizes.
+    # Returns a slice for each axis of the tensor, and the letters of its axes without G.
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
     # and alternate in "FG".
     g = tensor.params.index(param)
@@ -628,7 +630,7 @@ def _place(
         letter = token.replace("G", "")
         # The parameter lacks an axis "1" of the tensor, which has one element.
         part = taken.get(letter, slice(0, 1))
-        if letter == "EF":
+        if letter == "EF":  # the slice has one expert
             first = taken["E"].start * sizes["F"]
             part = slice(first + taken["F"].start, first + taken["F"].stop)
         if token[0] == "G":
@@ -640,10 +642,6 @@ def _place(
     return tuple(index), letters
 
 
-def _whole(shape: tuple[int, ...]) -> Index:
-    return tuple(slice(0, size) for size in shape)
-
-
 def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
     """Transposes an array with axes `axes` to the order of `letters`, some of which it may lack."""
     return array.transpose([axes.index(letter) for letter in letters if letter in axes])
@@ -651,10 +649,10 @@ def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
 
 def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
     """Reads a slice of a stored tensor, decoded and cast, into an array in its axis order."""
+    # `into` lacks the tensor's axes before the last two, of which the slice has one entry.
     if into.ndim < 2:
         into[...] = source.read(index).reshape(into.shape)
         return
-    # `index` takes rows and columns, and one entry of any axis before them.
     row_axis = len(index) - 2
     start, step = index[row_axis].start, index[row_axis].step or 1
     for first in range(0, into.shape[0], _ROWS):

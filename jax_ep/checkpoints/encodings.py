@@ -51,17 +51,18 @@ class Plain:
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes `values`. A stored number that equals its value in the dtype of `values` stays."""
+        """Writes `values`, cast to the stored dtype, where they differ from the stored numbers."""
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
+        # Stored numbers that were loaded in a narrower dtype, and not changed, keep their bits.
         old = self.read(index)
         changed = _differ(old, values)
         self.directory.write(self.name, index, np.where(changed, values.astype(self.dtype), old))
 
 
 def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns where stored numbers `old`, cast to the dtype of `values`, differ; NaNs are equal."""
+    """Returns where `old`, cast to the dtype of `values`, differs from `values`; NaNs are equal."""
     old = old.astype(values.dtype)
     return (old != values) & ~(np.isnan(old) & np.isnan(values))
 
@@ -69,10 +70,8 @@ def _differ(old: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _check_scales(
     directory: Directory, name: str, scales: np.ndarray, used: np.ndarray | bool = True
 ) -> None:
-    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`.
-
-    `used` says of each scale whether it scales a number other than 0.
-    """
+    """Raises ValueError for scales of a damaged file: not finite, negative, or 0 where `used`."""
+    # `used` says of each scale whether it scales a number other than 0.
     numbers = scales.astype(np.float32)
     wrong = ~np.isfinite(numbers) | (numbers < 0) | ((numbers == 0) & used)
     if wrong.any():
@@ -133,7 +132,8 @@ class Blockwise:
         return self.format.decode(self._load_checked(blocks), np.float32)[(..., *within)]
 
     def write(self, index: Index, numbers: np.ndarray) -> None:
-        """Encodes `numbers` and writes them to a slice of whole blocks; see the module."""
+        """Encodes `numbers`, and writes the blocks of the slice `index` that they change."""
+        # Each block is whole in the slice, or partial only because the tensor ends there.
         blocks, within = self._blocks(index)
         old = self._load(blocks)
         changed = _differ(self.format.decode(old, np.float32)[(..., *within)], numbers)
@@ -144,9 +144,7 @@ class Blockwise:
         new_values, new_scales = self.format.encode(self._padded(numbers), **options)
         changed_blocks = self._any_of_block(self._padded(changed))
         # Repeats the flag of a block for each of its values.
-        changed_values = changed_blocks
-        for axis, size in enumerate(self._values_block, start=-len(self._values_block)):
-            changed_values = np.repeat(changed_values, size, axis=axis)
+        changed_values = np.kron(changed_blocks, np.ones(self._values_block, np.bool_))
         self._store(
             blocks,
             np.where(changed_values, new_values, old[0]),
@@ -162,9 +160,11 @@ class Blockwise:
         self._store(self._whole_blocks(index), values, scales)
 
     def _whole_blocks(self, index: Index) -> Index:
-        """Converts a slice in numbers to one in blocks; ValueError if it cuts a block."""
+        """Converts a slice in numbers to one in blocks; ValueError unless it has whole blocks."""
+        # A parameter that stays quantized has no padding, so it cannot take a partial last block.
         blocks, within = self._blocks(index)
         for taken, size in zip(within, self._block, strict=True):
+            # A step of 2 takes one of two parameters whose rows or columns alternate.
             if taken.start or taken.stop % size or taken.step != 1:
                 raise ValueError(
                     f"{self.name} must hold each parameter in whole blocks of {self._block} "
@@ -213,7 +213,7 @@ class Blockwise:
     def _load_checked(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads as `_load`; ValueError for scales of float8 that no block can have."""
         values, scales = self._load(blocks)
-        if not self._is_mxfp4:
+        if not self._is_mxfp4:  # whose scales, exponents of two, are all valid
             is_zero = scales.astype(np.float32) == 0
             used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
             _check_scales(self.directory, self.scales, scales, used)
@@ -317,11 +317,11 @@ class Scaled:
         # The decoded values begin with number `first` of a row.
         first *= self._per_value
         values = values[..., start - first : stop - first : step]
-        divisor, factor = map(self._factor, self._factors)
+        divisor, factor = map(self._read_factor, self._factors)
         return values * self._scales_of(index, values) * factor / divisor
 
-    def _factor(self, name: str) -> np.ndarray:
-        """Reads a number of `_factors` as an array [1]; 1 if it is not there."""
+    def _read_factor(self, name: str) -> np.ndarray:
+        """Reads a tensor of `_factors`, a single number, as [1] float32; 1 if there is none."""
         if name not in self.directory.files:
             return np.ones(1, np.float32)
         factor = self.directory.read(name, (slice(None),) * len(self.directory.entry(name).shape))
@@ -340,28 +340,17 @@ class Scaled:
         return nibbles.astype(np.float32).reshape(*values.shape[:-1], -1) - 8
 
     def _scales_of(self, index: Index, values: np.ndarray) -> np.ndarray:
-        """Returns the scale of each number in a slice, in float32, and checks the scales.
-
-        `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
-        """
-        stored = self.directory.entry(self.scales).shape
-        # The number of blocks along each axis: all 1 if the whole tensor has one scale.
-        counts = () if np.prod(stored) == 1 else stored
-        counts = (*counts, *(1,) * (len(self.shape) - len(counts)))
-        if len(counts) > len(self.shape) or any(
-            n % count for n, count in zip(self.shape, counts, strict=False)
-        ):
-            raise ValueError(
-                f"{self.scales} must have a scale for each block of {self.name} {self.shape}, but "
-                f"has shape {stored}."
-            )
+        """Returns the scale of each number in a slice, in float32, and checks the scales."""
+        # `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
         # For each axis, the block of each number in the slice.
         places = [
             np.arange(*taken.indices(n)) // (n // count)
-            for taken, n, count in zip(index, self.shape, counts, strict=True)
+            for taken, n, count in zip(index, self.shape, self._num_blocks(), strict=True)
         ]
         blocks = tuple(slice(place[0], place[-1] + 1) for place in places)
-        scales = self.directory.read(self.scales, blocks[: len(stored)])
+        # The scales may lack last axes, along which there is one block.
+        num_axes = len(self.directory.entry(self.scales).shape)
+        scales = self.directory.read(self.scales, blocks[:num_axes])
         scales = scales.reshape([block.stop - block.start for block in blocks])
         if scales.dtype == np.uint8:
             scales = scales.view(jnp.float8_e8m0fnu)
@@ -371,6 +360,21 @@ class Scaled:
         if not scales.all():
             _check_scales(self.directory, self.scales, of_numbers, values != 0)
         return of_numbers
+
+    def _num_blocks(self) -> tuple[int, ...]:
+        """Returns the number of blocks along each axis; ValueError if they do not divide it."""
+        stored = self.directory.entry(self.scales).shape
+        # All 1 if the whole tensor has one scale.
+        counts = () if np.prod(stored) == 1 else stored
+        counts = (*counts, *(1,) * (len(self.shape) - len(counts)))
+        if len(counts) > len(self.shape) or any(
+            n % count for n, count in zip(self.shape, counts, strict=False)
+        ):
+            raise ValueError(
+                f"{self.scales} must have a scale for each block of {self.name} {self.shape}, but "
+                f"has shape {stored}."
+            )
+        return counts
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Raises ValueError unless the tensor has these values already."""
@@ -418,7 +422,8 @@ def is_stored(directory: Directory, name: str) -> bool:
 
 def belongs_to_quantized(directory: Directory, name: str) -> bool:
     """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
-    # A module's "input_scale", "scale" or the like belongs to its "weight".
+    # It is then read together with the quantized tensor, and is no weight of its own.
+    # Possible names of the quantized one. A module's "input_scale" or "scale" is of its "weight".
     bases = {name.rpartition(".")[0] + ".weight"} - {name}
     for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):
         if name.endswith(suffix):

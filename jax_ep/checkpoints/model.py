@@ -72,7 +72,7 @@ def load_model(
     """Loads all weights of a published model: every MoE block, and all other weights by name.
 
     Several threads read at a time. A process reads only the shards of its own devices, and holds at
-    most four shards besides the results.
+    most four shards besides the results. Errors are those of `load_moe_params`.
 
     Args:
         directory, mesh, quantized, progress, fields: as in `jax_ep.checkpoints.load_moe_params`,
@@ -85,9 +85,6 @@ def load_model(
             (`jax_ep.checkpoints.load_others`). They become `weights`.
         sharding: a function (name, shape) -> `jax.sharding.Sharding` for `weights`. None: they are
             replicated on the mesh.
-
-    Raises:
-        FileNotFoundError, ValueError, TypeError: as `jax_ep.checkpoints.load_moe_params`.
     """
     api.check_arguments(mesh, param_dtype, quantized)
     files = Directory(directory)
@@ -101,36 +98,18 @@ def load_model(
     for block in {(b.config, shapes[n]): b for n, b in blocks.items()}.values():
         block.check_call()
     config = read_config(files.path)
-    quantization = quantization_of(config, files.path)
     of_mesh = api.ambient_mesh() if mesh is None else mesh
     everywhere: Sharding = SingleDeviceSharding(jax.devices()[0])
     if of_mesh is not None:
         everywhere = NamedSharding(of_mesh, PartitionSpec())
-    in_blocks = {name for b in blocks.values() for name in b.block.in_its_modules()}
-    opened = {
-        b.block.prefix + name: encoding
-        for b in blocks.values()
-        for name, encoding in b.block.open_others().items()
-    }
-    for name in files.files:
-        base = name.removesuffix(PACKED)
-        of_layer = layer_of(name)
-        is_wanted = wanted is None or of_layer is None or of_layer in wanted
-        # Scales are read with their tensor; packed values are the tensor `base` itself.
-        if (
-            name in in_blocks
-            or not is_wanted
-            or (base == name and belongs_to_quantized(files, name))
-        ):
-            continue
-        opened[base] = open_tensor(files, base, quantization)
     others: dict[str, PlannedArray] = {}
-    for base, stored in opened.items():
-        split = everywhere if sharding is None else sharding(base, stored.shape)
+    opened = _open_weights(files, config, [b.block for b in blocks.values()], wanted)
+    for name, stored in opened.items():
+        split = everywhere if sharding is None else sharding(name, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
         read = functools.partial(_read_weight, stored)
-        others[base] = PlannedArray(read, stored.shape, split, dtype)
+        others[name] = PlannedArray(read, stored.shape, split, dtype)
     arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
     counter = Counter(sum(a.num_bytes() for a in arrays), progress or api.print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
@@ -142,6 +121,27 @@ def load_model(
             n: MoEParams.of(**dict(zip(b.arrays, loaded, strict=False))) for n, b in blocks.items()
         }
     return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
+
+
+def _open_weights(
+    files: Directory, config: Mapping[str, Any], blocks: list[Block], wanted: set[int] | None
+) -> dict[str, Encoding]:
+    """Opens the tensors that become `PublishedModel.weights`, of the `wanted` layers; None: all."""
+    quantization = quantization_of(config, files.path)
+    opened: dict[str, Encoding] = {}
+    for block in blocks:
+        opened |= {block.prefix + name: stored for name, stored in block.open_others().items()}
+    in_blocks = {name for block in blocks for name in block.in_its_modules()}
+    for name in files.files:
+        layer = layer_of(name)
+        is_wanted = wanted is None or layer is None or layer in wanted
+        if name in in_blocks or not is_wanted:
+            continue
+        # Scales are read with their tensor; packed values are the tensor `base` itself.
+        base = name.removesuffix(PACKED)
+        if base != name or not belongs_to_quantized(files, name):
+            opened[base] = open_tensor(files, base, quantization)
+    return opened
 
 
 def _read_weight(
@@ -207,42 +207,46 @@ def save_model(
         dtype = checks.as_dtype_of_arrays("dtype", dtype)
     layers = dict(moe) if isinstance(moe, Mapping) else dict(enumerate(moe))
     arrays = list(_stored_arrays(path, config, layers, weights, dtype))
-    entries = [entry for array in arrays for entry in array.entries()]
-    files = _in_files(entries, max_file_bytes)
-    own_files = {
-        name: {entry.name: (entry.dtype, entry.shape) for entry in of_file}
-        for name, of_file in files.items()
-        if of_file[0].writer == jax.process_index()
-    }
+    files = _in_files([entry for array in arrays for entry in array.entries()], max_file_bytes)
+    process = jax.process_index()
+    own_files = {name: group for name, group in files.items() if group[0].writer == process}
     path.mkdir(parents=True, exist_ok=True)
-    scratch = path / f".writing-{jax.process_index()}"
+    scratch = path / f".writing-{process}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     # Each of these calls waits for all processes to reach it.
     multihost_utils.sync_global_devices("jax_ep.save_model: begins")
-    for file, tensors in own_files.items():
-        safetensors.create(scratch / file, tensors)
-    index = {name: file for file, tensors in own_files.items() for name in tensors}
-    safetensors.write_index(scratch, {"weight_map": index})
-    into = Directory(scratch, writable=True)
-    total = sum(e.num_bytes for e in entries if e.writer == jax.process_index())
-    counter = Counter(total, progress or api.print_progress)
-    for array in arrays:
-        array.write(into, counter)
-    # Unmaps the files before they are moved.
-    del into
+    _write_files(scratch, own_files, arrays, progress or api.print_progress)
+    # The old model goes only after all processes have written the new one, and before any file of
+    # the new one takes the place of an old one.
     multihost_utils.sync_global_devices("jax_ep.save_model: has written")
-    old_files = _withdraw(path) if jax.process_index() == 0 else set()
+    old_files = _withdraw(path) if process == 0 else set()
     multihost_utils.sync_global_devices("jax_ep.save_model: moves")
     for file in own_files:
         os.replace(scratch / file, path / file)
     shutil.rmtree(scratch)
     multihost_utils.sync_global_devices("jax_ep.save_model: has moved")
-    if jax.process_index() == 0:
+    if process == 0:
         _publish(path, config, files)
         for file in old_files - set(files):
             (path / file).unlink(missing_ok=True)
     multihost_utils.sync_global_devices("jax_ep.save_model: ends")
+
+
+def _write_files(
+    folder: Path, files: dict[str, list[_Entry]], arrays: list[_Stored], progress: Progress
+) -> None:
+    """Writes this process's `files`, tensors by name; all processes must call it: see `_Stored`."""
+    for file, entries in files.items():
+        tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        safetensors.create(folder / file, tensors)
+    index = {entry.name: file for file, entries in files.items() for entry in entries}
+    safetensors.write_index(folder, {"weight_map": index})
+    into = Directory(folder, writable=True)
+    total = sum(entry.num_bytes for entries in files.values() for entry in entries)
+    counter = Counter(total, progress)
+    for array in arrays:
+        array.write(into, counter)
 
 
 class _Entry(NamedTuple):
@@ -291,7 +295,7 @@ class _Stored:
             counter(sum(part.nbytes for part in parts.values()))
 
         parts = [None] if self.of_block is None else self.of_block[0].parts(self.of_block[1])
-        # A tensor that has all experts has one writer, which writes them all.
+        # A tensor that has all experts has one writer, which writes their parts one by one.
         if len(writers) == 1:
             writers *= len(parts)
         pairs = zip(parts, writers, strict=True)
@@ -299,16 +303,17 @@ class _Stored:
 
     def _writers(self) -> tuple[list[int], dict[str, Any]]:
         """Returns the process that writes each tensor, and the shardings to gather arrays to."""
+        # The writer has all parts of the tensor; arrays are gathered as little as this needs.
         # With a tensor for each expert, row e of the arrays goes to tensor e.
         by_row = len(self.names) > 1
         shardings = jax.tree.map(lambda array: array.sharding, self.arrays)
-        # Tries the arrays as they are, then split along the first axis only, then replicated.
+        # Tries the arrays as they are (None), then split along the first axis, then replicated.
         for split_axes in (None, 1, 0):
             if split_axes is not None:
                 shardings = jax.tree.map(lambda s, n=split_axes: _gathered(s, n), shardings)
             leaves = zip(jax.tree.leaves(self.arrays), jax.tree.leaves(shardings), strict=True)
             holders, *of_others = [_first_holders(s, a.shape, by_row) for a, s in leaves]
-            # One process must have the parts of a tensor in all arrays.
+            # One process must have a tensor's rows of all arrays, such as wi_0 and wi_1.
             if None not in holders and all(other == holders for other in of_others):
                 return [writer for writer in holders if writer is not None], shardings
         raise AssertionError("a replicated array is whole in each process")
@@ -377,7 +382,7 @@ def _withdraw(path: Path) -> set[str]:
 
 
 def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry]]) -> None:
-    """Writes the index and config.json."""
+    """Writes the index and config.json, without which no model can be loaded."""
     total = sum(entry.num_bytes for group in files.values() for entry in group)
     weight_map = {entry.name: file for file, group in files.items() for entry in group}
     scratch = path / ".writing-index"
@@ -386,7 +391,8 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
     safetensors.write_index(
         scratch, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     )
-    for name in (CONFIG, INDEX):
+    # config.json comes last: with it, and without an index, an old model of one file would load.
+    for name in (INDEX, CONFIG):
         os.replace(scratch / name, path / name)
     scratch.rmdir()
 
@@ -408,10 +414,8 @@ def _gather(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> list[int | None]:
-    """Returns for each row the first process that has all of it; None: no process has.
-
-    Without `by_row`, the whole array counts as one row.
-    """
+    """Returns for each row the first process that has all of it; None: no process has."""
+    # Without `by_row`, the whole array counts as one row.
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}  # by process: (start, stop) on each axis
     parts: Any = sharding.devices_indices_map(shape)
     for device, index in parts.items():
@@ -422,7 +426,8 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
     writers: list[int | None] = [None] * shape[0]
     # Processes are entered in descending order, so that the first one that holds a row stays.
     for process in sorted(held, reverse=True):
-        covered = np.zeros(shape[0], np.int64)  # how many numbers of each row the process has
+        # How many numbers of each row the process has. Boxes of a sharding are equal or disjoint.
+        covered = np.zeros(shape[0], np.int64)
         for (first, last), *columns in held[process]:
             covered[first:last] += math.prod(stop - start for start, stop in columns)
         for row in np.flatnonzero(covered == math.prod(shape[1:])):

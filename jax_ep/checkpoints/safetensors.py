@@ -66,7 +66,8 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype; ValueError if it is not supported. Tensors that nobody reads may have any."""
+        """The NumPy dtype of `kind`; ValueError if it is not one of those above."""
+        # Raised here, not by `read_header`: a tensor that is never read may have any dtype.
         if self.kind not in _DTYPES:
             raise ValueError(
                 f"{self.name} in {self.file} must have a dtype among {', '.join(_DTYPES)} to be "
@@ -138,7 +139,8 @@ class Directory:
         # With `...`, a tensor without axes is a view, too.
         view = whole[(*index, Ellipsis)]  # type: ignore[arg-type]
         yield view
-        # The slice's pages go back to the operating system, so that large files do not fill memory.
+        # The slice's pages go back to the operating system, which also writes changed ones to the
+        # file, so that large files do not fill memory.
         if view.size and hasattr(mmap, "MADV_DONTNEED"):
             file_start = whole.ctypes.data - entry.start  # an address in memory
             first, last = (b - file_start for b in np.lib.array_utils.byte_bounds(view))
@@ -146,9 +148,10 @@ class Directory:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapped(self, file: str) -> mmap.mmap:
-        """Maps a file into memory when it is first used."""
+        """Returns the memory map of a file, which is made once, by the first thread that asks."""
         with self._lock:
             if file not in self._maps:
+                # A writable map needs a file that is open for reading, too.
                 mode = "r+b" if self._access == mmap.ACCESS_WRITE else "rb"
                 with open(self.path / file, mode) as opened:
                     self._maps[file] = mmap.mmap(opened.fileno(), 0, access=self._access)
@@ -283,7 +286,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 def adding(
     directory: Directory, file: str, tensors: TensorTypes, removed: Iterable[str] = ()
 ) -> Iterator[Directory]:
-    """Yields a writable `Directory` of a new file with tensors of zeros.
+    """Yields a writable `Directory` of a new file called `file`, with `tensors` that are zeros.
 
     On exit, the file is added to `directory`, whose index names the tensors `removed` no longer.
     """
@@ -302,17 +305,7 @@ def adding(
             f"{min(in_file)}; rename that file, in the index too."
         )
     index = _read_index(index_file) if index_file.exists() else {}
-    lost = [directory.entry(name) for name in directory.files.keys() - kept.keys()]
-    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
-    metadata = index["metadata"] = dict(index.get("metadata") or {})
-    if all((directory.path / file).exists() for file in set(directory.files.values())):
-        kept_bytes = sum(directory.entry(name).num_bytes for name in kept)
-        metadata["total_size"] = added_bytes + kept_bytes
-    elif "total_size" in metadata:  # some `kept` cannot be read, as after a partial download
-        metadata["total_size"] += added_bytes - sum(entry.num_bytes for entry in lost)
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] += sum(math.prod(shape) for _, shape in tensors.values())
-        metadata["total_parameters"] -= sum(math.prod(entry.shape) for entry in lost)
+    index["metadata"] = _metadata_after(directory, dict(index.get("metadata") or {}), kept, tensors)
     index["weight_map"] = kept | dict.fromkeys(tensors, file)
     with _scratch(directory.path) as scratch:
         create(scratch / file, tensors)
@@ -322,6 +315,23 @@ def adding(
         # The index comes last, because the tensors that it names must be there.
         os.replace(scratch / file, directory.path / file)
         os.replace(scratch / INDEX, index_file)
+
+
+def _metadata_after(
+    directory: Directory, metadata: dict[str, int], kept: Iterable[str], added: TensorTypes
+) -> dict[str, int]:
+    """Updates the sizes in an index's metadata for the tensors that stay and those `added`."""
+    lost = [directory.entry(name) for name in directory.files.keys() - set(kept)]
+    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in added.values())
+    if all((directory.path / file).exists() for file in set(directory.files.values())):
+        kept_bytes = sum(directory.entry(name).num_bytes for name in kept)
+        metadata["total_size"] = added_bytes + kept_bytes
+    elif "total_size" in metadata:  # some `kept` cannot be read, as after a partial download
+        metadata["total_size"] += added_bytes - sum(entry.num_bytes for entry in lost)
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] += sum(math.prod(shape) for _, shape in added.values())
+        metadata["total_parameters"] -= sum(math.prod(entry.shape) for entry in lost)
+    return metadata
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:

@@ -55,6 +55,7 @@ def run(args: Args) -> int:
 
 
 def _row(way: Row, sizes: dict[str, Any]) -> Row:
+    """Computes a row of the table; both arguments are arguments of `memory.workspace_bytes`."""
     try:
         buffers = memory.workspace_bytes(**way, **sizes)
         results = memory.result_bytes(**way, **sizes)
@@ -71,6 +72,7 @@ def _row(way: Row, sizes: dict[str, Any]) -> Row:
 
 
 def _ways() -> Iterator[Row]:
+    """Yields the combinations of the fields `_WAY` that exist."""
     wires = [None, *(dtype.name for dtype in interface.WIRE_DTYPES)]
     outputs = ["dequantized", "quantized"]
     kinds = memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, wires, outputs

@@ -38,7 +38,6 @@ def _kernel(name: str) -> Implementation:
         reason = problem.kernels_unavailable_reason or availability.mosaic_unavailable_reason()
         if reason:
             return reason
-        # The import is here because it loads Mosaic, which only programs for GPUs need.
         from jax_ep.collectives import pallas
 
         return pallas.unavailable_reason(name, problem.op, problem.operands, problem.num_ranks)

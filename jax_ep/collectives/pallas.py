@@ -94,7 +94,7 @@ def no_room_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
 ) -> str | None:
     """Returns why x does not fit in the low-latency buffers; with more GPUs they are smaller."""
-    # The warpgroups of the call, and the tiles that each sends to a peer.
+    # `workers` is the call's number of warpgroups. Each sends a peer `tiles` tiles, in all trips.
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":
         grid = _RowGrid.of(algorithm, math.prod(shape[:-1]), shape[-1], dtype, num_ranks)

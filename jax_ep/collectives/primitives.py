@@ -28,7 +28,6 @@ def _primitive(op: str, **rules: Any) -> Any:
     def compute(*operands, axis_name, algorithm, num_ranks, **params):
         collectives: Any = XlaCollectives(axis_name)
         if algorithm != "xla":
-            # The import is here because it loads Mosaic, which only the kernels need.
             from jax_ep.collectives.pallas import PallasCollectives
 
             collectives = PallasCollectives(algorithm, axis_name)
@@ -128,7 +127,5 @@ def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
 
 
 ep_all_reduce_rms_norm_p = _primitive(
-    "all_reduce_rms_norm",
-    abstract_eval=_rms_norm_types,
-    batch=_batch_rms_norm,
+    "all_reduce_rms_norm", abstract_eval=_rms_norm_types, batch=_batch_rms_norm
 )

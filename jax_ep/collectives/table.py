@@ -163,12 +163,15 @@ def _crossing(
     sizes: Sequence[int], times: Sequence[Mapping[str, float]], i: int, first: str, second: str
 ) -> int:
     """Returns the bytes, between sizes[i] and sizes[i + 1], above which `second` beats `first`."""
-    try:
-        # How much longer `second` takes at both sizes, on a logarithmic scale.
-        here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
-    except KeyError:
-        # One of the four times was not measured, so nothing can be interpolated. The lower size, at
-        # which `first` is fastest, is returned.
+    lower, upper = times[i], times[i + 1]
+    if not all(name in at_size for name in (first, second) for at_size in (lower, upper)):
+        # Nothing can be interpolated. At the lower size, `first` is the fastest.
         return sizes[i]
-    part = min(max(here / (here - there), 0.0), 1.0) if here != there else 0.0
-    return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** part)
+    # log(second's time / first's), at both sizes: positive where `first` is faster.
+    log_lower = math.log(lower[second]) - math.log(lower[first])
+    log_upper = math.log(upper[second]) - math.log(upper[first])
+    if log_lower == log_upper:
+        return sizes[i]
+    # The share of the way between the sizes at which it is 0, if it changes in a straight line.
+    share = min(max(log_lower / (log_lower - log_upper), 0.0), 1.0)
+    return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** share)

@@ -41,7 +41,7 @@ class XlaCollectives:
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Calls `function` with the mesh's Explicit axes made Auto; shards the result like x."""
-    # JAX cannot lower psum_scatter, also the transpose of all_gather, over Explicit axes.
+    # JAX cannot lower psum_scatter, nor all_gather's transpose, which it is, over Explicit axes.
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
         spec = jax.typeof(x).sharding.spec
@@ -69,7 +69,7 @@ def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """Divides rows [..., H] by their root mean square, times `scale`, in float32 or wider."""
+    """Divides rows x [..., H] by their root mean square, times `scale` [H]; rounds to `dtype`."""
     wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

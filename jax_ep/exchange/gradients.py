@@ -126,12 +126,8 @@ def _combine_bwd(config, residuals, g):
 combine_with_vjp.defvjp(_combine_fwd, _combine_bwd)
 
 
-# The two functions below send one value per (token, choice), such as its weight, by a collective
-# of `jax_ep.collectives`: the fastest next to implementation="pallas" or None, else XLA's.
-
-
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    """Sends values [T, K] to the choices' receive-buffer rows: [R], zero without a choice."""
+    """Sends values [T, K], such as weights, to the choices' rows: [R], zero without a choice."""
 
     def send(values: jax.Array, rows: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(values, shape=(handle.capacity,))

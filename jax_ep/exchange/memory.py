@@ -29,7 +29,7 @@ LAYOUTS = ("expert", "rank")
 # These operations permute rows between the layouts on one rank, without communication.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
 _SIZES = ("num_tokens", "hidden", "num_experts", "top_k", "num_ranks", "num_hosts")
-# The operation of the exchange that computes another one; it computes those of LOCAL on one rank.
+# Maps an operation to the one as which it runs: those of LOCAL run as an exchange of one rank.
 _COMPUTED_BY = {
     "group_by_expert": "dispatch",
     "sum_by_token": "combine",
@@ -104,6 +104,7 @@ def result_bytes(
     if operation == "dispatch" and call.quantized:
         values = call.capacity * call.hidden  # of one byte each
         return {"received tokens": values, "scales": call.sent_rows(call.capacity) - values}
+    # A rank-major combine takes no weights.
     if operation == "combine_grad":
         weights = 0 if call.by_rank else WORD_BYTES * call.num_tokens * call.top_k
         results = {"gradient of y": call.rows(call.capacity), "gradient of the weights": weights}
@@ -121,7 +122,7 @@ def result_bytes(
 
 
 def _checked(given: Any) -> CallSizes:
-    """Checks the arguments of `workspace_bytes`, which are attributes of `given`."""
+    """Checks `workspace_bytes`' arguments, attributes of `given`; returns the call's sizes."""
     operation, layout, output = given.operation, given.layout, given.output
     num_tokens, num_ranks, num_experts = given.num_tokens, given.num_ranks, given.num_experts
     checks.check_name("operation", operation, OPERATIONS)
@@ -151,17 +152,17 @@ def _checked(given: Any) -> CallSizes:
         )
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
-    num_local, num_hosts = num_experts // num_ranks, given.num_hosts
+    num_local_experts, num_hosts = num_experts // num_ranks, given.num_hosts
     if operation in LOCAL:
-        # A local operation runs as the exchange of a single rank with N * T tokens.
-        num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
-        num_hosts, layout = 1, "expert"
-    capacity = num_ranks * num_tokens if layout == "rank" else given.capacity
+        # It runs as an exchange of one rank, which has the N * T rows and experts of this rank.
+        num_tokens, num_experts = num_ranks * num_tokens, num_local_experts
+        num_ranks, num_hosts, layout = 1, 1, "expert"
+    capacity, host_capacity = given.capacity, given.host_capacity
+    if layout == "rank":  # which has neither
+        capacity, host_capacity = num_ranks * num_tokens, None
     if capacity is None:
         choices = num_ranks * num_tokens * given.top_k
-        capacity = routes.dropless_capacity(choices, num_local, given.expert_alignment)
-    # The rank-major layout has no host_capacity.
-    host_capacity = None if layout == "rank" else given.host_capacity
+        capacity = routes.dropless_capacity(choices, num_local_experts, given.expert_alignment)
     return CallSizes(
         num_tokens=num_tokens,
         hidden=given.hidden,

@@ -175,7 +175,7 @@ def _low_latency_plan(
 def _plan(
     make: Callable[..., Any], x: jax.Array, sizes: tuple[int, ...], config: Config, **options: Any
 ) -> Any:
-    """Returns the plan that `make` makes for a kernel of padded rows x and sizes (N, T, K)."""
+    """Calls `make`, such as `plans.for_dispatch`, for padded rows x and sizes (N, T, K)."""
     num_ranks, num_tokens, top_k = sizes
     row = plans.Row(x.shape[1], x.dtype, config.wire)
     call_sizes = plans.Sizes(

@@ -191,6 +191,7 @@ def _define(
         name,
         abstract_eval=abstract_eval,
         lower=lower,
+        # Where JAX cannot define primitives, no kernel runs.
         inline=functools.partial(compute, xla_exchange),
         batch=batch,
     )
@@ -199,10 +200,10 @@ def _define(
 
 def _bind(primitive: Any, results: Callable[..., Any], *operands: Any, config: Config) -> Any:
     """Applies a primitive to operands; `results` is that of `_define`."""
-    # Fields of config that do not change this exchange are reset, so that calls that differ only in
-    # them have equal parameters and share a lowering.
     # Undefined rows may be NaN, for which JAX would raise an error if it looks for NaNs.
     zero_unused = config.zero_unused or looks_for_nans()
+    # `grad_wire` and `quantized` do not change this exchange. They are reset, so that calls that
+    # differ only in them have equal parameters and share a lowering.
     config = dataclasses.replace(config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused)
     leaves, tree = jax.tree.flatten(operands)
     leaves = match_varying(leaves, config.axis_name)

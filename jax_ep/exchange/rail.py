@@ -52,27 +52,30 @@ class Rail:
     def of(cls, num_hosts: int, config: Config) -> Rail:
         """Makes a `Rail` that sends all tokens; `of_tokens` adds the host_capacity."""
         ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
-        return cls(
-            config, num_hosts, ranks_per_host, lax.axis_index(config.axis_name) // ranks_per_host
-        )
+        host = lax.axis_index(config.axis_name) // ranks_per_host
+        return cls(config, num_hosts, ranks_per_host, host)
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
         """Returns a copy of this `Rail` for an exchange of tokens with choices topk_idx [T, K]."""
-        # Each call of a kernel costs a fixed time, so if T is small, one call moves all tokens.
-        at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
-        rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
         num_tokens = topk_idx.shape[0]
+        # Each call of a kernel costs a fixed time, so if T is small, one call moves all tokens.
+        at_once = kernels and num_tokens <= FEW_TOKENS
+        rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
         if (capacity := self.limit(num_tokens)) is None:
             return rail
+        sent_tokens = self._tokens_to_send(topk_idx, capacity)
+        received_tokens = xla_exchange.stack_ranks(self._exchange(sent_tokens), self.inside)
+        return dataclasses.replace(rail, sent_tokens=sent_tokens, received_tokens=received_tokens)
+
+    def _tokens_to_send(self, topk_idx: jax.Array, capacity: int) -> jax.Array:
+        """Returns `sent_tokens`: the first `capacity` tokens that chose experts of each host."""
+        num_tokens = topk_idx.shape[0]
         chosen, position = self._positions(topk_idx)
-        # A token that chose no expert of a host gets the position T there. `sent_tokens` has only
-        # host_capacity positions, fewer than T, so the scatter drops this token.
+        # The scatter drops positions from `capacity` on, also T, that of a token without the host.
         position = jnp.where(chosen, position, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
         sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, capacity))
-        sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), position].set(tokens, mode="drop")
-        received_tokens = xla_exchange.stack_ranks(self._exchange(sent_tokens), self.inside)
-        return dataclasses.replace(rail, sent_tokens=sent_tokens, received_tokens=received_tokens)
+        return sent_tokens.at[jnp.arange(self.num_hosts), position].set(tokens, mode="drop")
 
     @property
     def num_ranks(self) -> int:
@@ -99,13 +102,14 @@ class Rail:
             return topk_idx
         _, position = self._positions(topk_idx)
         host = self._host_of(topk_idx)
-        valid_host = jnp.clip(host, 0, self.num_hosts - 1)
-        position_of_choice = jnp.take_along_axis(position, valid_host, axis=1)
-        is_dropped = (host >= 0) & (host != self.host) & (position_of_choice >= capacity)
+        # For each choice [T, K]: how many earlier tokens go to its host. A choice of no expert has
+        # the host -1, for which 0 is read, and which is never dropped.
+        earlier_tokens = jnp.take_along_axis(position, jnp.maximum(host, 0), axis=1)
+        is_dropped = (host >= 0) & (host != self.host) & (earlier_tokens >= capacity)
         return jnp.where(is_dropped, -1, topk_idx)
 
     def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whether token t chose another host m, and how many earlier tokens did, [T, M]."""
+        """Returns [T, M]: whether token t chose experts of another host m; how many before did."""
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
         chosen &= hosts != self.host
@@ -117,15 +121,11 @@ class Rail:
         valid = (topk_idx >= 0) & (topk_idx < self.config.num_experts)
         return jnp.where(valid, topk_idx // self.inside.num_experts, -1)
 
-    # ---------------------------------------------------------------- transfers between hosts
-
     @property
     def _groups(self) -> list[list[int]]:
         """The ranks of each rail, as `axis_index_groups` of a collective."""
-        return [
-            list(range(number, self.num_ranks, self.ranks_per_host))
-            for number in range(self.ranks_per_host)
-        ]
+        step = self.ranks_per_host
+        return [list(range(number, self.num_ranks, step)) for number in range(step)]
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Gathers x [...] from this rank and its counterparts; returns [M, ...], by host."""
@@ -193,15 +193,17 @@ class Rail:
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Yields for each host, in order, its sums [T, ...] for this rank's tokens."""
-        # While the sums for one host are sent, `sums(source)` computes the sums for the next host.
-        # The sums for this host are computed last.
-        if self.at_once:
-            own, others = self._split(sums(None))
-            returned = self._exchange(others)
-            for host in range(self.num_hosts):
-                yield jnp.where(self.host == host, own, self._by_token(returned[host], host, own))
+        """Yields each host's sums [T, ...] for this rank's tokens; `sums` computes a source's."""
+        if not self.at_once:
+            yield from self._sums_in_turns(sums)
             return
+        own, others = self._split(sums(None))
+        returned = self._exchange(others)
+        for host in range(self.num_hosts):
+            yield jnp.where(self.host == host, own, self._by_token(returned[host], host, own))
+
+    def _sums_in_turns(self, sums: Callable[[Source], jax.Array]) -> Iterator[jax.Array]:
+        """Computes the sums for a host while the sums before are sent; those for this host last."""
         here = self.host
         shifted: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
@@ -237,9 +239,9 @@ class Rail:
         return lax.dynamic_index_in_dim(received, source.host, axis=0, keepdims=False)
 
     def by_rank(self, entries: jax.Array, source: Source | None) -> jax.Array:
-        """Selects from `entries` [N, T, ...] those of the tokens that `rows` returns on each rank.
+        """Selects the entries of the tokens that `rows` returns on each of this host's G ranks.
 
-        Returns [G, tokens, ...], by rank of this host, padded with -1.
+        `entries` [N, T, ...] are by source rank. Returns [G, tokens, ...], padded with -1.
         """
         by_host = entries.reshape(self.num_hosts, self.ranks_per_host, *entries.shape[1:])
         if source is None and self.sent_tokens is None:

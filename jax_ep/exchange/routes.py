@@ -165,7 +165,7 @@ def row_groups(
         expert_counts = jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
         _, group_sizes = block_starts(expert_counts, expert_alignment)
     else:
-        room = jnp.maximum(capacity - starts, 0)
+        room = jnp.maximum(capacity - starts, 0)  # from each block's start to the buffer's end
         expert_counts, group_sizes = jnp.minimum(counts, room), jnp.minimum(sizes, room)
     return RowGroups(
         group_sizes=group_sizes,

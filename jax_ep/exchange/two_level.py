@@ -12,7 +12,7 @@ Received rows and counts equal those of an exchange in one level, but for droppe
 **Order.** An exchange handles one remote host after the other, so that memory holds the rows of a
 few hosts only, and the kernels inside a host overlap with the network. A dispatch begins with the
 rows of its own host; a combine ends with the sums for its own host. With few tokens per rank, one
-call takes the tokens of all hosts. On hosts with one rank each, XLA computes the sums.
+call takes the tokens of all hosts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from pallas_kernels.exchange.plan import ROW_BYTES
 from pallas_kernels.formats import RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+# The choices [T, K] of this rank's tokens, and those of its counterparts' tokens, from `Rail.send`.
+_Choices = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,12 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
         rail = Rail.of(self.num_hosts, config)
+        drops_choices = rail.limit(topk_idx.shape[0]) is not None
         kept = rail.kept(topk_idx)  # -1 replaces the choices that the host_capacity drops
+        # What this rank sends to all: its choices, their positions and its counts, [2 T·K + E].
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
-        if rail.limit(topk_idx.shape[0]) is not None:
+        if drops_choices:
             # How many choices of each expert the host_capacity drops, [E], ends the message.
             chosen = count_experts(topk_idx, config.num_experts)
             message = jnp.concatenate([message, chosen - count_experts(kept, config.num_experts)])
@@ -60,7 +64,7 @@ class TwoLevel:
         gathered = xla_exchange.stack_ranks(rail.gather(_narrow(message, largest)), rail.inside)
         messages = gathered.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, groups = xla_exchange.read_messages(messages[:, :num_words], kept, config)
-        if rail.limit(topk_idx.shape[0]) is not None:
+        if drops_choices:
             dropped = counts_here(messages[:, num_words:], config.rank())
             dropped_counts = groups.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
             groups = groups._replace(
@@ -70,9 +74,10 @@ class TwoLevel:
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         words, dtype = _words(x, config.wire)
-        rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
+        rail, exchange = self._select(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
+        # Sends the rows of `source` to the buffer `received`, [R, words]; None: to a new buffer.
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
             if not rail.kernels:
                 # The barrier makes XLA move the tokens of one host after the other. Otherwise XLA
@@ -91,9 +96,9 @@ class TwoLevel:
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        # Ranks of one host send each other float32 sums, so that only their total is rounded.
-        hosts_have_several = lax.axis_size(config.axis_name) > self.num_hosts
-        rail, exchange, inside = self._of_sums(config, y, routes.topk_idx, hosts_have_several)
+        # If a host has several ranks, they send each other float32 sums; only the total is rounded.
+        in_float32 = lax.axis_size(config.axis_name) > self.num_hosts
+        rail, exchange, inside = self._select_for_sums(config, y, routes.topk_idx, in_float32)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -109,10 +114,12 @@ class TwoLevel:
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
-        rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
+        rail, exchange = self._select(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
+        # Adds what `source` sends to `received`, a list of arrays [M, G, T, ...], by source rank:
+        # rows, choices and any weights. It is None in the first call.
         def add(source: Source | None, rows: jax.Array, received: Any) -> Any:
             weights_here = None if weights is None else rail.rows(*weights, source)
             (rows,), routes, weights_here = exchange.rank_dispatch(
@@ -125,27 +132,23 @@ class TwoLevel:
             if weights_here is not None:
                 parts.append(weights_here)
             if source is None:
-                # The exchange inside the host returned arrays [G, M·T, ...]: first by the source
-                # rank's number within its host, then by host and token. They are reordered to
-                # [M, G, T, ...], with the source host first.
-                shape = rail.ranks_per_host, rail.num_hosts, -1
-                return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
+                return [_by_source_host(part, rail) for part in parts]
+            if received is None:
+                received = [jnp.zeros_like(p, shape=(rail.num_hosts, *p.shape)) for p in parts]
             return [
-                _place(whole, part, source.host, rail.num_hosts)
-                for whole, part in zip(received or [None] * len(parts), parts, strict=True)
+                lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
+                for whole, part in zip(received, parts, strict=True)
             ]
 
-        # `each_host` returns arrays [M, G, T, ...], by source host and rank of the host. This
-        # reshapes each of them to [N, T, ...], by source rank.
-        tokens, local_topk_idx, *others = (
+        tokens, local_topk_idx, *weights_or_none = (
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
         received = _from_words(tokens, x, config.wire)
-        received_weights = None if weights is None else others[0]
+        received_weights = None if weights is None else weights_or_none[0]
         return received, RankRoutes(topk_idx, local_topk_idx), received_weights
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        rail, exchange, inside = self._of_sums(config, y, routes.topk_idx)
+        rail, exchange, inside = self._select_for_sums(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -155,29 +158,29 @@ class TwoLevel:
 
         return _sum_of_hosts(rail, sums, y)
 
-    def _of_sums(
+    def _select_for_sums(
         self, config: Config, y: jax.Array, topk_idx: jax.Array, in_float32: bool = False
     ) -> tuple[Rail, Any, Config]:
-        """Returns `_of_call` of a combine, and the configuration of the exchange inside a host."""
+        """Returns `_select` for a combine, and the `Config` for inside a host."""
         # If the wire quantizes a host's sums, or if `in_float32`, they are float32 inside the host,
         # so that the sum over the ranks of a host is rounded only once.
         sum_dtype = _FLOAT32 if in_float32 or config.wire.quantized else None
-        rail, exchange = self._of_call(config, y, topk_idx, sum_dtype, sums=True)
+        rail, exchange = self._select(config, y, topk_idx, sum_dtype, sums=True)
         return rail, exchange, dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
 
-    def _of_call(
+    def _select(
         self,
         config: Config,
         rows: jax.Array,
         topk_idx: jax.Array,
         dtype: jnp.dtype | None = None,  # in which rows move inside a host; None: their own
         *,
-        list_words: int | None = None,  # as in `Rows`; None: K
+        list_words: int | None = None,  # 4-byte words for a token's choices; None: one for each
         sums: bool = False,  # whether the call is a combine
     ) -> tuple[Rail, Any]:
-        """Makes the `Rail` of a call, and selects the exchange that moves `rows` inside a host."""
+        """Makes the `Rail` of a call; selects the module that moves `rows` inside a host."""
         rail = Rail.of(self.num_hosts, config)
-        inside = Rows(
+        rows_inside = Rows(
             hidden=rows.shape[-1],
             dtype=dtype or rows.dtype,
             num_ranks=rail.ranks_per_host,
@@ -185,28 +188,24 @@ class TwoLevel:
             num_experts=rail.inside.num_experts,
         )
         # On hosts with one rank each, XLA computes sums faster than the kernels.
-        alone = sums and rail.ranks_per_host == 1
-        kernels = self.kernels and not alone and inside.unavailable_reason() is None
-        rail = rail.of_tokens(topk_idx, kernels)
+        xla_is_faster = sums and rail.ranks_per_host == 1
+        can_run = self.kernels and rows_inside.unavailable_reason() is None
+        rail = rail.of_tokens(topk_idx, kernels=can_run and not xla_is_faster)
         if not rail.kernels:
             return rail, xla_exchange
         from jax_ep.exchange import pallas as pallas_exchange
 
         return rail, pallas_exchange
 
-    def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns this rank's choices [T, K] and its rail's; 0 is this host's first expert."""
+    def _choices(self, rail: Rail, topk_idx: jax.Array) -> _Choices:
+        """Makes the `_Choices` in which 0 is this host's first expert."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first_expert = rail.host * rail.inside.num_experts
         received = rail.send(narrow, fill=-1).astype(jnp.int32) - first_expert
         return topk_idx - first_expert, received
 
     def _routes(
-        self,
-        rail: Rail,
-        routes: Routes,
-        source: Source | None,
-        choices: tuple[jax.Array, jax.Array] | None,
+        self, rail: Rail, routes: Routes, source: Source | None, choices: _Choices | None
     ) -> Routes:
         """Returns the routes inside this host; kernels need `choices`, the result of `_choices`."""
         rows = rail.by_rank(routes.rows, source)
@@ -241,13 +240,10 @@ def _sum_of_hosts(
     return total.astype(y.dtype)
 
 
-def _place(
-    whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
-) -> jax.Array:
-    """Returns `whole` [count, ...] (None: zeros) with `part` [...] written to entry `index`."""
-    if whole is None:
-        whole = jnp.full_like(part, 0, shape=(count, *part.shape))
-    return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
+def _by_source_host(part: jax.Array, rail: Rail) -> jax.Array:
+    """Reorders what the ranks of this host sent for all hosts, [G, M·T, ...], to [M, G, T, ...]."""
+    shape = rail.ranks_per_host, rail.num_hosts, -1, *part.shape[2:]
+    return part.reshape(shape).swapaxes(0, 1)
 
 
 def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:

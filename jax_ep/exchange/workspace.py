@@ -84,7 +84,7 @@ class CallSizes:
 
 
 def of_call(operation: str, kernels: bool, sizes: CallSizes) -> dict[str, int]:
-    """`operation` is "dispatch", "dispatch_like", "dispatch_grad" or "combine"."""
+    """Returns the buffers of a "dispatch", "dispatch_like", "dispatch_grad" or "combine"."""
     if sizes.num_hosts > 1:
         return _of_two_levels(operation, kernels, sizes)
     return _of_kernels(operation, sizes) if kernels else _of_xla(operation, sizes)
@@ -187,9 +187,10 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     """Computes `of_call` for "two_level", with the buffers inside a host."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     ranks_per_host = sizes.num_ranks // num_hosts
-    sums = operation in ("combine", "dispatch_grad")
-    # On hosts with one rank each, XLA computes the sums, as in `TwoLevel._of_call`.
-    kernels = kernels and not (sums and ranks_per_host == 1)
+    is_sum = operation in ("combine", "dispatch_grad")
+    # On hosts with one rank each, XLA computes the sums, as in `two_level`.
+    kernels = kernels and not (is_sum and ranks_per_host == 1)
+    # One call inside the host then has the tokens of all hosts, as in `Rail.of_tokens`.
     at_once = kernels and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
     if at_once:  # as many as `Rail.rows` returns
@@ -212,33 +213,38 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
         "weights of the rail": weights if operation == "combine" else 0,
         "rows inside a host": reordered,
     }
-    if sums:
-        sum_bytes = sizes.sent_rows(1)
-        # One call computes the sums for all hosts before they are sent, so those that arrive need
-        # their own buffers.
-        hosts_held = 2 * num_hosts if at_once else num_hosts
-        others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
-        held |= {
-            "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
-            "sums of this host": 0 if at_once else num_tokens * sum_bytes,
-            "returned sums, by token": others * sum_bytes,
-        }
-        if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
-            inside = dataclasses.replace(inside, dtype=_FLOAT32)
-        if kernels and inside.dtype != sizes.dtype:
-            held["float32 rows and sums"] = inside.rows(sizes.capacity + tokens_of_call)
-        return held | of_call(operation, kernels, inside)
+    if is_sum:
+        return held | _sums_workspace(operation, kernels, sizes, inside, at_once)
     return held | _rows_workspace(operation, kernels, sizes, inside, at_once)
 
 
-def _rows_workspace(
-    operation: str,
-    kernels: bool,
-    sizes: CallSizes,
-    inside: CallSizes,  # of the exchange inside a host
-    at_once: bool,  # whether one call inside the host has the tokens of all hosts
+def _sums_workspace(
+    operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers, name -> bytes, in which rows cross to other hosts and are forwarded."""
+    """Returns the buffers of sums in a host and between hosts; names as in `_of_two_levels`."""
+    num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
+    sum_bytes = sizes.sent_rows(1)
+    # One call computes the sums for all hosts before they are sent, so those that arrive need
+    # their own buffers.
+    hosts_held = 2 * num_hosts if at_once else num_hosts
+    others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
+    held = {
+        "sums for and of other hosts": hosts_held * rows_to_host * sum_bytes,
+        "sums of this host": 0 if at_once else num_tokens * sum_bytes,
+        "returned sums, by token": others * sum_bytes,
+    }
+    # In these cases, the sums inside a host are float32, as in `two_level`.
+    if sizes.wire.quantized or (inside.num_ranks > 1 and not sizes.by_rank):
+        inside = dataclasses.replace(inside, dtype=_FLOAT32)
+    if kernels and inside.dtype != sizes.dtype:
+        held["float32 rows and sums"] = inside.rows(sizes.capacity + inside.num_tokens)
+    return held | of_call(operation, kernels, inside)
+
+
+def _rows_workspace(
+    operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
+) -> dict[str, int]:
+    """Returns the buffers of rows between hosts and in a host; names as in `_of_two_levels`."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.
@@ -267,17 +273,21 @@ def _rows_workspace(
         # host (T of each rank) and of one other host (rows_to_host of each rank).
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
-        # A dispatch gathers and counts the choices of all hosts.
-        choices = num_tokens * sizes.top_k
-        numbers = 2 * choices + sizes.num_experts  # choices, their positions and counts
-        # The bytes of a number between hosts, as `two_level` narrows them.
-        narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
-        held |= {
-            "choices of the rail": narrow * num_hosts * numbers,
-            "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
-            # `routes.count_choices` pads the choices to whole chunks.
-            "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
-        }
+        held |= _choices_workspace(sizes)
     if sizes.by_rank or operation == "dispatch":
         parts["routes"] = sizes.routes()
     return held | {name: size for name, size in parts.items() if size}
+
+
+def _choices_workspace(sizes: CallSizes) -> dict[str, int]:
+    """Returns the buffers in which a dispatch gathers and counts the choices of all hosts."""
+    choices = sizes.num_tokens * sizes.top_k
+    numbers = 2 * choices + sizes.num_experts  # of a rank: choices, their positions and counts
+    # The bytes of a number between hosts, as `two_level` narrows them.
+    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD_BYTES
+    return {
+        "choices of the rail": narrow * sizes.num_hosts * numbers,
+        "gathered choices": (narrow + WORD_BYTES) * sizes.num_ranks * numbers,
+        # `routes.count_choices` pads the choices to whole chunks.
+        "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,
+    }

@@ -28,12 +28,9 @@ class Transposed(Format):
     out]. A byte and a block of MXFP4 hold several numbers along the last axis of the stored matrix,
     `in`, so the stored arrays cannot be transposed. Instead, values and scales keep the axes [out,
     in]; `QuantizedArray.specs` returns their PartitionSpecs.
-
-    Attributes:
-      transposes: the format in which the transposes are stored.
     """
 
-    transposes: Format
+    transposes: Format  # in which the transposes are stored
 
     @classmethod
     def of(cls, format: Format) -> Transposed:
@@ -115,11 +112,7 @@ class QuantizedArray:
 
         `index` is like that of an array, without None. It may select along the axes before those of
         a block: all but the last two, or but the last if a block has one row and the array is not
-        stored transposed. `array[...]` is the array itself.
-
-        Raises:
-          TypeError: `index` selects along an axis of the blocks, or has None.
-          IndexError: `index` has more axes than the array.
+        stored transposed. Raises TypeError for another index, and IndexError for too many axes.
         """
         index = index if isinstance(index, tuple) else (index,)
         # Writes `...` out as whole slices.
@@ -163,10 +156,8 @@ class QuantizedArray:
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """Decodes the array: multiplies values by scales in float32, and rounds to `dtype`.
 
-        A `dtype` of None means the dtype of this array.
-
         Raises:
-          TypeError: `dtype` is not floating.
+          TypeError: `dtype` is neither floating nor None, which is the dtype of this array.
           ValueError: the shapes of values and scales do not fit each other, such as after an
             operation on one of the two arrays.
         """

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,6 @@ from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups
 # Pairs (lhs, rhs) of rows and of groups' matrices, whose grouped products are summed. All lhs have
 # one shape, all rhs have one shape, and all arrays have one dtype.
 Pairs = Sequence[tuple[jax.Array, jax.Array]]
-
-
-class Product(Protocol):
-    def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, groups: Any, /, *, transpose_rhs: bool
-    ) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +73,13 @@ def symbolic_rows_reason(problem: Problem) -> str | None:
 class Backend(Implementation):
     """The methods use `product`, `drhs` and XLA; "pallas" has kernels of its own for them."""
 
-    product: Product
+    product: Callable[..., jax.Array]
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
     def sum_of_products(
         self, pairs: Pairs, groups: Groups, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
-        """Sums the products of pairs; rounds each product, where "pallas" rounds their sum once."""
+        """Sums the products of pairs, each rounded. Only "pallas" has a use for `zero_unused`."""
         product: Any = product_of_chosen if isinstance(groups, ChosenGroups) else self.product
         products = (product(*pair, groups, transpose_rhs=transpose_rhs) for pair in pairs)
         return functools.reduce(jnp.add, products)

@@ -38,9 +38,9 @@ def product_in_blocks(
     num_rows, num_groups = lhs.shape[0], rhs.shape[0]
     wide = wide_dtype(lhs.dtype)
     depth, width = lhs.shape[1], rhs.shape[1 if transpose_rhs else 2]  # K, N
-    row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize
+    row_bytes = depth * lhs.dtype.itemsize + width * jnp.dtype(wide).itemsize  # with its product
     # A round multiplies a block of each group, and a step of `some_blocks` multiplies `copies`.
-    height = _height(num_rows, num_groups, max(8, _MOST_BYTES // (num_groups * row_bytes)))
+    height = _height(num_rows, num_groups, _MOST_BYTES // (num_groups * row_bytes))
     block_bytes = depth * width * rhs.dtype.itemsize + height * row_bytes
     copies = max(1, min(_MOST_COPIES, num_groups, _MOST_BYTES // block_bytes))
     dims = ((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))
@@ -60,19 +60,20 @@ def product_in_blocks(
     starts, ends = row_ranges(group_sizes, num_rows)
     zeros, starts, ends, _ = match_varying((zeros, starts, ends, lhs))  # a loop needs equal vma
     num_blocks = _num_blocks(starts, ends, height)
-    # Another round would read the matrices of all groups, but less than 1 / _COST_OF_COPY of the
-    # groups have a block left, so that copying their matrices costs less.
+    # A round reads the matrices of all groups. It pays only while at least `fewest` groups have a
+    # block left; copying the matrices of fewer groups costs less.
     fewest = -(-num_groups // _COST_OF_COPY)
     num_rounds = jnp.sort(num_blocks)[num_groups - fewest]
-    num_left = jnp.maximum(num_blocks - num_rounds, 0)
+    num_left = jnp.maximum(num_blocks - num_rounds, 0)  # [L]: each group's blocks after the rounds
     left_ends = jnp.cumsum(num_left, dtype=jnp.int32)
 
     def one_round(i, out):
         return multiply(out, rhs, starts + i * height, ends)
 
     def some_blocks(i, out):
-        # The numbers, among all blocks left, of the blocks to multiply; then their groups.
+        """Multiplies the next `copies` of the blocks that are left, numbered in group order."""
         number = i * copies + jnp.arange(copies, dtype=jnp.int32)
+        # The group of each of these blocks; L for a number past the last block.
         found = jnp.sum(number[:, None] >= left_ends[None], axis=1, dtype=jnp.int32)
         exists = found < num_groups
         group = jnp.where(exists, found, 0)
@@ -88,14 +89,16 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
     wide = wide_dtype(lhs.dtype)
     depth, width = lhs.shape[1], grad.shape[1]  # K, N
+    # A step computes the results of `count` groups. It adds up, in rounds, the products of a block
+    # of each of these groups.
     sum_bytes = depth * width * jnp.dtype(wide).itemsize
     row_bytes = (depth + width) * lhs.dtype.itemsize
     # The rows of a block take about as many bytes as a group's sum [K, N], at most.
-    height = _height(num_rows, num_groups, max(8, sum_bytes // row_bytes))
-    # XLA may keep the sums of earlier rounds and those of the current one apart.
+    height = _height(num_rows, num_groups, sum_bytes // row_bytes)
+    # XLA may keep the sum of earlier rounds and that of the current one apart, hence the factor 2.
     most_groups = max(1, _MOST_BYTES // (2 * sum_bytes + height * row_bytes))
-    steps = -(-num_groups // most_groups)
-    count = -(-num_groups // steps)  # groups of a step
+    num_steps = -(-num_groups // most_groups)
+    count = -(-num_groups // num_steps)
     dims = ((1,), (1,)), ((0,), (0,))
 
     zeros = jnp.zeros((num_groups, depth, width), lhs.dtype)
@@ -111,20 +114,20 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
             for each in (starts, ends, num_blocks)
         )
 
-        def one_round(i):
+        def product_of_round(i):
             rows = first[:, None] + i * height + jnp.arange(height, dtype=jnp.int32)[None]
             live = (rows < end[:, None])[..., None]
             left, right = (jnp.where(live, x.at[rows].get(mode="clip"), 0) for x in (lhs, grad))
             return lax.dot_general(left, right, dims, preferred_element_type=wide)
 
         def add(i, total):
-            return total + one_round(i)
+            return total + product_of_round(i)
 
         # Round 0 is computed even if no group has a row; it is then zero.
-        total = lax.fori_loop(1, jnp.max(num_rounds), add, one_round(0))
+        total = lax.fori_loop(1, jnp.max(num_rounds), add, product_of_round(0))
         return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_group, 0)
 
-    return lax.fori_loop(0, steps, some_groups, zeros)
+    return lax.fori_loop(0, num_steps, some_groups, zeros)
 
 
 def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
@@ -132,7 +135,8 @@ def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
 
 
 def _height(num_rows: Any, num_groups: int, most: int) -> int:
-    """Returns the number of rows of a block, at most `most` before it is rounded up."""
+    """Returns the number of rows of a block: `most`, or 8 if more, at most; then rounded up."""
+    most = max(8, most)
     if checks.is_symbolic(num_rows):
         return min(_USUAL_HEIGHT, most)
     # Few groups of random sizes have more than `usual` rows: the mean and 4 standard deviations, if
@@ -140,6 +144,7 @@ def _height(num_rows: Any, num_groups: int, most: int) -> int:
     mean = -(-num_rows // num_groups)
     usual = mean + 4 * math.sqrt(mean)
     height = math.ceil(usual / math.ceil(usual / most))
+    # Matmuls compute whole tiles of rows, which are higher for higher blocks.
     multiple = 8 if height <= 16 else 16 if height <= 128 else 64
     return -(-height // multiple) * multiple
 

@@ -32,7 +32,7 @@ from jax_ep.dtypes import rounded
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, Transposed, quantize
 from jax_ep.matmul.backend import Backend, added, pad_rows
 from jax_ep.matmul.gating import Gating
-from jax_ep.matmul.pallas import as_elementwise, in_32_bits, launch_size
+from jax_ep.matmul.pallas import as_elementwise, elementwise_gradient, in_32_bits, launch_size
 from jax_ep.matmul.primitives import Implementation, define, select
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8, Format, Scaled
@@ -199,8 +199,7 @@ def drhs_of_each(
     `row_blocks`. The gradients are added to `sums`, if given, in their dtype.
     """
     dtype = jnp.dtype(sums[0].dtype if sums else dtype)
-    sums = None if sums is None else tuple(sums)
-    operands = lhs, tuple(grads), group_blocks, sums
+    operands = lhs, tuple(grads), group_blocks, None if sums is None else tuple(sums)
     return _DRHS(*operands, dtype=dtype, implementation=implementation)
 
 
@@ -240,6 +239,14 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         if isinstance(rows, Scaled):
             return in_32_bits(kernels.transpose_rows)(rows, blocks)
         return in_32_bits(kernels.quantize_rows)(rows, blocks, return_rows=return_rows)
+    return _transposed_by_xla(rows, blocks, return_rows)
+
+
+def _transposed_by_xla(
+    rows: jax.Array | Scaled, blocks: jax.Array, return_rows: bool
+) -> tuple[Scaled | None, TransposedRows]:
+    """Computes `transpose_rows`; returns the quantized rows, or None, and the transposed ones."""
+    width = jax.tree.leaves(rows)[0].shape[1]  # K
     # `blocks` has each block's first row and its number of rows, and `row` [P / 128, 128] all of
     # its rows. A block of fewer rows than 128 is filled with zeros.
     row_in_block = jnp.arange(BLOCK, dtype=jnp.int32)[None]
@@ -247,6 +254,7 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
     row = jnp.where(exists[..., 0], blocks[:, :1] + row_in_block, 0)
 
     def in_blocks(part: jax.Array) -> jax.Array:
+        """Gathers the rows of an array [R, ...] by block: [P / 128, 128, ...]."""
         return jnp.where(exists, part.at[row].get(mode="clip"), 0)
 
     if isinstance(rows, Scaled):
@@ -361,13 +369,14 @@ def gated_product_by_kernel(
 
 
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
+    """Returns the products' gradients; the transposes of these and of hidden; sums for dweights."""
     dtype, width = dhidden.dtype, dhidden.shape[1]
     # No matrix takes part, so only the width must suit the kernels.
     _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])
     if has_kernels and dtype == jnp.bfloat16:
         from pallas_kernels.matmul import float8_gate_gradient as kernels
 
-        if (function := as_elementwise(gating, gradient=True)) is not None:
+        if (function := elementwise_gradient(gating)) is not None:
             operands = dhidden, *products, weights, blocks
             return in_32_bits(kernels.gate_gradient)(function, *operands)
 

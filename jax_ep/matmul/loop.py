@@ -26,7 +26,7 @@ def product_in_loops(
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     tile = min(_PRODUCT_TILE, lhs.shape[0])
     starts, ends = row_ranges(group_sizes, lhs.shape[0])
-    tiles = -((starts - ends) // tile)
+    num_tiles = -((starts - ends) // tile)  # of each group, rounded up
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
     def one_group(group, out):
@@ -43,7 +43,7 @@ def product_in_loops(
             new = jnp.where(live[:, None], products, old)
             return lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
-        return lax.fori_loop(0, tiles[group], one_tile, out)
+        return lax.fori_loop(0, num_tiles[group], one_tile, out)
 
     zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
     zeros, *_ = match_varying((zeros, group_sizes, lhs))  # a loop needs equal vma
@@ -54,7 +54,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tile = min(_DRHS_TILE, lhs.shape[0])
     dtype = wide_dtype(lhs.dtype)
     starts, ends = row_ranges(group_sizes, lhs.shape[0])
-    tiles = -((starts - ends) // tile)
+    num_tiles = -((starts - ends) // tile)  # of each group, rounded up
 
     def one_group(group, out):
         def one_tile(i, total):
@@ -64,7 +64,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
             contract = (((0,), (0,)), ((), ()))
             return total + lax.dot_general(left, right, contract, preferred_element_type=dtype)
 
-        total = lax.fori_loop(0, tiles[group], one_tile, jnp.zeros_like(out[0], dtype))
+        total = lax.fori_loop(0, num_tiles[group], one_tile, jnp.zeros_like(out[0], dtype))
         return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
 
     zeros = jnp.zeros((group_sizes.shape[0], lhs.shape[1], grad.shape[1]), lhs.dtype)
@@ -73,8 +73,8 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, starts, ends, group, i, tile):
-    """Returns the first row of the i-th tile of a group, and a mask [tile] of rows to compute."""
-    # A tile that would extend past lhs starts earlier, at rows that another tile computes.
+    """Returns the first of the `tile` rows of a group's i-th tile, and a mask of those to use."""
+    # A tile that would extend past lhs starts earlier. The mask leaves out rows before `start`.
     start = starts[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)
     rows = first + jnp.arange(tile, dtype=jnp.int32)

@@ -85,8 +85,7 @@ def _platform_reason(platform: str | None) -> str | None:
     if reason := availability.mosaic_unavailable_reason():
         return reason
     device = jax.devices()[0]
-    # Without a GPU here, the program is compiled for another machine. Its GPU is not known, so it
-    # is not checked.
+    # Without a GPU here, the program is compiled for another machine, whose GPU is not known.
     if device.platform != "gpu":
         return None
     capability = float(device.compute_capability)
@@ -199,6 +198,7 @@ def drhs_of_each(
     # The kernel adds in place to sums of the operands' dtype.
     in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
     num_cols = grads[0].shape[1]
+    # The columns of a tile: the most that divide all columns, a multiple of 64 (`_MULTIPLES`).
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
@@ -226,7 +226,7 @@ def gate_gradient(
     num_rows, width = dhidden.shape
     if dhidden.dtype != jnp.bfloat16 or weights.dtype != jnp.float32 or width % BLOCK:
         return None
-    if (function := as_elementwise(gating, gradient=True)) is None:
+    if (function := elementwise_gradient(gating)) is None:
         return None
     num_used = jnp.sum(jnp.clip(group_sizes, 0, num_rows), dtype=jnp.int32)
     return kernels.gate_gradient(function, dhidden, gate, up, weights, num_used)
@@ -254,21 +254,22 @@ def product_tiles(
     # The section "Grouped matmul" of pallas_kernels/TUNING.md has the times of many tiles.
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
-    heights: tuple[int, ...] = (*_BESIDE_LOADER, 208, 256)  # that a tile may have
-    # Without `setmaxnreg`, 208 or 256 rows leave no room for a loader.
-    if not REGISTERS_MOVE:
-        heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
+    heights: tuple[int, ...]  # that a tile may have
     block_n = 128
-    is_large = values >= HOPPER_CORES * 256 * 128  # a tile for each multiprocessor
-    if is_quantized and is_large and num_rows >= _FEW_ROWS * num_groups:
-        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
-    elif num_rows < _FEW_ROWS * num_groups:
-        wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
-        heights, block_n = (32, 64), 256 if wide else 128
+    if num_rows < _FEW_ROWS * num_groups:
+        heights = (32, 64)
+        is_wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
         if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
-            heights, block_n = _LOW, 256 if num_cols % 256 == 0 else 128
-    elif not is_large:
+            heights, is_wide = _LOW, num_cols % 256 == 0
+        block_n = 256 if is_wide else 128
+    elif values < HOPPER_CORES * 256 * 128:  # less than such a tile for each multiprocessor
         heights = (64, 128)
+    elif is_quantized:
+        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
+    elif REGISTERS_MOVE:
+        heights = (*_BESIDE_LOADER, 208, 256)
+    else:  # 208 or 256 rows would leave no room for a loader
+        heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
     band_columns = band(num_cols, block_n, most=16)
     return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
 
@@ -282,6 +283,7 @@ def gated_tiles(
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
+    # A tile has `block_n` columns of each of the two products. At 160 rows, registers spill.
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
@@ -308,7 +310,7 @@ def chosen_tiles(
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     # `table` has a row for each chosen group, and one more.
-    num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)
+    num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)  # of 128 columns
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
     # loader.
     is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
@@ -330,15 +332,23 @@ def band(num_cols: int, block_n: int, most: int) -> int:
 
 
 @in_32_bits
-def as_elementwise(gating: Gating, arity: int = 2, *, gradient: bool = False) -> Any:
-    """Returns `gating`, or its `gradient_of`, for kernels; None if these cannot emit it."""
+def as_elementwise(gating: Gating, arity: int = 2) -> Any:
+    """Returns `gating`, of `arity` arrays, in a form that kernels emit; None if they cannot."""
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
     try:
-        if not gradient:
-            return Elementwise(gating, arity)
-        from pallas_kernels.matmul.gate_gradient import gradient_of
+        return Elementwise(gating, arity)
+    except NotSupported:
+        return None
 
+
+@in_32_bits
+def elementwise_gradient(gating: Gating) -> Any:
+    """Returns `gradient_of` gating, which kernels emit; None if they cannot."""
+    from pallas_kernels.fabric.elementwise import NotSupported
+    from pallas_kernels.matmul.gate_gradient import gradient_of
+
+    try:
         return gradient_of(gating)
     except NotSupported:
         return None

@@ -65,6 +65,20 @@ def default_platform() -> str:
     return "rocm" if jax_compat.is_rocm(jax.devices()[0]) else "cuda"
 
 
+# The cache is bounded, since params may hold a new function in each call.
+@functools.lru_cache(maxsize=4096)
+def _result_types(compute, tree, types, **params):
+    """Returns the types of the results for operands of these types, and the results' tree."""
+    # These are the types that the default for another platform gives: it is XLA's.
+    params |= {"implementation": None, "platform": _OTHER_PLATFORM}
+    by_xla = functools.partial(compute, **params)
+    # Types do not depend on a mesh, and not all functions can be traced over Explicit axes.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        results = jax.eval_shape(by_xla, *jax.tree.unflatten(tree, types))
+    leaves, returned = jax.tree.flatten(results)
+    return tuple(leaves), returned
+
+
 def define(
     name: str, compute: Callable[..., Any], unused: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
@@ -81,19 +95,6 @@ def define(
     static = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
     compute = jax.jit(compute, static_argnames=static)
 
-    # The cache is bounded, since params may hold a new function in each call.
-    @functools.lru_cache(maxsize=1024)
-    def result_types(tree, types, **params):
-        """Returns the types of the results for operands of these types, and the results' tree."""
-        # These are the types that the default for another platform gives: it is XLA's.
-        params |= {"implementation": None, "platform": _OTHER_PLATFORM}
-        by_xla = functools.partial(compute, **params)
-        # Types do not depend on a mesh, and not all functions can be traced over Explicit axes.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            results = jax.eval_shape(by_xla, *jax.tree.unflatten(tree, types))
-        leaves, returned = jax.tree.flatten(results)
-        return tuple(leaves), returned
-
     def abstract_eval(first, *_, types, **__):
         # All results vary over the same mesh axes as the first operand.
         return [jax_compat.result_type(first, each.shape, each.dtype) for each in types]
@@ -103,6 +104,7 @@ def define(
         return jax.tree.leaves(compute(*operands, platform=platform, **params))
 
     def lower(program: jax_compat.Program, *leaves, **params):
+        # The rule for all other platforms may also be that of a program for several platforms.
         platform, *further = program.platforms
         if further or platform not in _PLATFORMS:
             platform = _OTHER_PLATFORM
@@ -131,7 +133,7 @@ def define(
     def apply(*operands: Any, **params: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         leaf_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        types, returned = result_types(tree, leaf_types, **params)
+        types, returned = _result_types(compute, tree, leaf_types, **params)
         params |= {"tree": tree, "types": types}
         bind_leaves = functools.partial(primitive.bind, **params)
         results = jax_compat.replicated_over_explicit_axes(bind_leaves, *leaves)

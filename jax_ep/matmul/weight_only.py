@@ -153,7 +153,6 @@ def _gated(
         # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
         if both_biases is not None and isinstance(groups, ChosenGroups):
             return None
-    assert options.gating is not None
     both = [_operand(backend, rows, each, groups) for each in matrices]
     (gate, _, groups_of_both), (up, _, _) = both
     return backend.gated_product(

@@ -19,7 +19,7 @@ _DRHS_DIMS = lax.RaggedDotDimensionNumbers(
 def ragged_dot_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
-    # What `ragged_dot` does with rows past the last group, which may hold NaN, is not defined.
+    # What `ragged_dot_general` does with rows past the last group, maybe NaNs, is not defined.
     out = lax.ragged_dot_general(
         zero_tail(lhs, group_sizes),
         rhs,
@@ -31,7 +31,7 @@ def ragged_dot_product(
 
 
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    # Zero in both operands, since zero times a NaN of the other one would be NaN.
+    # Rows past the last group are zero in both operands: zero times a NaN of the other is NaN.
     return lax.ragged_dot_general(
         zero_tail(lhs, group_sizes),
         zero_tail(grad, group_sizes),

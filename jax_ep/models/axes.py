@@ -12,6 +12,7 @@ from jax_ep.models.config import DecoderConfig
 from jax_ep.moe.params import LOGICAL_AXES
 
 EXPERT_AXIS, TENSOR_AXIS, FSDP_AXIS = "expert", "tensor", "fsdp"
+# The mesh axes, besides "fsdp", that split the logical axes of an MoE block's parameters.
 _SPLIT = {"exp": (EXPERT_AXIS,), "mlp": (TENSOR_AXIS,)}
 
 
@@ -32,13 +33,11 @@ def mesh_of(
     fsdp: int = 1,
     tensor_parallel: int = 1,
 ) -> Mesh:
-    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model.
-
-    `data` has the ranks that remain. Without `expert_parallel`, the largest number that divides
-    ranks and experts is taken. ValueError if a number of ranks does not divide what it splits.
-    """
+    """Makes a `data` (x `fsdp`) x `expert` (x `tensor`) mesh of all devices for a model."""
+    # `data` has the ranks that remain. Without `expert_parallel`, the largest number that divides
+    # ranks and experts is taken. ValueError if a number of ranks does not divide what it splits.
     left = len(devices) // tensor_parallel
-    experts = expert_parallel or math.gcd(left // fsdp, config.num_experts)
+    expert_size = expert_parallel or math.gcd(left // fsdp, config.num_experts)
     # Each number of ranks, and what it must divide.
     for name, ranks, size, what in (
         ("tensor_parallel", tensor_parallel, len(devices), "devices"),
@@ -47,17 +46,17 @@ def mesh_of(
         ("tensor_parallel", tensor_parallel, config.vocab, "tokens of the vocabulary"),
         ("fsdp", fsdp, left, "ranks that tensor_parallel leaves"),
         ("fsdp", fsdp, config.hidden, "columns of a matrix"),
-        ("expert_parallel", experts, left // fsdp, "ranks that tensor_parallel and fsdp leave"),
-        ("expert_parallel", experts, config.num_experts, "experts"),
+        ("expert_parallel", expert_size, left // fsdp, "ranks that tensor_parallel and fsdp leave"),
+        ("expert_parallel", expert_size, config.num_experts, "experts"),
     ):
         if size % ranks:
             raise ValueError(f"{name} must divide the {size} {what}, but is {ranks}.")
-    sizes = {"data": left // fsdp // experts, FSDP_AXIS: fsdp}
-    return decoder_mesh(devices, sizes | {EXPERT_AXIS: experts, TENSOR_AXIS: tensor_parallel})
+    sizes = {"data": left // fsdp // expert_size, FSDP_AXIS: fsdp}
+    return decoder_mesh(devices, sizes | {EXPERT_AXIS: expert_size, TENSOR_AXIS: tensor_parallel})
 
 
 def fsdp_axes(num_experts: int, mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """Returns the option `fsdp_axes` of the MoE layers for a mesh; {} without an axis "fsdp"."""
+    """Returns the option `fsdp_axes`, mesh axes by logical axes; {} without an axis "fsdp"."""
     if FSDP_AXIS not in mesh.axis_names:
         return {}
     # If the ranks divide the experts, each holds whole ones, gathered without transposing them.
@@ -74,20 +73,18 @@ def on_mesh(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> DecoderConfig:
 
 def spec_of_moe(name: str, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns how the field `name` of `MoEParams` is split; `config` is from `on_mesh`."""
-    logical_axes = LOGICAL_AXES[name]
+    logical_axes = LOGICAL_AXES[name]  # such as ("exp", "embed", "mlp")
     spec = []
-    for logical, fsdp in zip(logical_axes, config.moe.further_axes_of(logical_axes), strict=True):
+    for logical, fsdp in zip(logical_axes, config.moe.fsdp_axes_of(logical_axes), strict=True):
         axes = (*_SPLIT.get(logical or "", ()), *fsdp)
         spec.append(tuple(axis for axis in axes if axis in mesh.axis_names))
     return PartitionSpec(*spec)
 
 
 def spec_of_weight(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns how a weight outside of MoE blocks, with its published name, is split.
-
-    Heads and the vocabulary are split over "tensor". Every matrix is also split over "fsdp", along
-    its first dimension that allows it: parts of an early dimension need few transposed copies.
-    """
+    """Returns how a weight outside of MoE blocks, with its published name, is split."""
+    # Heads and the vocabulary are split over "tensor". Every matrix is also split over "fsdp",
+    # along its first dimension that allows it: parts of an early one need few transposed copies.
     axes: list[list[str]] = [[] for _ in shape]
     module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if TENSOR_AXIS in mesh.axis_names:

@@ -89,11 +89,9 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
-        """Makes the configuration of a Qwen3-MoE or GPT-OSS from the contents of its config.json.
-
-        `path` is the directory that errors name. Raises ValueError for another model or a value
-        that is not supported.
-        """
+        """Makes the configuration of a Qwen3-MoE or GPT-OSS from its config.json, `published`."""
+        # `path` is the directory that errors name. Raises ValueError for another model or a value
+        # that is not supported.
         model_type = published.get("model_type")
         for name, value, allowed in (
             ("model_type", model_type, ("qwen3_moe", "gpt_oss")),

@@ -127,9 +127,6 @@ def specs(params: Params, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> P
     return Params(weights, [block] * len(params.moe))
 
 
-# ----------------------------------------------------------------------------------- forward pass
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """Divides x [..., H] by its root mean square, and multiplies it by `weight` [H], in float32."""
     wide = x.astype(jnp.float32)
@@ -232,10 +229,8 @@ def masked_attention(
 
 
 def _causal(window: int, documents: jax.Array | None = None) -> Attend:
-    """Returns an `Attend`: a token sees the last `window` tokens, itself included.
-
-    `documents` [B, S], if given, numbers each token's document, the only one that it sees.
-    """
+    """Returns an `Attend`: a token sees the last `window` tokens, itself included."""
+    # `documents` [B, S], if given, numbers each token's document, the only one that it sees.
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> Any:
         length = q.shape[1]
@@ -327,10 +322,8 @@ class Decoder:
         return jnp.einsum("bsh,vh->bsv", x, head, preferred_element_type=jnp.float32), metrics
 
     def quantize_experts(self, params: Params) -> list[QuantizedExperts] | None:
-        """Quantizes the experts of every layer, once for several calls of `loss`.
-
-        Returns None if the layers do not multiply float8. Gradients still go to `params`.
-        """
+        """Quantizes the experts of every layer, once for several calls of `loss`."""
+        # Returns None if the layers do not multiply float8. Gradients still go to `params`.
         moe = self._on_mesh().moe
         if moe.matmul_dtype is None:
             return None

@@ -246,6 +246,7 @@ def step(
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="state")
 def decode(config: DecoderConfig, sampling: Sampling, model: Model, state: State) -> State:
     """Decodes in one compiled loop until every sequence has its stop token or no step is left."""
+    # `state` is from `begin`, and is donated: it has room for all steps. Returns the last state.
     steps = state.tokens.shape[1]
 
     def goes_on(state: State) -> jax.Array:

@@ -37,11 +37,9 @@ def file(text: str) -> str:
 def blamed_flag(
     text: str, args: argparse.Namespace, names: Iterable[str], paths: Iterable[str]
 ) -> str | None:
-    """Returns the flag that an error's text names first: by its name, or by the path that it gives.
-
-    Programs begin their error message with it. `names` are the flags to look for by name, `paths`
-    those whose values are paths.
-    """
+    """Returns the flag that an error's text names first: programs begin their message with it."""
+    # It is named by its name, if it is one of `names`, or if it is one of `paths`, by the path that
+    # is its value.
     words = {name: name for name in names}
     for flag in paths:
         if value := getattr(args, flag):

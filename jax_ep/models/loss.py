@@ -30,12 +30,12 @@ def cross_entropy(
     [V, H] floating is cast to the dtype of x. `targets` are [B, S] int32 token ids; the mean, []
     float32 in nats, leaves out negative ones.
     """
-    found = _on_ranks(x, head, targets, chunk, gradients=False)
+    found = _sums_on_mesh(x, head, targets, chunk, gradients=False)
     return found.loss / found.number
 
 
 def _cross_entropy_fwd(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> Any:
-    found = _on_ranks(x, head, targets, chunk, gradients=True)
+    found = _sums_on_mesh(x, head, targets, chunk, gradients=True)
     # A dtype cannot be saved, so an array of zeros keeps the dtype of the gradient of `head`.
     return found.loss / found.number, (found, jnp.zeros((), head.dtype))
 
@@ -58,19 +58,20 @@ class _Sums(NamedTuple):
     dhead: Any = None  # [V, H] float32
 
 
-def _on_ranks(
+def _sums_on_mesh(
     x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int, gradients: bool
 ) -> _Sums:
-    """Computes the sums on the ambient mesh; without `gradients`, dx and dhead are None."""
+    """Computes the sums for `cross_entropy`; without `gradients`, dx and dhead are None."""
     head = head.astype(x.dtype)
     mesh = jax.sharding.get_abstract_mesh()
     batch = tuple(name for name in mesh.axis_names if name != TENSOR_AXIS)
     tensor = tuple(name for name in mesh.axis_names if name == TENSOR_AXIS)
     fsdp = tuple(name for name in mesh.axis_names if name == FSDP_AXIS)
+    # `head` is split over "fsdp", too, if the ranks divide the vocabulary.
     if head.shape[0] % math.prod(mesh.shape[name] for name in (*tensor, *fsdp)):
         fsdp = ()
     on_rank = functools.partial(
-        _chunks, chunk=chunk, gradients=gradients, batch=batch, tensor=tensor, fsdp=fsdp
+        _sums_on_rank, chunk=chunk, gradients=gradients, batch=batch, tensor=tensor, fsdp=fsdp
     )
     if mesh.empty:
         return on_rank(x, head, targets)
@@ -86,7 +87,7 @@ def _on_ranks(
     )(x, head, targets)
 
 
-def _chunks(
+def _sums_on_rank(
     x: jax.Array,
     head: jax.Array,
     targets: jax.Array,
@@ -98,8 +99,8 @@ def _chunks(
     fsdp: tuple[str, ...],
 ) -> _Sums:
     """Computes the losses of a rank's tokens, `chunk` at a time, and the sums over all ranks."""
-    # Sequences are split over the axes `batch`, and V of `head` over `tensor` and `fsdp`. Each may
-    # be (): a psum or pmax over no axes returns its operand.
+    # Sequences are split over the mesh axes `batch`, which include `fsdp`, and the vocabulary of
+    # `head` over `tensor` and `fsdp`. A psum or pmax over no axes, (), returns its operand.
     if fsdp:
         head = lax.all_gather(head, fsdp, axis=0, tiled=True)
     columns, hidden = head.shape
@@ -115,10 +116,12 @@ def _chunks(
         loss, dhead = carry
         # The tokens of one chunk, [chunk, H], and their targets, [chunk].
         rows, target = part
+        # The softmax over the whole vocabulary is exponentials / total.
         logits = jnp.dot(rows, head.T, preferred_element_type=jnp.float32)
         top = lax.pmax(jnp.max(logits, axis=1), tensor)
         exponentials = jnp.exp(logits - top[:, None])
         total = lax.psum(jnp.sum(exponentials, axis=1), tensor)
+        # The logit of each target, from the rank that has its column.
         column = target - first
         is_here = (0 <= column) & (column < columns)
         logit = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1)[:, None], axis=1)
@@ -127,6 +130,7 @@ def _chunks(
         loss += jnp.sum(jnp.where(is_counted, top + jnp.log(total) - chosen, 0))
         if not gradients:
             return (loss, dhead), None
+        # The gradients of the sum of the losses: first with respect to the logits.
         is_target = jnp.arange(columns) == column[:, None]
         dlogits = jnp.where(is_counted[:, None], exponentials / total[:, None] - is_target, 0)
         dlogits = dlogits.astype(x.dtype)

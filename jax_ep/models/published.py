@@ -32,11 +32,9 @@ _COPIED = (
 
 
 def config_of(model: Path | str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes.
-
-    `sizes` maps keys of a Qwen3-MoE's config.json to values. For a directory, it may only lower the
-    number of layers; anything else raises ValueError.
-    """
+    """Returns the config.json of a directory or of a model in `PUBLISHED`, with other sizes."""
+    # `sizes` maps keys of a Qwen3-MoE's config.json to values. For a directory, it may only lower
+    # the number of layers; anything else raises ValueError.
     if isinstance(model, Path):
         published = read_config(model)
         # A model that `DecoderConfig.of` refuses later may lack this key.
@@ -59,8 +57,8 @@ def load_params(
 ) -> Params:
     """Loads the parameters of `config.num_layers` layers to be trained, dequantized.
 
-    They are loaded with the shardings of `jax_ep.models.decoder.specs`, and then moved to
-    `shardings`, a `Params` of shardings; None: they stay.
+    They are loaded with the shardings in which a step uses them (`jax_ep.models.decoder.specs`),
+    and then moved to `shardings`, a `Params` of those between steps; None: they stay.
     """
     of_moe = on_mesh(config, mesh).moe
     params = _load(

@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jax_ep import checks
 from jax_ep.models.axes import TENSOR_AXIS
 from jax_ep.models.decoder import Decoder, Params, specs
 from jax_ep.moe.routing import update_expert_bias
@@ -93,23 +94,20 @@ def _batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _split_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Also splits an array over the mesh axes along which `sharding` replicates it."""
-    # Splits the first dimension that allows it: parts of an early one need few transposed copies.
+    """Also splits an array over the mesh axes along which it is replicated, if they divide it."""
     mesh = sharding.mesh
     entries = list(sharding.spec) + [None] * (array.ndim - len(sharding.spec))
     # The mesh axes over which each dimension is split, and those over which none is.
-    used = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    used = [checks.as_axes(entry or ()) for entry in entries]
     unused = tuple(name for name in mesh.axis_names if not any(name in axes for axes in used))
-    num_copies = math.prod(mesh.shape[name] for name in unused)
-
-    def num_shards(dim: int) -> int:
-        return math.prod(mesh.shape[name] for name in used[dim])
-
-    dims = [d for d in range(array.ndim) if array.shape[d] % (num_shards(d) * num_copies) == 0]
-    if num_copies == 1 or not dims:
+    if math.prod(mesh.shape[name] for name in unused) == 1:
         return sharding
-    used[dims[0]] += unused
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in used)))
+    # Splits the first dimension that allows it: parts of an early one need few transposed copies.
+    for dim, size in enumerate(array.shape):
+        if size % math.prod(mesh.shape[name] for name in (*used[dim], *unused)) == 0:
+            used[dim] += unused
+            return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in used)))
+    return sharding
 
 
 def init_state(
@@ -178,16 +176,20 @@ def make_train_step(
         # Returns the means of gradients and losses over microbatches, and the sums of counts.
         if (number := batches.shape[0]) == 1:
             return microbatch(state, batches[0])
+        # Once for all microbatches; None if experts do not multiply float8.
         quantized = model.quantize_experts(state.params)
 
+        # As `microbatch`, with gradients that are wide enough to be summed.
         def in_float32(tokens: jax.Array) -> Any:
             grads, *metrics = microbatch(state, tokens, quantized)
             return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), *metrics
 
         def add(sums: Any, tokens: jax.Array) -> Any:
             grads, *metrics = jax.tree.map(jnp.add, sums, in_float32(tokens))
+            # Each device keeps only its part of the sums of gradients.
             return (lax.with_sharding_constraint(grads, layout.state.params), *metrics), None
 
+        # The scan starts from the results of the first microbatch.
         (grads, losses, counts), _ = lax.scan(add, in_float32(batches[0]), batches[1:])
         return *jax.tree.map(lambda x: x / number, (grads, losses)), counts
 

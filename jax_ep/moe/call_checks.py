@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
+from jax_ep.moe import expert_matmuls
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.expert_matmuls import QuantizedExperts, check_are_arrays, check_same_kind
+from jax_ep.moe.expert_matmuls import QuantizedExperts
 from jax_ep.moe.mesh import AxisRules, LayerMesh, check_mesh_is_set, check_sharding_of_experts
 from jax_ep.moe.params import LOGICAL_AXES, SHARED_WEIGHTS, MoEParams, check_params
 from jax_ep.placement.table import Placement
@@ -33,7 +34,7 @@ def check_call(params: MoEParams, call: Call, config: MoEConfig) -> None:
     check_types(params, config)
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
-    check_same_kind(params, QuantizedExperts._fields)
+    expert_matmuls.check_same_kind(params, expert_matmuls.EXPERT_MATRICES)
     _check_tokens(call.x, call.mask, params.wi_0.shape[1], config)
     _check_router(params, call, config)
     if config.matmul_dtype is not None and any(
@@ -223,7 +224,7 @@ def _check_columns(params: MoEParams, where: LayerMesh) -> None:
 def _check_shared_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     if params.shared_wo is None:
         return
-    check_same_kind(params, SHARED_WEIGHTS)
+    expert_matmuls.check_same_kind(params, SHARED_WEIGHTS)
     if config.matmul_dtype is not None:
         hidden, width = params.shared_wi_0.shape  # type: ignore
         on_a_rank = " on a rank" if where.num_parts() > 1 else ""
@@ -241,7 +242,7 @@ def _check_quantized(quantized: Any, experts: Any, matmul_dtype: Any) -> None:
         )
     if matmul_dtype is None:
         raise ValueError("quantized_experts must be None where matmul_dtype is None.")
-    check_are_arrays("quantized_experts must be None", experts)
+    expert_matmuls.check_are_arrays("quantized_experts must be None", experts)
     for name, of_name in quantized._asdict().items():
         matrices = getattr(experts, name)
         shape = None if matrices is None else matrices.shape

@@ -63,8 +63,7 @@ def _fields_of(kind: Any, source: Any) -> dict[str, Any]:
 class MoEConfig:
     """The options of an MoE layer, apart from its parameters; hashable, and can be pickled.
 
-    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts, which process
-    every token, use `activation` and `clamp` too.
+    The router is `jax_ep.top_k_routing`, unless `router` is given.
 
     Attributes:
         num_experts: E, the number of routed experts, a multiple of the ranks along `expert_axis`.
@@ -101,8 +100,7 @@ class MoEConfig:
         zero_experts, identity_experts, constant_experts: the numbers of free experts, which have
             almost no cost. They return 0, the token, or a mix of the token and a trained vector
             (MoE++, LongCat-Flash). The router chooses them like other experts. Their ids follow the
-            E experts' ids, in this order, and the gate, its biases and `expert_counts` have entries
-            for them. No token is sent to another rank for them.
+            E experts' ids, in this order; the gate, its biases and `expert_counts` include them.
         free_expert_factor: the factor, above 0, of the free experts' terms in the load-balance loss
             (MoE++'s tau). Below 1, tokens choose free experts more.
         record_choices: whether the metrics include `MoEMetrics.topk_idx`, the choices of all
@@ -113,8 +111,7 @@ class MoEConfig:
             Both capacity factors limit each chunk by itself. See the page "Flax layers".
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens are sent to the experts;
             see `jax_ep.dispatch`. Outputs are sent in `dtype`. None means `dtype`; but float8 with
-            `matmul_dtype`, unless weights_on is "input": the experts quantize tokens to the same
-            numbers.
+            `matmul_dtype`, unless weights_on is "input".
         activation, clamp, matmul_dtype: what experts compute; see `jax_ep.expert_mlp`. The
             shared experts follow these options, too.
         weights_on: whether the weight of a choice multiplies the "output" of its expert or the
@@ -123,8 +120,7 @@ class MoEConfig:
             the routed ones; `clamp` then does not apply to them.
         lora_scale: the factor of the experts' low-rank adapters (alpha / r), if there are any.
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None
-            means the dtype that x and wi_0 promote to. If they promote to float64, the logits and
-            the sums over a token's experts are still float32.
+            means the dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. For the
             order of a tuple see `axis_name` of `jax_ep.dispatch`.
         batch_axes: the mesh axis, or tuple of axes, that the tokens are spread over, including the
@@ -133,19 +129,16 @@ class MoEConfig:
             along all of them must run the same layer, since its metrics are sums over these ranks.
         sequence_axes: the axis, or tuple of axes, among `batch_axes` over which the sequence
             dimension of x [batch, ..., sequence, H] is split. The remaining `batch_axes` then split
-            x's leading dimension. Tokens that are already sharded in this way are not moved. None
-            means the Explicit axes over which x's type shows that the sequences are split. See the
-            page "Sharding".
+            x's leading dimension. None means the Explicit axes over which x's type shows that the
+            sequences are split. See the page "Sharding".
         fsdp_axes: None, or a mapping from logical axes of the parameters, "exp", "embed" and "mlp",
             to the further mesh axis, or tuple of axes, over which their dimensions are split, such
             as {"exp": "fsdp", "embed": "fsdp"}. A mesh axis splits only the first dimension of a
             parameter that it is given for. Tokens must be spread over these axes, too. None means
-            the axes that the layer finds in the parameters' types or in the axis rules; {} means no
-            axes. The page "Sharding" says how the layer gathers such parameters.
+            the axes that the layer finds in the parameters' types or in the axis rules; {}: none.
         tensor_axis: None, or a mesh axis, or tuple of axes, over which the hidden size F of every
             expert and of the shared experts is split. Ranks along it hold the same tokens, or
-            different tokens if `batch_axes` include it; see `jax_ep.moe_layer`. A mesh must have
-            this axis.
+            different tokens if `batch_axes` include it; see `jax_ep.moe_layer`.
         implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
             needs a mesh with `expert_axis`.
         matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
@@ -237,14 +230,14 @@ class MoEConfig:
             )
         return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
-    def further_axes(self) -> dict[str, tuple[str, ...]]:
+    def fsdp_axes_by_logical(self) -> dict[str, tuple[str, ...]]:
         return {name: checks.as_axes(a) for name, a in dict(self.fsdp_axes or ()).items()}
 
-    def further_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
+    def fsdp_axes_of(self, logical_axes: Sequence[str | None]) -> list[tuple[str, ...]]:
         """Returns, for each logical axis of a parameter, the axes of `fsdp_axes` that split it."""
         # As with Flax's rules, a logical axis is not split if any of its mesh axes splits a logical
         # axis before it.
-        given = self.further_axes()
+        given = self.fsdp_axes_by_logical()
         found: list[tuple[str, ...]] = []
         used: set[str] = set()
         for logical in logical_axes:
@@ -267,16 +260,16 @@ class MoEConfig:
 def check_config(config: MoEConfig) -> None:
     _check_fields(config)
     split = config.split_axes()
-    further = [set(axes) for axes in config.further_axes().values()]
+    fsdp = [set(axes) for axes in config.fsdp_axes_by_logical().values()]
     for name, axes in split.items():
-        if both := set(axes) & set[str]().union(*further):
+        if both := set(axes) & set[str]().union(*fsdp):
             raise ValueError(
                 f"fsdp_axes must name other mesh axes than {name} {axes}, but has {sorted(both)}."
             )
-    if any(a & b and a != b for a in further for b in further):
+    if any(a & b and a != b for a in fsdp for b in fsdp):
         raise ValueError(
             "fsdp_axes must give two logical axes the same mesh axes, or different ones, but is "
-            f"{config.further_axes()}."
+            f"{config.fsdp_axes_by_logical()}."
         )
     if config.router is None:
         routing.check_choosing(

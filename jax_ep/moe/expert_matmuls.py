@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ _ONCE = (
     "matmul_dtype must be None where second derivatives are taken, since float8 matmuls have first "
     "derivatives only."
 )
-# A buffer is mostly unused if it has at least so many times as many rows as are used on average.
+# The gate's gradient is computed for used rows only if a buffer has at least this many times the
+# rows that are used on average. If most rows are used, XLA's pass over all rows is as fast.
 _MOSTLY_UNUSED = 2
 
 
@@ -48,6 +50,9 @@ class QuantizedExperts(NamedTuple):
     @property
     def wi(self) -> tuple[QuantizedMatrices, ...]:
         return (self.wi_0,) if self.wi_1 is None else (self.wi_0, self.wi_1)
+
+
+EXPERT_MATRICES = QuantizedExperts._fields  # "wi_0", "wi_1" and "wo"
 
 
 class Experts(NamedTuple):
@@ -173,15 +178,16 @@ class ExpertMatmuls:
         group_sizes: jax.Array,
         mean_rows: int | None,
     ) -> tuple[Any, Any, jax.Array | None] | None:
-        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights.
+        """Returns weights[:, None] * unit(*pre), and the gradients of `pre` and the weights [R].
 
-        `pre` are results of `as_residual`, `mean_rows` is as in `expert_mlp.backward`. None means
-        that the caller computes this by XLA.
+        `pre` are the products [R, F], as `as_residual` returned them. `mean_rows` is the number of
+        rows in groups, averaged over ranks; None: unknown. The result is None where the caller must
+        compute all rows by XLA.
         """
-        # None for a single product, or if XLA is as fast because most rows are used.
-        num_rows = dhidden.shape[0]
+        # The kernel has two products and weights.
         if len(pre) != 2 or weights is None or mean_rows is None:
             return None
+        num_rows = dhidden.shape[0]
         if checks.is_symbolic(num_rows) or checks.is_symbolic(mean_rows):
             return None
         # JAX would report NaNs in rows past the last group, which the kernel leaves undefined.
@@ -202,19 +208,18 @@ class ExpertMatmuls:
         group_sizes: jax.Array,
         zero_unused: bool,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-        """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo, plus `experts.sums`.
+        """Returns the gradients of the tokens, of wi_0 and wi_1, and of wo.
 
-        `hidden` [R, F], multiplied by the rows' weights if there are any, and `dpre`, the gradients
-        of the products, may be arrays or results of `gate_gradient`.
+        The gradients of matrices are added to `experts.sums`, if given. `hidden` [R, F], multiplied
+        by the rows' weights if there are any, and `dpre`, the gradients of the products, may be
+        arrays or results of `gate_gradient`.
         """
-
-        def gradients_of_matrices(lhs: Any, grads: tuple[Any, ...], sums: Any) -> Any:
-            # The gradients of the matrices that multiply `lhs`, plus `sums`, if they are given.
-            return unquantized.drhs_of_each(lhs, grads, group_sizes, self.implementation, sums)
-
+        drhs = functools.partial(
+            unquantized.drhs_of_each, group_sizes=group_sizes, implementation=self.implementation
+        )
         sums_of_wi, sums_of_wo = experts.sums_of_wi_and_wo
-        (dwo,) = gradients_of_matrices(hidden, (grad_rows,), sums_of_wo)
-        dwi = gradients_of_matrices(rows, tuple(dpre), sums_of_wi)
+        (dwo,) = drhs(hidden, (grad_rows,), sums=sums_of_wo)
+        dwi = drhs(rows, tuple(dpre), sums=sums_of_wi)
         # The gradient of the tokens waits for the gradient of wo, so that it takes the memory of
         # `grad_rows`. It does not wait for the gradients of wi_0 and wi_1, so it may be sent to
         # other hosts while they are computed.
@@ -231,7 +236,7 @@ class Float8Matmuls(ExpertMatmuls):
     """Quantizes the operands of each matmul to float8; gradients are straight-through.
 
     Float8 matmuls contract the last axis of both operands. So x @ w reads the transpose of w,
-    and the gradients of matrices, which are sums over rows, read transposed (`turned_…`) rows.
+    and the gradients of matrices, which are sums over rows, read transposed rows (`…_t`).
     """
 
     gates_with_biases = False
@@ -257,14 +262,14 @@ class Float8Matmuls(ExpertMatmuls):
         assert experts.quantized is not None
         dtypes: dict[str, Any] = {
             name: jnp.zeros(0, matrices.dtype)
-            for name in QuantizedExperts._fields
+            for name in EXPERT_MATRICES
             if (matrices := getattr(experts, name)) is not None
         }
-        in_one_order: list[Any] = [
+        not_transposed: list[Any] = [
             None if matrices is None else matrices._replace(transposed=None)  # type: ignore
             for matrices in experts.quantized
         ]
-        return experts._replace(**dtypes, quantized=QuantizedExperts(*in_one_order))
+        return experts._replace(**dtypes, quantized=QuantizedExperts(*not_transposed))
 
     def as_residual(self, product: jax.Array) -> QuantizedArray:
         return float8.quantize_rows(product)
@@ -302,28 +307,27 @@ class Float8Matmuls(ExpertMatmuls):
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         blocks, group_blocks = row_blocks(group_sizes, rows.shape[0])
 
-        def transpose(rows, **options):
-            return float8.transpose_rows(
-                rows, blocks, implementation=self.implementation, **options
-            )
+        # Returns the rows, or None without `return_rows`, and their transpose.
+        transpose = functools.partial(
+            float8.transpose_rows, blocks=blocks, implementation=self.implementation
+        )
 
-        def gradients_of_matrices(lhs, grads, dtype, sums):
+        def drhs(lhs, grads, dtype, sums):
             return float8.drhs_of_each(lhs, grads, group_blocks, dtype, self.implementation, sums)
 
         sums_of_wi, sums_of_wo = experts.sums_of_wi_and_wo
-        # `transpose` returns the rows, or None without `return_rows`, and their transpose.
-        turned_hidden = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
-        _, turned_grad = transpose(grad_rows)
-        (dwo,) = gradients_of_matrices(turned_hidden, [turned_grad], experts.wo.dtype, sums_of_wo)
+        hidden_t = hidden if isinstance(hidden, TransposedRows) else transpose(hidden)[1]
+        _, grad_t = transpose(grad_rows)
+        (dwo,) = drhs(hidden_t, [grad_t], experts.wo.dtype, sums_of_wo)
         # Each gradient twice, as rows and transposed, as `gate_gradient` returns it.
         dpre_twice = [
             each if isinstance(each, tuple) else transpose(each, return_rows=True) for each in dpre
         ]
         # The gradient of the tokens waits for that of wo, as in `ExpertMatmuls.gradients`.
         dpre_rows, dwo = lax.optimization_barrier(([grads for grads, _ in dpre_twice], dwo))
-        _, turned_rows = transpose(rows)
-        turned_dpre = [turned for _, turned in dpre_twice]
-        dwi = gradients_of_matrices(turned_rows, turned_dpre, experts.wi_0.dtype, sums_of_wi)
+        _, rows_t = transpose(rows)
+        dpre_t = [each_t for _, each_t in dpre_twice]
+        dwi = drhs(rows_t, dpre_t, experts.wi_0.dtype, sums_of_wi)
         matrices = [wi.matrices for wi in experts.quantized.wi]
         pairs = list(zip(dpre_rows, matrices, strict=True))
         dtokens = float8.product_of_float8(
@@ -376,7 +380,7 @@ class WeightOnlyMatmuls(ExpertMatmuls):
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         dense = {
             name: dequantized(matrices, matrices.dtype)
-            for name in QuantizedExperts._fields
+            for name in EXPERT_MATRICES
             if (matrices := getattr(experts, name)) is not None
         }
         experts = experts._replace(**dense)
@@ -385,13 +389,13 @@ class WeightOnlyMatmuls(ExpertMatmuls):
 
 def with_quantized(matmul_dtype: Any, experts: Experts, implementation: Implementation) -> Experts:
     """Sets `quantized` for a `matmul_dtype`; refuses gradients of stored quantized matrices."""
-    names = QuantizedExperts._fields
+    names = EXPERT_MATRICES
     # Arrays keep their gradients.
     constant = {name: without_gradient(name, getattr(experts, name)) for name in names}
     experts = experts._replace(**constant)
     if matmul_dtype is None or experts.quantized is not None:
         return experts
-    return experts._replace(quantized=quantize_experts_of_rank(constant, implementation))
+    return experts._replace(quantized=quantize_of_rank(constant, implementation))
 
 
 def matmuls_of(
@@ -414,10 +418,10 @@ def specs_of_quantized(
         if matrices is None:
             return None
         spec = specs[name]
-        turned = PartitionSpec(spec[0], spec[2], spec[1])
+        transposed = PartitionSpec(spec[0], spec[2], spec[1])
         return QuantizedMatrices(
             jax.tree.map(lambda _: spec, matrices.matrices),
-            jax.tree.map(lambda _: turned, matrices.transposed),
+            jax.tree.map(lambda _: transposed, matrices.transposed),
         )
 
     return QuantizedExperts(*(of_matrices(*item) for item in quantized._asdict().items()))
@@ -425,7 +429,7 @@ def specs_of_quantized(
 
 def check_are_arrays(must: str, experts: Any) -> None:
     """Raises ValueError if a matrix is a `QuantizedArray`; `must` begins the message."""
-    for name in QuantizedExperts._fields:
+    for name in EXPERT_MATRICES:
         if isinstance(matrices := getattr(experts, name), QuantizedArray):
             raise ValueError(
                 f"{must} where {name} is a QuantizedArray, here in the format "
@@ -442,10 +446,8 @@ def check_same_kind(experts: Any, names: Sequence[str]) -> None:
         )
 
 
-def quantize_experts_of_rank(
-    given: Mapping[str, Any], implementation: Implementation
-) -> QuantizedExperts:
-    """Quantizes the matrices of one rank's experts, unless float8 matmuls take their format."""
+def quantize_of_rank(given: Mapping[str, Any], implementation: Implementation) -> QuantizedExperts:
+    """Quantizes a rank's wi_0, any wi_1, and wo, unless float8 matmuls take their format."""
 
     def quantize(name: str, matrices: Any) -> QuantizedMatrices | None:
         if matrices is None:

@@ -19,14 +19,8 @@ from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.formats.quantized_array import with_jax_dtype, without_gradient
 from jax_ep.matmul.gating import bias_of_row, biases_of_rows, gated, hidden_values, sum_by_group
 from jax_ep.matmul.primitives import Implementation, check_implementation
-from jax_ep.moe.expert_matmuls import (
-    ExpertMatmuls,
-    Experts,
-    QuantizedExperts,
-    check_matmul_dtype,
-    check_same_kind,
-    matmuls_of,
-)
+from jax_ep.moe import expert_matmuls
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, ExpertMatmuls, Experts, matmuls_of
 from jax_ep.runtime.jax_compat import is_traced, match_varying
 from pallas_kernels.matmul.chosen_groups import Groups, group_of_row
 
@@ -92,25 +86,17 @@ def expert_mlp(
     Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
     computed in float32. "pallas" computes both products, their biases and the function between the
     matmuls in one kernel, if the function is made of sums, products, minima, maxima, comparisons,
-    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise, and with biases and
-    `matmul_dtype`, XLA computes the function, with the same bits.
+    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
 
     **What is kept for the backward pass**: `tokens` and the products x @ wi_0 and x @ wi_1
-    (R·(H + 2F) values), under the names "dispatched_tokens" and "expert_pre_activations". So
-    `jax.checkpoint_policies.save_only_these_names("dispatched_tokens")` keeps R·H values and
-    computes the two products again.
+    (R·(H + 2F) values), under the names "dispatched_tokens" and "expert_pre_activations".
 
     Rows of `tokens` past the last group may hold anything. The result and the gradient of `tokens`
-    are zero there, and these rows contribute nothing to other gradients. If operands are sharded
-    over Explicit axes of a mesh, call this function inside a `shard_map` over these axes.
+    are zero there, and these rows contribute nothing to other gradients.
 
-    The three matrices may each be a `QuantizedArray`, which has no gradient. Without
-    `matmul_dtype`, "pallas" reads matrices as they are stored if they are in
-    `jax_ep.formats.Transposed.of(jax_ep.formats.MXFP4)` and tokens are bfloat16. Otherwise, and in
-    the backward pass, each matmul dequantizes its matrix to the tokens' dtype. With
-    `matmul_dtype=jnp.float8_e4m3fn`, a matrix in the format `jax_ep.formats.FLOAT8_MATRICES`, or in
-    its `Transposed` form, is multiplied as it is stored. One in another format is dequantized and
-    quantized to float8.
+    The three matrices may each be a `QuantizedArray`, which has no gradient. The page "Float8" says
+    which formats are multiplied as they are stored. A matrix in another format is dequantized in
+    each call, and with `matmul_dtype` quantized to float8.
 
     Args:
       tokens: [R, H] floating: R rows in group order, as in `Dispatched.tokens`. With `matmul_dtype`
@@ -160,13 +146,14 @@ def run_mlp(
 ) -> jax.Array:
     """Computes `expert_mlp` of operands that have been checked."""
     tokens_have_gradient = not isinstance(tokens, QuantizedArray)
-    # Arrays stay as they are; a `QuantizedArray` gets a dtype of JAX, and no gradient.
+    # Quantized tokens of a dtype that JAX lacks, such as float64 without x64, get a narrower one.
     tokens = without_gradient("tokens", with_jax_dtype(tokens))
     arrays = match_varying(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     tokens, experts, group_sizes = arrays
-    if tokens.shape[0] == 0:
-        # The type of the result varies over the axes that the operands' types do.
-        return match_varying((jnp.zeros(tokens.shape, tokens.dtype), arrays))[0]
+    if tokens.shape[0] == 0:  # Matmuls need a row.
+        # The zeros are typed as varying over the axes that the operands vary over (vma).
+        zeros, *_ = match_varying((jnp.zeros(tokens.shape, tokens.dtype), *arrays))
+        return zeros
     matmuls, experts = matmuls_of(unit, matmul_dtype, experts, implementation)
     return _expert_mlp(tokens, experts, group_sizes, matmuls, tokens_have_gradient)
 
@@ -204,9 +191,9 @@ def forward(
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
-    no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
+    has_biases = any(bias is not None for bias in experts.biases[:2])
     # "pallas" may compute the first branch in one kernel; the second computes the same.
-    if experts.wi_1 is not None and (no_biases or matmuls.gates_with_biases):
+    if experts.wi_1 is not None and (matmuls.gates_with_biases or not has_biases):
         hidden, *products = matmuls.gated_hidden(rows, experts, groups, keep)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     else:
@@ -246,36 +233,20 @@ def backward(
     [R] of weights[:, None] * output; weights multiply the hidden values here. `mean_rows` is the
     mean number of rows in groups on a rank, if known; `zero_unused` is as in `forward`.
     """
-    rows, pre, experts, group_sizes = saved
-    dtype = rows.dtype
-    wide = wide_dtype(dtype)
-    biases = biases_of_rows(experts.biases[:2], group_sizes, rows.shape[0], wide)
+    rows, _, experts, group_sizes = saved
     grad_rows = matmuls.as_operand(grad)
-    dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, dtype)
-    results = None
-    if biases == (None, None):
-        results = matmuls.gate_gradient(dhidden, pre, weights, group_sizes, mean_rows)
-    if results is None:
-        pre = tuple(matmuls.as_array(product, dtype) for product in pre)
-        factors = (pre,) if weights is None else (pre, weights)
-        function = functools.partial(hidden_values, matmuls.unit, biases)
-        hidden, hidden_vjp = jax.vjp(function, *factors)
-        dpre, *dfactors = hidden_vjp(dhidden)
-        dweights = dfactors[0] if dfactors else None
-    else:
-        hidden, dpre, dweights = results
+    dhidden = matmuls.dhidden(grad_rows, experts, group_sizes, rows.dtype)
+    hidden, dpre, dweights = _gate_gradient(saved, dhidden, weights, matmuls, mean_rows)
     dtokens, dwi, dwo = matmuls.gradients(
         rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused
     )
-    grad = matmuls.as_array(grad, dtype)
-
     # Stored matrices get no gradient. XLA removes the matmuls whose results are dropped here.
     dexperts = Experts(wi_0=None, wi_1=None, wo=None)
     if experts.sums is not None:
         dexperts = dexperts._replace(sums=(*dwi, dwo))
     elif not matmuls.is_stored:
         dexperts = Experts(dwi[0], dwi[1] if len(dwi) > 1 else None, dwo)
-    if experts.biases == (None, None, None):
+    if all(bias is None for bias in experts.biases):
         return dtokens, dexperts, dweights
     group_of_rows = group_of_row(group_sizes, dtokens.shape[0])
     for name, dproduct in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
@@ -283,15 +254,47 @@ def backward(
             dbias = sum_by_group(dproduct, group_of_rows, bias)
             dexperts = dexperts._replace(**{name: dbias})  # type: ignore
     if (bias := experts.wo_bias) is not None:
-        # Rows past the last group may hold anything.
-        dout = jnp.where((group_of_rows < len(bias))[:, None], grad, 0).astype(wide)
-        if weights is not None and dweights is not None:
-            terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
-            dweights += terms.astype(dweights.dtype)
-            dout *= weights.astype(wide)[:, None]
-        dbias = sum_by_group(dout.astype(grad.dtype), group_of_rows, bias)
+        grad = matmuls.as_array(grad, rows.dtype)
+        dbias, terms = _output_bias_gradient(bias, grad, weights, group_of_rows)
         dexperts = dexperts._replace(wo_bias=dbias)
+        if dweights is not None:
+            dweights += terms.astype(dweights.dtype)
     return dtokens, dexperts, dweights
+
+
+def _gate_gradient(
+    saved: tuple,
+    dhidden: jax.Array,
+    weights: jax.Array | None,
+    matmuls: ExpertMatmuls,
+    mean_rows: int | None,
+) -> tuple[Any, Any, jax.Array | None]:
+    """Returns weights * hidden values, and the products' and weights' gradients, for `backward`."""
+    rows, pre, experts, group_sizes = saved
+    dtype = rows.dtype
+    biases = biases_of_rows(experts.biases[:2], group_sizes, rows.shape[0], wide_dtype(dtype))
+    if all(bias is None for bias in biases):
+        results = matmuls.gate_gradient(dhidden, pre, weights, group_sizes, mean_rows)
+        if results is not None:
+            return results
+    products = tuple(matmuls.as_array(product, dtype) for product in pre)
+    factors = (products,) if weights is None else (products, weights)
+    hidden, vjp = jax.vjp(functools.partial(hidden_values, matmuls.unit, biases), *factors)
+    dproducts, *dweights = vjp(dhidden)
+    return hidden, dproducts, dweights[0] if dweights else None
+
+
+def _output_bias_gradient(
+    bias: jax.Array, grad: jax.Array, weights: jax.Array | None, group_of_rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of wo_bias, and what the bias adds to each row weight's gradient."""
+    wide = wide_dtype(grad.dtype)
+    # Rows past the last group may hold anything.
+    dout = jnp.where((group_of_rows < len(bias))[:, None], grad, 0).astype(wide)
+    terms = jnp.sum(dout * bias_of_row(bias, group_of_rows, wide), axis=-1)
+    if weights is not None:
+        dout *= weights.astype(wide)[:, None]
+    return sum_by_group(dout.astype(grad.dtype), group_of_rows, bias), terms
 
 
 _expert_mlp.defvjp(_forward, _backward)
@@ -318,14 +321,15 @@ def check_operands(
     matmul_dtype: Any,
 ) -> None:
     """Raises TypeError or ValueError unless dtypes and shapes are those that `expert_mlp` needs."""
-    matrices = QuantizedExperts._fields
     arrays = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
     # wi_0 and wo are required, so they are checked even if they are None.
     given = {n: w for n, w in arrays.items() if w is not None or n in ("wi_0", "wo")}
     arrays = given | {"tokens": tokens, "group_sizes": group_sizes}
     for name, array in arrays.items():
         kind = jnp.integer if name == "group_sizes" else jnp.floating
-        may_be_quantized = name in matrices or (name == "tokens" and matmul_dtype is not None)
+        may_be_quantized = name in EXPERT_MATRICES
+        if name == "tokens":
+            may_be_quantized = matmul_dtype is not None
         checks.check_array(
             name,
             array,
@@ -335,13 +339,13 @@ def check_operands(
             may_be_empty=name not in given,
             may_be_quantized=may_be_quantized,
         )
-    check_same_kind(experts, matrices)
+    expert_matmuls.check_same_kind(experts, EXPERT_MATRICES)
     sizes = dict(zip("LHF", experts.wi_0.shape, strict=True)) | {"R": tokens.shape[0]}
     for name, array in arrays.items():
         wanted = tuple(sizes[dim] for dim in _DIMS[name])
         of_wi_0 = f"for wi_0 [L, H, F] of shape {experts.wi_0.shape}"
         checks.check_shape(name, array, wanted, f"shape {wanted} {of_wi_0}")
-        if name in matrices and array.dtype != tokens.dtype:
+        if name in EXPERT_MATRICES and array.dtype != tokens.dtype:
             raise TypeError(
                 f"{name} must have the dtype of tokens, {tokens.dtype}, but has {array.dtype}; "
                 "cast it with .astype."
@@ -350,7 +354,7 @@ def check_operands(
             checks.check_not_sharded(name, part)
     unit.check()
     if matmul_dtype is not None:
-        check_matmul_dtype(matmul_dtype)
+        expert_matmuls.check_matmul_dtype(matmul_dtype)
         for name in ("wi_0", "wo"):
             FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
 

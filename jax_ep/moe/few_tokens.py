@@ -33,9 +33,8 @@ from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups
 # The most tokens for which each chosen expert computes all tokens. A tile of the matmul kernels has
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
 MOST_TOKENS = 16
-# The most tokens that are not quantized, although `matmul_dtype` is float8. Up to this number, the
-# matmuls of quantized matrices and unquantized rows are faster than those of quantized rows, and
-# nothing needs to be quantized between them.
+# The most tokens that are not quantized, although `matmul_dtype` is float8: for so few, matmuls of
+# quantized matrices and unquantized rows are faster, and nothing is quantized between them.
 MOST_UNQUANTIZED_TOKENS = 2
 
 Run = Callable[..., tuple[jax.Array, Any]]
@@ -95,7 +94,7 @@ def run_one(
     tokens: jax.Array,
     config: MoEConfig,
 ) -> jax.Array:
-    """Runs the only one of `experts` on tokens [T, H]; by `of_many` where no kernel for few can."""
+    """Runs the shared experts, [1, ...], on tokens [T, H]: a few by kernels, else by `of_many`."""
     if not _each_computes_all(tokens, experts, config):
         return of_many(experts, tokens)
 
@@ -114,9 +113,11 @@ def run_one(
 def _by_platform(
     on_gpu: Run, on_any: Run, experts: Experts, operand: Any, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu` of the operands on a GPU, else `on_any`, which gives the gradient."""
-    # Both take experts and `operand`, tokens or `RoutedTokens`, and return the output and a pytree
-    # without gradient. Operands are cast to vary over `axes`.
+    """Returns `on_gpu(experts, operand)` on a GPU, else `on_any` of them, which has the gradient.
+
+    `operand` is tokens or `RoutedTokens`. Both functions return the output and a pytree without
+    gradient. Operands are cast to vary (vma) over `axes`, too.
+    """
     # Quantized matrices have no gradient. They are an argument of their own, since differentiating
     # with respect to them, as `jax.vjp` does with all of its arguments, raises TypeError.
     quantized = {

@@ -21,7 +21,7 @@ from jax_ep.checks import warn
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import QuantizedExperts
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, QuantizedExperts
 from jax_ep.moe.mesh import Axes, AxisRules, LayerMesh, axes_in, explicit_axes, large_axes
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.runtime.jax_compat import is_traced, to_varying, varying_axes
@@ -33,30 +33,35 @@ GATHERED = "gathered_parameters"
 _Dims = tuple[tuple[int, Axes], ...]  # pairs of a dimension and the mesh axes that split it
 
 
-def with_further_axes(
+def with_fsdp_axes(
     where: LayerMesh, params: MoEParams, config: MoEConfig, axis_rules: AxisRules
 ) -> LayerMesh:
-    """Returns `where` with the FSDP axes of each parameter."""
-    _check_axes(config.further_axes(), where)
+    """Returns `where` with the FSDP axes of each parameter.
+
+    `config.fsdp_axes` gives them; if it is None, the parameters' types and the axis rules do.
+    """
+    given = config.fsdp_axes_by_logical()
+    _check_axes(given, where)
     if where.mesh is None:
         return where
-    further = {}
+    found = {}
     for name, array in params._asdict().items():
+        if array is None:
+            continue
         if isinstance(array, QuantizedArray):
-            given = config.further_axes()
             if split := [axis for axis in LOGICAL_AXES[name] if given.get(axis or "")]:
                 raise ValueError(
                     f"fsdp_axes must not split {split} where {name} is a QuantizedArray, which the "
                     f"layer does not gather, but is {given}."
                 )
-        elif array is not None:
-            if config.fsdp_axes is None:
-                axes = _axes_by_type_and_rules(name, array, where, axis_rules)
-            else:
-                axes = _axes_by_option(name, array, where, config, axis_rules)
-            if any(axes):
-                further[name] = axes
-    return where._replace(further_axes=tuple(further.items()))
+            continue
+        if config.fsdp_axes is None:
+            axes = _axes_by_type_and_rules(name, array, where, axis_rules)
+        else:
+            axes = _axes_by_option(name, array, where, config, axis_rules)
+        if any(axes):
+            found[name] = axes
+    return where._replace(fsdp_axes=tuple(found.items()))
 
 
 def _check_axes(given: dict[str, Axes], where: LayerMesh) -> None:
@@ -84,38 +89,39 @@ def _axes_by_option(
     """Checks and returns, for each dimension of the parameter `name`, its axes of `fsdp_axes`."""
     assert where.mesh is not None
     logical = LOGICAL_AXES[name]
-    further = config.further_axes_of(logical)
+    by_option = config.fsdp_axes_of(logical)
     by_rules = assign_axes(logical, axis_rules)
     ruled = {logical_axis for logical_axis, _ in axis_rules}
-    # `base` are the expert or tensor axes of a dimension, `more` its FSDP axes.
-    dims = zip(logical, array.shape, where.axes_of(name), further, by_rules, strict=True)
-    for axis, size, base, more, axes_by_rules in dims:
-        wanted = large_axes(base + more, where.mesh)
-        meant = large_axes(axes_by_rules, where.mesh)
-        if more and axis in ruled and meant != wanted:
+    for i, axis in enumerate(logical):
+        if not by_option[i]:
+            continue
+        # FSDP axes follow the expert or tensor axes that split the dimension, if any.
+        axes = where.axes_of(name)[i] + by_option[i]
+        wanted, meant = large_axes(axes, where.mesh), large_axes(by_rules[i], where.mesh)
+        if axis in ruled and meant != wanted:
             raise ValueError(
                 f"fsdp_axes must agree with the axis rules, but splits {axis!r} of {name} over "
                 f"{wanted}, and the rules over {meant}: the parameter would be moved in each call. "
                 "Change the rules, or let the layer read them with fsdp_axes=None."
             )
-        if more and size % where.size(base + more):
+        if array.shape[i] % where.size(axes):
             raise ValueError(
                 f"fsdp_axes must divide each dimension that is split, but {axis!r} of {name} "
-                f"{array.shape} has {size}, and {where.size(base + more)} ranks are along "
-                f"{base + more}."
+                f"{array.shape} has {array.shape[i]}, and {where.size(axes)} ranks are along "
+                f"{axes}."
             )
     if name == "wi_0":  # for all parameters: one warning a layer
-        _warn_of_copies(array, further, where.mesh)
-    return tuple(large_axes(axes, where.mesh) for axes in further)
+        _warn_of_copies(array, by_option, where.mesh)
+    return tuple(large_axes(axes, where.mesh) for axes in by_option)
 
 
-def _warn_of_copies(wi_0: Any, further: Sequence[Axes], mesh: Mesh | AbstractMesh) -> None:
-    """Warns if wi_0 is on several devices, but is not split over its FSDP axes `further`."""
+def _warn_of_copies(wi_0: Any, fsdp_axes: Sequence[Axes], mesh: Mesh | AbstractMesh) -> None:
+    """Warns if wi_0 is on several devices, but is not split over all of its `fsdp_axes`."""
     sharding = getattr(wi_0, "sharding", None)
     if is_traced(wi_0) or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return
     split_over = {axis for part in sharding.spec for axis in large_axes(part, mesh)}
-    wanted = [axis for axes in further for axis in large_axes(axes, mesh)]
+    wanted = [axis for axes in fsdp_axes for axis in large_axes(axes, mesh)]
     if not split_over.issuperset(wanted):
         warn(
             f"wi_0 of shape {wi_0.shape} is sharded by {sharding.spec}, and not over {wanted} of "
@@ -128,30 +134,38 @@ def _axes_by_type_and_rules(
 ) -> tuple[Axes, ...]:
     """Finds, for each dimension of the parameter `name`, the FSDP axes that split it."""
     assert where.mesh is not None
-    # Types show Explicit axes only, so Auto axes come from the rules.
-    explicit = explicit_axes(where.mesh)
-    logical = LOGICAL_AXES[name]
-    of_type = (*jax.typeof(array).sharding.spec, *[None] * len(logical))
-    by_rules = assign_axes(logical, axis_rules)
-    all_base = where.axes_of(name)
+    logical, all_base = LOGICAL_AXES[name], where.axes_of(name)
+    all_axes = _seen_axes(logical, jax.typeof(array), where.mesh, axis_rules)
     used = {axis for axes in all_base for axis in axes}
-    further = []
-    for i, base in enumerate(all_base):
-        auto = tuple(axis for axis in by_rules[i] if axis not in explicit)
-        axes = axes_in(of_type[i]) + auto
-        # The FSDP axes, `more`, must follow the expert or tensor axes of the dimension, `base`.
-        more = axes[len(base) :] if axes[: len(base)] == base else ()
-        if base and not more and name == "wi_0":
+    found = []
+    # `base` are the expert or tensor axes of a dimension, which FSDP axes must follow.
+    for i, (base, axes) in enumerate(zip(all_base, all_axes, strict=True)):
+        fsdp_axes = axes[len(base) :] if axes[: len(base)] == base else ()
+        if base and not fsdp_axes and name == "wi_0":
             _warn_of_rule(name, str(logical[i]), axes, base, axis_rules)
         # The layer gathers along E only if expert axes split it, too.
         may_be_split = logical[i] is not None and (base or logical[i] != "exp")
         # Tokens must be spread over FSDP axes, which must divide the dimension and split no other.
-        fits = may_be_split and set(more) <= set(where.batch_axes) - used
-        if not fits or array.shape[i] % where.size(base + more):
-            more = ()
-        further.append(more)
-        used |= set(more)
-    return tuple(large_axes(axes, where.mesh) for axes in further)
+        fits = may_be_split and set(fsdp_axes) <= set(where.batch_axes) - used
+        if not fits or array.shape[i] % where.size(base + fsdp_axes):
+            fsdp_axes = ()
+        found.append(fsdp_axes)
+        used |= set(fsdp_axes)
+    return tuple(large_axes(axes, where.mesh) for axes in found)
+
+
+def _seen_axes(
+    logical: Sequence[str | None], kind: Any, mesh: Mesh | AbstractMesh, axis_rules: AxisRules
+) -> list[Axes]:
+    """Returns the mesh axes that split each dimension of a parameter of the type `kind`."""
+    # Types show Explicit axes only, so Auto axes come from the rules.
+    explicit = explicit_axes(mesh)
+    of_type = (*kind.sharding.spec, *[None] * len(logical))
+    by_rules = assign_axes(logical, axis_rules)
+    return [
+        axes_in(of_type[i]) + tuple(axis for axis in by_rules[i] if axis not in explicit)
+        for i in range(len(logical))
+    ]
 
 
 def _warn_of_rule(name: str, logical: str, axes: Axes, base: Axes, axis_rules: AxisRules) -> None:
@@ -185,15 +199,12 @@ def assign_axes(logical: Sequence[str | None], axis_rules: AxisRules) -> list[Ax
 
 def mesh_of_quantized(where: LayerMesh, params: MoEParams) -> LayerMesh:
     """Returns `where`, without FSDP axes if they would cut a float8 block of wi_0, wi_1 or wo."""
-    # The shape of each matrix's shard.
-    shapes = [
-        tuple(
-            n // where.size(axes) for n, axes in zip(a.shape, where.all_axes_of(name), strict=True)
-        )
-        for name in QuantizedExperts._fields
-        if (a := getattr(params, name)) is not None
-    ]
-    return where if has_whole_blocks(*shapes) else where._replace(further_axes=())
+    shards = []  # the shape of a rank's shard of each matrix
+    for name in EXPERT_MATRICES:
+        if (array := getattr(params, name)) is not None:
+            dims = zip(array.shape, where.all_axes_of(name), strict=True)
+            shards.append(tuple(size // where.size(axes) for size, axes in dims))
+    return where if has_whole_blocks(*shards) else where._replace(fsdp_axes=())
 
 
 def has_whole_blocks(*shapes: tuple[int, ...]) -> bool:
@@ -235,14 +246,14 @@ def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> Quantized
         gathered: QuantizedArray = jax.tree.map(
             lambda a: checkpoint_name(_all_gather(a, dims), GATHERED), matrices.matrices
         )
-        turned = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), gathered)
-        return QuantizedMatrices(gathered, turned)
+        transposed = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), gathered)
+        return QuantizedMatrices(gathered, transposed)
 
     return QuantizedExperts(*(whole(*item) for item in quantized._asdict().items()))  # type: ignore
 
 
 def _dims(name: str, where: LayerMesh) -> _Dims:
-    return tuple((i, axes) for i, axes in enumerate(where.further(name)) if axes)
+    return tuple((i, axes) for i, axes in enumerate(where.fsdp_axes_of(name)) if axes)
 
 
 def _all_gather(array: jax.Array, dims: _Dims) -> jax.Array:

@@ -16,16 +16,10 @@ from jax.sharding import AbstractMesh
 
 from jax_ep.dtypes import wide_dtype
 from jax_ep.formats import FLOAT8_MATRICES, QuantizedArray
-from jax_ep.moe import fsdp
+from jax_ep.moe import expert_matmuls, fsdp
 from jax_ep.moe.call_checks import check_experts, check_types
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.expert_matmuls import (
-    Experts,
-    QuantizedExperts,
-    check_are_arrays,
-    quantize_experts_of_rank,
-    specs_of_quantized,
-)
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, Experts, QuantizedExperts
 from jax_ep.moe.mesh import AxisRules, LayerMesh, find_mesh, reshard
 from jax_ep.moe.params import MoEParams
 from jax_ep.placement.table import Placement
@@ -41,28 +35,21 @@ def experts_of_rank(
     where: LayerMesh,
 ) -> Experts:
     """Returns the weights of this rank's experts, gathered over FSDP axes, in the compute dtype."""
-    weights: dict[str, Any] = {}
-    for name in ROUTED_WEIGHTS:
-        if (array := getattr(params, name)) is None:
-            continue
-        # The axes that split the experts, FSDP axes included.
-        axes = where.expert_axes + where.further(name)[0]
-        num_own = config.num_held // where.size(axes)
-        own = jax.tree.map(functools.partial(_select, num=num_own, where=where), array)
-        # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
-        if placement is not None and not isinstance(own, QuantizedArray):
-            own = equal_copies(own, placement, axes)
-        weights[name] = own
-    matrices = [name for name in QuantizedExperts._fields if name in weights]
+    weights: dict[str, Any] = {
+        name: _own_experts(name, array, placement, config, where)
+        for name in ROUTED_WEIGHTS
+        if (array := getattr(params, name)) is not None
+    }
     weights, quantized = _gathered(weights, quantized, config, where)
     if quantized is not None:
         num_local = config.num_held // where.num_ranks()
         quantized = jax.tree.map(lambda part: _select(part, num_local, where), quantized)
     if config.matmul_dtype is not None:
         on_a_rank = " on a rank" if where.num_ranks() * where.num_tensor_ranks() > 1 else ""
-        for name in matrices:
-            what = f"with matmul_dtype, {name}{on_a_rank}"
-            FLOAT8_MATRICES.check_shape(what, weights[name].shape)
+        for name in EXPERT_MATRICES:
+            if name in weights:
+                what = f"with matmul_dtype, {name}{on_a_rank}"
+                FLOAT8_MATRICES.check_shape(what, weights[name].shape)
     experts = Experts(**({"wi_1": None} | weights), quantized=quantized)
     # The partial outputs of the ranks along the tensor axes are summed, so only the first of these
     # ranks adds the output's bias.
@@ -72,18 +59,32 @@ def experts_of_rank(
     return experts
 
 
+def _own_experts(
+    name: str, array: Any, placement: Placement | None, config: MoEConfig, where: LayerMesh
+) -> Any:
+    """Returns this rank's experts of the parameter `name`, before FSDP axes are gathered."""
+    # The axes that split the experts, FSDP axes included.
+    axes = where.expert_axes + where.fsdp_axes_of(name)[0]
+    num_own = config.num_held // where.size(axes)
+    own = jax.tree.map(functools.partial(_select, num=num_own, where=where), array)
+    # Quantized matrices have no gradient, so there is none to sum over an expert's copies.
+    if placement is None or isinstance(own, QuantizedArray):
+        return own
+    return equal_copies(own, placement, axes)
+
+
 def _gathered(
     parts: dict[str, Any], quantized: QuantizedExperts | None, config: MoEConfig, where: LayerMesh
 ) -> tuple[dict[str, Any], QuantizedExperts | None]:
-    """Gathers weights over FSDP axes, matrices in the compute dtype."""
-    matrices = {name: parts[name] for name in QuantizedExperts._fields if name in parts}
-    # Where FSDP axes split whole float8 blocks, float8 copies are gathered, and the matrices become
-    # zeros.
-    if config.matmul_dtype is not None and matrices.keys() & dict(where.further_axes):
+    """Gathers weights over FSDP axes: matrices in the compute dtype, or their float8 copies."""
+    matrices = {name: parts[name] for name in EXPERT_MATRICES if name in parts}
+    # Where FSDP axes split whole float8 blocks, float8 copies are gathered, and not the matrices:
+    # `fsdp.gather` then makes zeros of these, which only take the gradients.
+    if config.matmul_dtype is not None and matrices.keys() & dict(where.fsdp_axes):
         if fsdp.has_whole_blocks(*(w.shape for w in matrices.values())):
             if quantized is None:
                 cast = {name: w.astype(config.dtype) for name, w in matrices.items()}
-                quantized = quantize_experts_of_rank(cast, config.matmul_implementation)
+                quantized = expert_matmuls.quantize_of_rank(cast, config.matmul_implementation)
             quantized = fsdp.gather_quantized(quantized, where)
     whole = {}
     for name, part in parts.items():
@@ -115,26 +116,32 @@ def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]
 
 
 def _equal_copies_bwd(axes, placement, grad):
+    # `grad` has a row for each slot of this rank. The ranks exchange the sums of the experts with
+    # several copies alone. P slots hold second copies of at most P - E experts, in any placement.
     num_experts = placement.num_copies.shape[0]
-    # `grad` has a row for each slot of this rank. `sums` has a static number of rows, which fits
-    # any placement: P slots hold second copies of at most P - E experts.
     most_copied = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)
     if most_copied == 0:
         return grad, None
-    is_copied = jnp.asarray(placement.num_copies) > 1
-    # The row of `sums` of each expert, and then of each slot. Those without copies get the row
-    # `most_copied`, which is cut off, so that ranks exchange gradients of copied experts alone.
-    among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
-    row_of_expert = jnp.where(is_copied, among_copied, most_copied)
-    experts = _held_here(grad.shape[0], placement, axes)
-    row_of_slot = jnp.where(experts >= 0, row_of_expert[jnp.maximum(experts, 0)], most_copied)
+    row_of_slot = _row_of_slot(grad.shape[0], placement, axes, most_copied)
     dtype = wide_dtype(grad.dtype)
+    # The last row, of all slots without copies, is cut off.
     sums = _sum_by_row(grad.astype(dtype), row_of_slot, most_copied + 1)[:most_copied]
     if axes:
         sums = lax.psum(sums, axes)
     of_slots = sums[jnp.minimum(row_of_slot, most_copied - 1)].astype(grad.dtype)
     has_copies = (row_of_slot < most_copied).reshape(-1, *(1,) * (grad.ndim - 1))
     return jnp.where(has_copies, of_slots, grad), None
+
+
+def _row_of_slot(
+    num_slots: int, placement: Placement, axes: tuple[str, ...], most_copied: int
+) -> jax.Array:
+    """Numbers the experts with copies; returns each slot's number here, else `most_copied`."""
+    is_copied = jnp.asarray(placement.num_copies) > 1
+    among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
+    row_of_expert = jnp.where(is_copied, among_copied, most_copied)
+    experts = _held_here(num_slots, placement, axes)
+    return jnp.where(experts >= 0, row_of_expert[jnp.maximum(experts, 0)], most_copied)
 
 
 def _sum_by_row(values: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
@@ -185,21 +192,18 @@ def quantize_by_rules(
             "but is None."
         )
     check_config(config)
-    check_are_arrays("experts cannot be quantized by quantize_experts", params)
+    expert_matmuls.check_are_arrays("experts cannot be quantized by quantize_experts", params)
     where = find_mesh(config, x=None)
     check_experts(params, config, where)
-    where = fsdp.with_further_axes(where, params, config, axis_rules)
+    where = fsdp.with_fsdp_axes(where, params, config, axis_rules)
     where = fsdp.mesh_of_quantized(where, params) if where.mesh is not None else where
-    names = QuantizedExperts._fields
-    matrices = {name: w for name in names if (w := getattr(params, name)) is not None}
-    # A layer that quantizes its matrices in each call casts them to the compute dtype first, so the
-    # same is done here.
+    matrices = {n: w for n in EXPERT_MATRICES if (w := getattr(params, n)) is not None}
+    # A layer that quantizes its matrices in each call also casts them first.
     if config.dtype is not None:
         matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
 
-    quantize = functools.partial(
-        quantize_experts_of_rank, implementation=config.matmul_implementation
-    )
+    implementation = config.matmul_implementation
+    quantize = functools.partial(expert_matmuls.quantize_of_rank, implementation=implementation)
     if where.mesh is None:
         return quantize(matrices)
     # The matrices are resharded as the `jax.shard_map` splits them.
@@ -210,5 +214,5 @@ def quantize_by_rules(
         quantize,
         mesh=None if isinstance(where.mesh, AbstractMesh) else where.mesh,
         in_specs=(specs,),
-        out_specs=specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
+        out_specs=expert_matmuls.specs_of_quantized(jax.eval_shape(quantize, matrices), specs),
     )(split)

@@ -45,21 +45,19 @@ def moe_layer(
       parallelism). Any other axis that the mesh lacks raises an error.
     - Without a mesh, it runs unsharded.
 
-    The layer raises ValueError if every rank would have to gather all experts on each call: wi_0 is
-    sharded, but no mesh is set. It warns if that may be so, because the sharding is not known; if
-    it sees that every rank holds all experts of a mesh with `expert_axis`; and if an option that
-    needs a mesh is given without one.
+    The layer raises ValueError if wi_0 is sharded, but no mesh is set: every rank would gather all
+    experts on each call. It warns if that may be so, if every rank holds all experts of a mesh
+    with `expert_axis`, and if an option that needs a mesh is given without one.
 
     With `tensor_axis`, each of the n ranks along that axis holds F / n columns of its experts, and
     computes them for the tokens of all n ranks. In the caller's `jax.shard_map`, pass each rank its
     own columns of wi_0, wi_1, their biases, wo, and the shared experts.
 
     The matrices of routed and of shared experts may each be a `QuantizedArray`, which has no
-    gradient: differentiating with respect to it raises TypeError. Matrices that no matmul kernel
-    reads as they are stored are dequantized to `config.dtype` in each call; see `expert_mlp`.
+    gradient: differentiating with respect to it raises TypeError. See `expert_mlp`.
 
     Args:
-        params: the parameters of the layer; their global shapes do not depend on the mesh.
+        params: the parameters of the layer.
         x: [..., H] floating: the tokens. Without tokens, metrics and gradients are 0.
         config: the layer's options.
         mask: [...] bool or integer, or None: tokens with False or 0 go to no routed expert, and the
@@ -113,7 +111,7 @@ def run_layer(
     check_on_mesh(params, config, placement, quantized, where, axis_rules, in_init)
     # If none of these three is given, nothing says that parameters are split over FSDP axes.
     if config.fsdp_axes or axis_rules or where.types_show_more_axes(params):
-        where = fsdp.with_further_axes(where, params, config, axis_rules)
+        where = fsdp.with_fsdp_axes(where, params, config, axis_rules)
     config = _resolved(config, params, call.x, where)
     if call.mask is not None:
         call = call._replace(mask=call.mask.astype(jnp.bool_))

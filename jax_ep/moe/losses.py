@@ -21,8 +21,8 @@ Convention = Literal["switch", "transformers", "deepseek_v3"]
 class BalanceSums(NamedTuple):
     """The sums over tokens from which a load-balance loss is computed; a pytree.
 
-    Sums of several ranks, layers or microbatches may be added. Counts are float32, because such
-    sums of int32 could overflow. They are exact up to 2^24, and the loss needs only their ratios.
+    Sums of several ranks, layers or microbatches may be added, so counts are float32, which does
+    not overflow. They are exact up to 2^24, and the loss needs only their ratios.
 
     Attributes:
         choices: [..., E] float32: the number of (token, choice) pairs that chose each expert.
@@ -56,12 +56,11 @@ def load_balance_loss(
     - "switch": E * sum_e (c_e / sum c) P_e, 1 when even, E at worst (Switch Transformer,
       arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668).
     - "transformers": E * sum_e (c_e / tokens) P_e, K when even: `load_balancing_loss_func` of the
-      package transformers, for Mixtral, Qwen, OLMoE and others. That function takes P_e from the
-      softmax of the logits, its top-k as the choices, and the tokens of all layers: see
-      `pooled_load_balance_loss`.
-    - "deepseek_v3": computes the "switch" loss of each sequence, and returns the mean over
-      sequences. This is DeepSeek-V3's complementary sequence-wise loss (arXiv:2412.19437, eq. 17
-      to 20), but c counts the choices that the router made, as in DeepSeek-V2.
+      package transformers, which takes P_e from the softmax of the logits, its top-k as the
+      choices, and the tokens of all layers: see `pooled_load_balance_loss`.
+    - "deepseek_v3": the mean over sequences of each sequence's "switch" loss. This is DeepSeek-V3's
+      complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), but c counts the choices
+      that the router made, as in DeepSeek-V2.
 
     A token's probabilities are its row of `probs` divided by the row's sum (DeepSeek-V3's eq. 19);
     a row of zeros stays zero. c and P are summed over all ranks, or over a sequence, before they
@@ -82,9 +81,8 @@ def load_balance_loss(
             `jax.shard_map`; None for the loss of this rank's tokens.
 
     Returns:
-        [] float32, the same on every rank along `axis_name`. The derivative follows the rule of
-        `lax.psum`: with `check_vma=False`, `jax.grad` inside the `shard_map` gives that of the sum
-        of all ranks' losses, which is right if gradients are averaged over ranks afterwards.
+        [] float32, the same on every rank along `axis_name`. With `check_vma=False`, `jax.grad`
+        inside the `shard_map` gives the gradient of the sum of all ranks' losses (as `lax.psum`).
 
     Raises:
         ValueError: a shape does not fit or an axis is not bound; the message names the argument.
@@ -119,8 +117,7 @@ def pooled_load_balance_loss(
     """Returns one load-balance loss for the tokens of several layers or microbatches.
 
     Adds the choices and probabilities of all layers before multiplying them, as the package
-    transformers does. (`sum(m.load_balance_loss for m in metrics)` instead adds a loss per layer.)
-    "deepseek_v3" adds nothing: it is the mean "switch" loss of all layers' sequences with tokens.
+    transformers does. "deepseek_v3" instead is the mean "switch" loss of all layers' sequences.
 
     Args:
         sums: one or several `BalanceSums`, such as `MoEMetrics.balance` of each layer; or one whose
@@ -175,8 +172,6 @@ def balance_sums(
     sequence_ids: jax.Array | None = None,
 ) -> BalanceSums:
     """Sums the choices and probabilities of this rank's tokens, for `pooled_load_balance_loss`.
-
-    Sums of ranks, or of parts of the same sequences, may be added before they are passed on.
 
     Args:
         probs, topk_idx, num_sequences, sequence_ids: as in `load_balance_loss`, with
@@ -287,8 +282,7 @@ def router_z_loss(
     Args:
         logits: [T, E] floating: the router's logits.
         mask: [T] bool or integer, or None: False or 0 leaves a token out.
-        axis_name: the mesh axis, or tuple of axes, over which the tokens are spread, inside
-            `jax.shard_map`; None for the loss of this rank's tokens.
+        axis_name: as in `load_balance_loss`.
 
     Returns:
         [] float32, the same on every rank along `axis_name`.

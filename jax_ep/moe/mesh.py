@@ -39,7 +39,7 @@ class LayerMesh(NamedTuple):
     # x's leading dimension.
     sequence_axes: Axes = ()
     # Pairs of a parameter's name and the FSDP axes that split each dimension.
-    further_axes: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
+    fsdp_axes: tuple[tuple[str, tuple[Axes, ...]], ...] = ()
 
     def num_ranks(self) -> int:
         return self.size(self.expert_axes)
@@ -56,12 +56,12 @@ class LayerMesh(NamedTuple):
         axes = {"exp": self.expert_axes, "mlp": self.tensor_axes}
         return tuple(axes.get(axis or "", ()) for axis in LOGICAL_AXES[name])
 
-    def further(self, name: str) -> tuple[Axes, ...]:
-        return dict(self.further_axes).get(name, ((),) * len(LOGICAL_AXES[name]))
+    def fsdp_axes_of(self, name: str) -> tuple[Axes, ...]:
+        return dict(self.fsdp_axes).get(name, ((),) * len(LOGICAL_AXES[name]))
 
     def all_axes_of(self, name: str) -> tuple[Axes, ...]:
-        dims = zip(self.axes_of(name), self.further(name), strict=True)
-        return tuple(base + further for base, further in dims)
+        dims = zip(self.axes_of(name), self.fsdp_axes_of(name), strict=True)
+        return tuple(axes + fsdp_axes for axes, fsdp_axes in dims)
 
     def spec_of(self, name: str) -> PartitionSpec:
         """Returns how the parameter `name` is split as it enters the layer's `jax.shard_map`."""
@@ -120,7 +120,7 @@ def find_mesh(config: MoEConfig, x: jax.Array | None) -> LayerMesh:
 
 def axes_on_mesh(config: MoEConfig, mesh: Mesh | AbstractMesh) -> list[Axes]:
     """Returns the axes of `expert_axis` and `tensor_axis`; () for a default that the mesh lacks."""
-    for logical, axes in config.further_axes().items():
+    for logical, axes in config.fsdp_axes_by_logical().items():
         _check_has_axes(mesh, "fsdp_axes", axes, f" for {logical!r}")
     found = []
     bound = set(getattr(mesh, "manual_axes", ()))
@@ -166,44 +166,33 @@ def check_sharding_of_experts(
             return
         if not in_init:
             _warn_of_options_of_meshes(config)
-    # The logical axis of the dimension that each option splits, and the entry of it in the spec.
-    dims = {"expert_axis": ("exp", seen.spec[0]), "tensor_axis": ("mlp", seen.spec[2])}
-    replicated: dict[str, Axes] = {}
+    # The option of each dimension that every rank holds whole, by the dimension's logical axis.
+    replicated: dict[str, str] = {}
     for name, axes in config.split_axes().items():
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
-        logical, part = dims[name]
-        # The mesh axes that split this dimension, as far as is seen, and the words that say so.
-        how, split_over = "is sharded over", large_axes(part, mesh)
-        if not split_over and not seen.is_whole:
+        logical, dim = ("exp", 0) if name == "expert_axis" else ("mlp", 2)
+        how, split_over = "is sharded over", large_axes(seen.spec[dim], mesh)
+        if not split_over and not seen.is_complete:
             how, split_over = _guessed_axes(logical, axes, axis_rules, mesh)
-        if split_over and not set(split_over) & set(axes):
-            warn(
-                f"wi_0 of shape {wi_0.shape} {how} {split_over} of the mesh "
-                f"{dict(mesh.shape)}, but {name} is {axes}: every rank gathers it all on each "
-                f"call. Set {name} to the axes that it is sharded over, or ignore this warning "
-                "if you gather it on purpose.",
-            )
-        if split_over or where.mesh is None or not large_axes(axes, mesh):
-            continue
-        # Whether every rank certainly holds this whole dimension. Linen's `init` makes arrays that
-        # are sharded after it returns, by rules or by the caller.
-        if seen.is_whole:
-            shows_all_is_held = seen.is_on_ranks and not in_init
-        else:
-            # Linen (`in_init` is not None) replicates a dimension without a rule; NNX may split it.
-            is_ruled = in_init is not None or logical in dict(axis_rules)
-            shows_all_is_held = bool(axis_rules) and is_ruled
-        if shows_all_is_held:
-            replicated[name] = axes
+        if split_over:
+            if not set(split_over) & set(axes):
+                warn(
+                    f"wi_0 of shape {wi_0.shape} {how} {split_over} of the mesh "
+                    f"{dict(mesh.shape)}, but {name} is {axes}: every rank gathers it all on each "
+                    f"call. Set {name} to the axes that it is sharded over, or ignore this warning "
+                    "if you gather it on purpose.",
+                )
+        elif where.mesh is not None and large_axes(axes, mesh):
+            if _is_replicated(logical, seen, axis_rules, in_init):
+                replicated[logical] = f"{name} {axes}"
     if replicated:
-        named = " or ".join(f"{name} {axes}" for name, axes in replicated.items())
-        quoted = " and ".join(f'"{dims[name][0]}"' for name in replicated)
+        quoted = " and ".join(f'"{logical}"' for logical in replicated)
         warn(
             f"wi_0 of shape {wi_0.shape} is replicated on the mesh {dict(mesh.shape)}, and not "
-            f"sharded over {named}: every rank holds it all. Map {quoted} to mesh axes in the axis "
-            "rules, where a rule may be missing or misspelled, or ignore this warning if you "
-            "replicate it on purpose.",
+            f"sharded over {' or '.join(replicated.values())}: every rank holds it all. Map "
+            f"{quoted} to mesh axes in the axis rules, where a rule may be missing or misspelled, "
+            "or ignore this warning if you replicate it on purpose.",
         )
 
 
@@ -212,7 +201,7 @@ class _SeenSharding(NamedTuple):
 
     spec: tuple[Any, ...]  # an entry for each dimension
     mesh: Mesh | AbstractMesh  # of the call, or else of the array
-    is_whole: bool  # whether `spec` has all axes; the type of a traced array shows no Auto axes
+    is_complete: bool  # whether `spec` has all axes; types of traced arrays show no Auto axes
     is_on_ranks: bool  # whether the array is on several devices
 
 
@@ -232,17 +221,29 @@ def _seen_sharding(wi_0: Any, mesh: Mesh | AbstractMesh | None) -> _SeenSharding
     if isinstance(wi_0, QuantizedArray):
         # The spec of the stored values, of which some formats swap the last two axes.
         spec = wi_0.format.stored_order(spec)
-    is_whole = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
-    return _SeenSharding(spec, mesh, is_whole, is_on_ranks)
+    is_complete = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
+    return _SeenSharding(spec, mesh, is_complete, is_on_ranks)
+
+
+def _is_replicated(
+    logical: str, seen: _SeenSharding, axis_rules: AxisRules, in_init: bool | None
+) -> bool:
+    """Returns whether every rank surely holds all of a dimension that is not seen to be split."""
+    if seen.is_complete:
+        # Linen's `init` makes arrays that are sharded after it returns, by rules or by the caller.
+        return seen.is_on_ranks and not in_init
+    # Linen (`in_init` is not None) replicates a dimension without a rule; NNX may split it.
+    return bool(axis_rules) and (in_init is not None or logical in dict(axis_rules))
 
 
 def _guessed_axes(
     logical: str, axes: Axes, axis_rules: AxisRules, mesh: Mesh | AbstractMesh
 ) -> tuple[str, Axes]:
-    """Guesses which mesh axes split a dimension that `axes` should split, and says how."""
-    ruled = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
-    if any(ruled):
-        return "is sharded by the axis rules over", tuple(dict.fromkeys(itertools.chain(*ruled)))
+    """Returns a warning's words, and the mesh axes that may split a dimension instead of `axes`."""
+    by_rules = [large_axes(part, mesh) for name, part in axis_rules if name == logical]
+    if any(by_rules):
+        distinct = tuple(dict.fromkeys(itertools.chain(*by_rules)))
+        return "is sharded by the axis rules over", distinct
     if set(axes) & set(mesh.axis_names):
         return "", ()
     # The mesh lacks the default of `expert_axis`, which it may have by another usual name.
@@ -277,7 +278,7 @@ def _warns_that_no_mesh_is_set(wi_0: Any, config: MoEConfig, seen: _SeenSharding
     """Warns if wi_0 may be sharded, which its type does not show; returns whether it warned."""
     expert_axes = as_axes(config.expert_axis)
     axes = set(large_axes(expert_axes, seen.mesh))
-    if seen.is_whole or not axes - explicit_axes(seen.mesh):
+    if seen.is_complete or not axes - explicit_axes(seen.mesh):
         return False
     warn(
         f"wi_0 of shape {wi_0.shape} is on a mesh with expert_axis {expert_axes}, but no mesh is "

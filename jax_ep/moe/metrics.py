@@ -51,8 +51,7 @@ class MoEMetrics(NamedTuple):
         """Summarizes the load in a few numbers, such as for a log.
 
         Metrics of several layers, stacked with leading axes, give an array [layers] for each number
-        instead of a scalar. Free experts are left out. If there are no choices, all numbers but
-        `idle_experts` are 0.
+        instead of a scalar. Free experts are left out.
 
         - `busiest_expert`: the largest load of an expert, divided by the mean; from 1 to E.
         - `busiest_rank`, with `num_ranks` or `placement`: the same of the ranks; from 1 to N.
@@ -66,7 +65,7 @@ class MoEMetrics(NamedTuple):
 
         Returns:
             The numbers by name. Inside `jax.jit` they are traced float32. Outside they are NumPy's
-            float64, whose scalars are Python floats, and the call waits for the metrics.
+            float64, and the call waits for the metrics.
 
         Raises:
             ValueError: without a placement, `num_ranks` does not divide E; or the placement is for

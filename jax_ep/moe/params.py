@@ -29,8 +29,7 @@ class ParameterOptions:
         num_shared_experts: the number of shared experts, MLPs of hidden size F that process every
             token.
         shared_dim: S, the hidden size of all shared experts together; None: num_shared_experts * F.
-        use_shared_gate: whether to multiply the shared experts' output by sigmoid(x @ shared_gate)
-            (Qwen2-MoE).
+        use_shared_gate: whether there is a gate of the shared experts' output (Qwen2-MoE).
         gated: whether experts multiply the activation by x @ wi_1. If False, as in Nemotron-H, the
             layer has no wi_1 and no shared_wi_1.
         use_mlp_bias: whether the routed experts' matmuls have biases (GPT-OSS).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,9 @@ from jax_ep.moe import (
 )
 from jax_ep.moe.call_checks import Call
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import QuantizedExperts, specs_of_quantized
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, QuantizedExperts, specs_of_quantized
 from jax_ep.moe.held_experts import counts_by_expert, experts_of_rank
-from jax_ep.moe.mesh import LayerMesh, explicit_axes, reshard
+from jax_ep.moe.mesh import Axes, LayerMesh, explicit_axes, reshard
 from jax_ep.moe.metrics import MoEMetrics, metrics_of
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routed_experts import RoutedTokens
@@ -52,9 +53,8 @@ def run_where_called(
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
         return _run_on_rank(operands, config, where)
-    # The caller's shard_map does not map over all axes of the mesh, and the remaining ones are
-    # Explicit. All arrays are replicated over the Explicit axes, so that all ranks along them
-    # compute the same.
+    # The caller's shard_map does not map over these Explicit axes of the mesh. All arrays are
+    # replicated over them, so that all ranks along them compute the same.
     spec = jax.typeof(operands.call.x).sharding.spec
     operands = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), operands)
     out, metrics = _run_on_rank(operands, config, where)
@@ -72,15 +72,9 @@ def run_over_mesh(
     assert mesh is not None
     shape, x_spec = call.x.shape, jax.typeof(call.x).sharding.spec
     tokens_over = where.axes_of_tokens(len(shape))
-    # Whether the ranks divide the dimensions of x that are split, so that x needs no padding. An x
-    # without tokens is padded, too: XLA for CPUs crashes in jax 0.11 on gradients of empty parts.
-    divides = (
-        len(shape) > 1
-        and 0 not in shape
-        and not any(n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False))
-    )
-    num_sequences = None
+    divides = _ranks_divide(shape, tokens_over, where)
     # In these cases, a sequence may be on several ranks. Otherwise each rank has whole sequences.
+    num_sequences = None
     if len(shape) < 3 or not divides or where.sequence_axes:
         num_sequences = math.prod(shape[:-2])
         call = _with_sequence_ids(call, num_sequences)
@@ -116,6 +110,15 @@ def run_over_mesh(
     # On Explicit axes, the output must be sharded like x, so that callers can add it to x.
     with jax.named_scope("combine"):
         return like_x(out, x_spec), metrics
+
+
+def _ranks_divide(shape: tuple[int, ...], tokens_over: Sequence[Axes], where: LayerMesh) -> bool:
+    """Returns whether the ranks divide the dimensions of x that are split; else x is padded."""
+    # An x without tokens is padded, too: XLA for CPUs crashes in jax 0.11 on gradients of empty
+    # parts. `tokens_over` has the mesh axes of the leading dimensions.
+    if len(shape) < 2 or 0 in shape:
+        return False
+    return not any(n % where.size(axes) for n, axes in zip(shape, tokens_over, strict=False))
 
 
 def _with_sequence_ids(call: Call, num_sequences: int) -> Call:
@@ -160,7 +163,7 @@ def _specs_of(operands: Operands, tokens_spec: PartitionSpec, where: LayerMesh) 
     of_quantized = None
     if quantized is not None:
         split = fsdp.mesh_of_quantized(where, params)
-        specs = {name: split.spec_of(name) for name in QuantizedExperts._fields}
+        specs = {name: split.spec_of(name) for name in EXPERT_MATRICES}
         of_quantized = specs_of_quantized(quantized, specs)
     of_params: dict[str, Any] = {
         name: array.specs(where.spec_of(name))

@@ -67,16 +67,13 @@ def routed_experts(
 ) -> jax.Array:
     """Runs the experts on received tokens and combines their outputs.
 
-    The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
-    bit. With weights_on="input" each received row is multiplied by its weight before its expert
-    runs (Llama 4), and the outputs are summed without weights.
+    Equals combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for bit.
 
     The gradients differ from those of this composition by rounding alone: the backward pass
     computes neither the experts' output nor its weighted cotangent, and rounds the hidden values
     after the weights have multiplied them.
 
-    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps. Even under a
-    `jax.checkpoint` that keeps nothing, the product with wo is not computed again.
+    **What is kept for the backward pass**: `topk_weights` and what `expert_mlp` keeps.
 
     Args:
       received: the result of this rank's `dispatch`. With `matmul_dtype`, its tokens may be a
@@ -130,10 +127,9 @@ def by_dispatch(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the combined output [T, H], and the rows dropped by local expert or slot, [L]."""
     tokens = routed.tokens
-    # Float8 matmuls quantize each row by itself, so a row may as well be quantized before it is
-    # sent: the numbers are the same. So rows are sent as float8 even if wire_dtype is None, and
-    # stay quantized. With weights_on="input", however, rows are multiplied by their weights on
-    # arrival, and must be quantized after that.
+    # Float8 matmuls quantize each row by itself, so rows are quantized before they are sent, also
+    # without a wire_dtype: the numbers are the same. With weights_on="input", rows are multiplied
+    # by their weights on arrival, and must be quantized after that.
     stays_quantized = config.matmul_dtype is not None and config.weights_on == "output"
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
@@ -204,26 +200,18 @@ def _run_experts(
     tokens of this rank before dispatch, or nowhere.
     """
     unit, implementation = config.unit(), config.implementation
-    tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    group_sizes, handle = received.group_sizes, received.handle
     # The cotangents of tokens that were sent quantized may be quantized, too, since the matmuls
     # quantize them anyway. But the gradient of wo_bias needs them unquantized.
-    sent_quantized = isinstance(tokens, QuantizedArray) or config.wire_dtype is not None
+    sent_quantized = isinstance(received.tokens, QuantizedArray) or config.wire_dtype is not None
     grad_wire_dtype = config.matmul_dtype if sent_quantized and experts.wo_bias is None else None
-    quantized: QuantizedArray | None = None
-    if isinstance(tokens, QuantizedArray):
-        if config.weights_on == "input":
-            tokens = tokens.dequantize()
-        else:
-            # From here on, `quantized` has the values, and `tokens` get the gradient.
-            quantized = tokens
-            tokens = jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens
+    tokens, quantized = _tokens_and_values(received.tokens, own_tokens, config)
     with jax.named_scope("dispatch"):
-        weights: jax.Array | None = topk_weights.astype(jnp.float32)
+        topk_weights = topk_weights.astype(jnp.float32)
+        weights: jax.Array | None = topk_weights
         if config.weights_on == "input":
             # Each received row is multiplied by the weight of its (token, choice) pair.
-            row_weights = choices_to_rows(topk_weights.astype(jnp.float32), handle, implementation)[
-                :, None
-            ]
+            row_weights = choices_to_rows(topk_weights, handle, implementation)[:, None]
             wide = wide_dtype(tokens.dtype)
             tokens = (tokens.astype(wide) * row_weights.astype(wide)).astype(tokens.dtype)
             weights = None
@@ -239,13 +227,25 @@ def _run_experts(
         arrays = match_varying(arrays, handle.axis_name)
         tokens, experts, quantized, weights, group_sizes = arrays
         if handle.rows.shape[1] == 0:
-            # Without tokens. The type of the result varies over the axes that the operands' do.
-            return match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), arrays))[0]
+            # Without tokens. The result is typed as varying over the operands' axes (vma).
+            zeros, *_ = match_varying((jnp.zeros((0, tokens.shape[1]), tokens.dtype), *arrays))
+            return zeros
         matmuls, experts = matmuls_of(
             unit, config.matmul_dtype, experts, config.matmul_implementation
         )
     static = _Static(implementation, matmuls, grad_wire_dtype, own_tokens is not None)
     return _routed_experts(static, tokens, experts, quantized, weights, group_sizes, handle)
+
+
+def _tokens_and_values(
+    tokens: jax.Array | QuantizedArray, own_tokens: jax.Array | None, config: MoEConfig
+) -> tuple[jax.Array, QuantizedArray | None]:
+    """Returns the array that gets the gradient of `tokens`; and `tokens` if they stay quantized."""
+    if not isinstance(tokens, QuantizedArray):
+        return tokens, None
+    if config.weights_on == "input":
+        return tokens.dequantize(), None
+    return jnp.zeros(tokens.shape, tokens.dtype) if own_tokens is None else own_tokens, tokens
 
 
 def _check_received(received: Any, matmul_dtype: Any) -> None:
@@ -264,30 +264,30 @@ def _check_received(received: Any, matmul_dtype: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Static, tokens, experts, quantized, weights, group_sizes, handle):
+def _routed_experts(static: _Static, tokens, experts, quantized, weights, group_sizes, handle):
     """Runs the experts on `quantized`, or on `tokens` if that is None; combines by `weights`."""
-    return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
+    return _forward(static, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
 
 def _forward(
-    config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
+    static, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
 ):
     # Returns the output of `_routed_experts`, and with `keep` the residuals of `_backward`.
-    matmuls = config.matmuls
+    matmuls = static.matmuls
     tokens, experts, weights = matmuls.differentiated_once((tokens, experts, weights))
     if quantized is not None:
         tokens = quantized
     with jax.named_scope("experts"):
         y, saved = forward(tokens, experts, group_sizes, matmuls, keep, zero_unused=False)
     with jax.named_scope("combine"):
-        out = combine(y, handle, weights, implementation=config.implementation)
+        out = combine(y, handle, weights, implementation=static.implementation)
     return out, (saved, weights, handle)
 
 
-def _backward(config, residuals, grad):
+def _backward(static, residuals, grad):
     # Returns the gradients of the arrays of `_routed_experts`, in their order.
     saved, weights, handle = residuals
-    grad = config.matmuls.differentiated_once(grad)
+    grad = static.matmuls.differentiated_once(grad)
     # No gradient reads the cotangents in rows past the last group, so the dispatch of the
     # cotangents may leave these rows undefined.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
@@ -295,19 +295,19 @@ def _backward(config, residuals, grad):
         grad_rows = dispatch_like(
             grad,
             rows_of_groups,
-            wire_dtype=config.grad_wire_dtype,
-            output="dequantized" if config.grad_wire_dtype is None else "quantized",
-            implementation=config.implementation,
+            wire_dtype=static.grad_wire_dtype,
+            output="dequantized" if static.grad_wire_dtype is None else "quantized",
+            implementation=static.implementation,
         )
         row_weights = None
         if weights is not None:
-            row_weights = choices_to_rows(weights, handle, config.implementation)
+            row_weights = choices_to_rows(weights, handle, static.implementation)
     with jax.named_scope("experts"):
         dtokens, dexperts, drow_weights = backward(
             saved,
             grad_rows,
             row_weights,
-            config.matmuls,
+            static.matmuls,
             handle.zero_unused,
             # A rank receives T * K rows on average.
             mean_rows=None if weights is None else weights.size,
@@ -319,10 +319,10 @@ def _backward(config, residuals, grad):
     # the matmuls of the tokens' gradient need.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     with jax.named_scope("combine"):
-        dweights = rows_to_choices(drow_weights, handle, config.implementation)
-    if config.tokens_are_own:
+        dweights = rows_to_choices(drow_weights, handle, static.implementation)
+    if static.tokens_are_own:
         with jax.named_scope("dispatch"):
-            dtokens = combine(dtokens, handle, implementation=config.implementation)
+            dtokens = combine(dtokens, handle, implementation=static.implementation)
     return dtokens, dexperts, None, dweights, None, None
 
 

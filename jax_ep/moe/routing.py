@@ -37,9 +37,8 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
         topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. If a
-            token's largest logit is below -64, its scores could all underflow, so they are computed
-            from logits that are raised until the largest is -64.
+            for `load_balance_loss`, which uses only their ratios; None: that loss is 0. Logits of a
+            token are raised until the largest is -64 at least, so that not all scores underflow.
     """
 
     topk_idx: jax.Array
@@ -157,6 +156,17 @@ class RoutingOptions:
         checks.check_number("normalize_epsilon", self.normalize_epsilon, may_be_zero=True)
         checks.check_number("scale", self.scale, may_be_zero=True)
 
+    def groups(self) -> Groups | None:
+        """Returns the groups that limit a token's choice; None if it keeps all groups."""
+        if self.groups_kept >= self.num_groups:
+            return None
+        score = self.group_score
+        return Groups(
+            number=int(self.num_groups),
+            kept=int(self.groups_kept),
+            best=_GROUP_SCORES[score] if isinstance(score, str) else int(score),
+        )
+
 
 def top_k_routing(
     logits: jax.Array,
@@ -184,9 +194,6 @@ def top_k_routing(
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
     arXiv:2412.19437, section 2.1.2).
 
-    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) equals the softmax over all
-    logits with `normalize=True`.
-
     Args:
         logits: [T, E] floating; converted to float32.
         k: the number of choices per token, at most the number of experts in `groups_kept` groups.
@@ -198,7 +205,8 @@ def top_k_routing(
         group_score: how groups are compared: "top2", by the sum of a group's two largest
             `score + bias` (DeepSeek-V3), or "max", by its largest one (DeepSeek-V2); a number n, at
             least 1, by the sum of its n largest ones.
-        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`.
+        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`,
+            which with "softmax" gives the softmax of the chosen logits (GPT-OSS, Granite, Aria).
             Weights are exact even if scores underflow. If all k logits are -inf, they are 0.
         normalize_epsilon: the number that `normalize` adds to the sum of the weights, 0 or more
             (DeepSeek-V3 has 1e-20, LFM2 1e-6).
@@ -240,28 +248,20 @@ def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
     """Computes `top_k_routing` of arguments that have been checked."""
-    num_groups, groups_kept = int(options.num_groups), int(options.groups_kept)
-    score, choose_by, normalize = options.score, options.choose_by, options.normalize
+    score, groups, weighing = options.score, options.groups(), _weighing(options)
     logits = logits.astype(jnp.float32)
-    group_score = options.group_score
-    # The number of a group's largest scores whose sum is compared.
-    best = _GROUP_SCORES[group_score] if isinstance(group_score, str) else int(group_score)
-    groups = None
-    if groups_kept < num_groups:
-        groups = Groups(number=num_groups, kept=groups_kept, best=best)
-    weighing = _weighing(options)
-    # Without a sum of a score and a bias, or of the best scores of a group, experts are
-    # compared by their logits, which have the order of the scores.
-    has_sums = bias is not None or (groups is not None and best > 1)
-    by_scores = has_sums and choose_by == "score"
+    # Experts are compared by their logits, which have the order of the scores, unless scores are
+    # added to a bias or to other scores of a group.
+    adds_scores = bias is not None or (groups is not None and groups.best > 1)
+    by_scores = adds_scores and options.choose_by == "score"
     # `top_k.choose` itself computes sigmoids that it compares, and a softmax that it only returns.
+    by_sigmoid = by_scores and score == "sigmoid"
+    compared = _SCORES[score](logits) if by_scores and not by_sigmoid else None
     return_softmax = score == "softmax" and not by_scores
     probs = None if return_softmax else _probs(score, logits)
-    sigmoid = by_scores and score == "sigmoid"
-    compared = _SCORES[score](logits) if by_scores and not sigmoid else None
-    # The numbers from which weights are computed, unless `choose` computes them itself.
+    # The numbers from which weights are computed; None: the softmax that `choose` returns.
     gathered = None
-    if normalize or not return_softmax:
+    if options.normalize or not return_softmax:
         gathered = _weighed_numbers(score, logits, weighing)
     operands = top_k.Operands(
         logits,
@@ -269,7 +269,7 @@ def choose_experts(
         bias=None if bias is None else bias.astype(jnp.float32)[None],
         gathered=None if gathered is logits else gathered,
     )
-    choosing = top_k.Options(k, weighing, sigmoid, groups, return_softmax)
+    choosing = top_k.Options(k, weighing, by_sigmoid, groups, return_softmax)
     topk_idx, _, weights, *softmax = top_k.choose(match_varying(operands), choosing)
     return Routing(topk_idx, weights, softmax[0] if return_softmax else probs)
 
@@ -324,10 +324,9 @@ def _weighed_numbers(score: str, logits: jax.Array, weighing: Weighing) -> jax.A
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Below -15, softplus(x) equals exp(x) in float32.
-    # Where softplus underflows to 0, the derivative of its square root is zero times infinity,
-    # which is NaN. A `where` around the results would not remove this NaN from the gradient, so
-    # each branch gets arguments for which its derivative is finite.
+    # Below -15, softplus(x) equals exp(x) in float32. Where softplus underflows to 0, its square
+    # root has the derivative NaN (zero times infinity), which a `where` of the results would keep.
+    # So each branch gets arguments for which its derivative is finite.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
@@ -377,15 +376,15 @@ def update_expert_bias(
 ) -> jax.Array:
     """Updates the selection bias so that the experts' loads become more equal.
 
-    Raises the bias of an expert by `rate` if its load is below the mean, and lowers it by `rate` if
-    its load is above (arXiv:2408.15664, as in DeepSeek-V3). Call it once per training step, outside
-    the gradient, with the counts of that step on all ranks.
+    Raises an expert's bias by `rate` if its load is below the mean, and lowers it if its load is
+    above (arXiv:2408.15664). Call it once per training step, outside the gradient.
 
     Args:
         bias: [..., E] floating: the bias of one router or of a stack of layers.
-        expert_counts: [..., E]: the number of tokens that chose each expert, summed over ranks.
-        rate: the change of the bias per step: a number, or an array of shape [] or of bias's shape.
-            DeepSeek-V3 used 0.001.
+        expert_counts: [..., E] integer or floating: the number of tokens that chose each expert in
+            this step, on all ranks.
+        rate: the change of the bias per step: a number, or an array of shape [] or of bias's shape
+            (DeepSeek-V3: 0.001).
         zero_mean: whether the mean of the E changes is subtracted from each, so that the biases do
             not drift together (torchtitan).
 

@@ -19,15 +19,14 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.moe import few_tokens
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.expert_matmuls import Experts, QuantizedExperts, with_quantized
+from jax_ep.moe.expert_matmuls import EXPERT_MATRICES, Experts, with_quantized
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.moe.routed_experts import RoutedTokens
 from jax_ep.runtime.jax_compat import match_varying
 
 # Gradients of bfloat16 matrices are summed in bfloat16 over at most this number of chunks, to save
 # memory. Each addition then changes a sum by up to 2^-9 of itself, as does the rounding of a whole
-# gradient. Sums of many gradients need float32: in bfloat16, a sum of equal numbers stops growing
-# at 256 of them.
+# gradient. In bfloat16, a sum of equal numbers stops growing at 256 of them.
 _MOST_ROUNDED_SUMS = 8
 
 
@@ -65,23 +64,27 @@ def run(
             _split(routed.topk_weights, num_chunks, size, padding=0),
             routed.distinct,
         )
-    # The arrays that have gradients. Matrices that are stored quantized have none.
-    floats = {
-        name: array for name, array in experts._asdict().items() if isinstance(array, jax.Array)
-    }
-    dtypes = {experts.wo.dtype, *param_dtypes}
-    sums_bfloat16 = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
-    keep_dtype = QuantizedExperts._fields if sums_bfloat16 else ()
     with jax.named_scope("experts"):
-        in_sum_dtype = {
-            name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
-            for name, array in floats.items()
-        }
+        in_sum_dtype = _in_sum_dtype(experts, num_chunks, param_dtypes)
     out, counts = _all_chunks(config, where, in_sum_dtype, experts, chunks)
     with jax.named_scope("combine"):
         out = out.reshape(num_chunks * size, *out.shape[2:])[:num_tokens]
     with jax.named_scope("metrics"):
         return out, jnp.sum(counts, axis=0, dtype=counts.dtype)
+
+
+def _in_sum_dtype(
+    experts: Experts, num_chunks: int, param_dtypes: Collection[Any]
+) -> dict[str, jax.Array]:
+    """Casts the weights that have gradients to the dtypes in which chunks' gradients are summed."""
+    dtypes = {experts.wo.dtype, *param_dtypes}
+    sums_bfloat16 = num_chunks <= _MOST_ROUNDED_SUMS and dtypes == {jnp.dtype(jnp.bfloat16)}
+    keep_dtype = EXPERT_MATRICES if sums_bfloat16 else ()
+    return {
+        name: array if name in keep_dtype else array.astype(wide_dtype(array.dtype))
+        for name, array in experts._asdict().items()
+        if isinstance(array, jax.Array)  # Matrices that are stored quantized have no gradient.
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -113,31 +116,8 @@ def _all_chunks_bwd(config, where, saved, cotangents):
     zeros = {
         name: jnp.zeros_like(getattr(experts, name), each.dtype) for name, each in dtypes.items()
     }
-    matrices = [name for name in QuantizedExperts._fields if name in zeros]
-
-    def add_chunk(sums: dict[str, jax.Array], chunk: Any) -> Any:
-        # Returns the sums with this chunk's gradients, and its tokens' and weights' gradients.
-        routed, dout = chunk
-        # Biases and adapters.
-        others = {name: getattr(experts, name) for name in sums if name not in matrices}
-
-        def output(sums_of_matrices: Any, others: Any, tokens: Any, weights: Any) -> jax.Array:
-            with_sums = experts._replace(**others, sums=sums_of_matrices or None)
-            given = dataclasses.replace(routed, tokens=tokens, topk_weights=weights)
-            return few_tokens.run(with_sums, given, config, where)[0]
-
-        sums_of_matrices = tuple(sums[name] for name in matrices)
-        _, vjp = jax.vjp(output, sums_of_matrices, others, routed.tokens, routed.topk_weights)
-        # The gradients of the matrices' sums are the new sums; see `Experts`.
-        new_sums, dothers, dtokens, dweights = vjp(dout)
-        with jax.named_scope("experts"):
-            sums_of_others = {
-                name: sums[name] + grad.astype(sums[name].dtype) for name, grad in dothers.items()
-            }
-        sums = dict(zip(matrices, new_sums, strict=True)) | sums_of_others
-        return sums, (dtokens, dweights)
-
     douts, _ = cotangents
+    add_chunk = functools.partial(_add_chunk, config, where, experts)
     with jax.named_scope("token_chunks"):
         sums, (dtokens, dweights) = lax.scan(add_chunk, zeros, (chunks, douts))
     # `in_sum_dtype` gets the sums, and `experts` and the expert ids no gradient.
@@ -146,6 +126,38 @@ def _all_chunks_bwd(config, where, saved, cotangents):
         None,
         dataclasses.replace(chunks, tokens=dtokens, topk_idx=None, topk_weights=dweights),
     )
+
+
+def _add_chunk(
+    config: MoEConfig,
+    where: LayerMesh,
+    experts: Experts,
+    sums: dict[str, jax.Array],
+    chunk: tuple[RoutedTokens, jax.Array],
+) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Adds a chunk's gradients of `experts` to `sums`; also returns its tokens' and weights'.
+
+    `chunk` has the tokens, and the cotangent [size, H] of their output.
+    """
+    routed, dout = chunk
+    matrices = [name for name in EXPERT_MATRICES if name in sums]
+    # Biases and adapters.
+    others = {name: getattr(experts, name) for name in sums if name not in matrices}
+
+    def output(sums_of_matrices: Any, others: Any, tokens: Any, weights: Any) -> jax.Array:
+        with_sums = experts._replace(**others, sums=sums_of_matrices or None)
+        given = dataclasses.replace(routed, tokens=tokens, topk_weights=weights)
+        return few_tokens.run(with_sums, given, config, where)[0]
+
+    sums_of_matrices = tuple(sums[name] for name in matrices)
+    _, vjp = jax.vjp(output, sums_of_matrices, others, routed.tokens, routed.topk_weights)
+    # The gradients of the matrices' sums are the new sums; see `Experts`.
+    new_sums, dothers, dtokens, dweights = vjp(dout)
+    with jax.named_scope("experts"):
+        sums_of_others = {
+            name: sums[name] + grad.astype(sums[name].dtype) for name, grad in dothers.items()
+        }
+    return dict(zip(matrices, new_sums, strict=True)) | sums_of_others, (dtokens, dweights)
 
 
 _all_chunks.defvjp(_all_chunks_fwd, _all_chunks_bwd)

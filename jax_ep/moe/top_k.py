@@ -75,7 +75,7 @@ def _choose_jvp(options: Options, primals: Any, tangents: Any) -> Any:
 def _numbers_to_weigh(
     operands: Operands, probs: Sequence[jax.Array], weighing: Weighing
 ) -> jax.Array:
-    """Selects the numbers [T, E] from which weights are computed; of tangents, their tangents."""
+    """Selects the numbers [T, E] to `weigh`, or their tangents; `probs` is [softmax] or []."""
     if operands.gathered is not None:
         return operands.gathered
     return operands.logits if weighing.normalize or not probs else probs[0]

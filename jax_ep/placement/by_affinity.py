@@ -181,7 +181,7 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
     # load of a part exceeds `limit`.
     size = len(gain) // gain.shape[1]
     part = linear_sum_assignment(np.repeat(gain, size, axis=1), maximize=True)[1] // size
-    if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):
+    if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):  # within rounding
         return part
     return _repair(part, gain, load, limit)
 

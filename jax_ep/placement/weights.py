@@ -93,7 +93,7 @@ def _take(leaf: Any, index: Array) -> Any:
 
 
 def _gather(leaf: Any, index: Array) -> Any:
-    """Gathers as `_take`; keeps the sharding, if it splits the new axis evenly, and the memory."""
+    """Gathers as `_take`; keeps the memory, and the sharding if it splits the new axis evenly."""
     axis, size = index.ndim - 1, index.shape[-1]
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
@@ -111,7 +111,7 @@ def _gather(leaf: Any, index: Array) -> Any:
     if isinstance(sharding, SingleDeviceSharding) and leaf.committed:
         leaf = jax.device_put(leaf, SingleDeviceSharding(*sharding.device_set))
         return jax.device_put(taken(leaf), sharding)
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding):  # JAX chooses the device, as of a new array
         return taken(leaf)
     mesh, spec = sharding.mesh, sharding.spec
     mesh_axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
@@ -217,12 +217,12 @@ def _move(
 ) -> jax.Array:
     """Moves a leaf to the slots that `plan`, of `_destinations`, names, and deletes the leaf."""
     axis = plan.ndim - 2  # of the slots: 1 after an axis of layers, else 0
-    given = getattr(leaf, "sharding", None)
-    is_on_mesh = given is not None and given.device_set == set(mesh.devices.flat)
-    # The sharding while rows move, in the memory of the devices; `_mover` needs a NamedSharding.
+    old = getattr(leaf, "sharding", None)  # None for a NumPy array
+    is_on_mesh = old is not None and old.device_set == set(mesh.devices.flat)
+    # The sharding while rows move. Without a memory kind, it is in the memory of the devices.
     moving: Any = NamedSharding(mesh, PartitionSpec(*(None,) * axis, axes))
-    if is_on_mesh and isinstance(given, NamedSharding):
-        moving = NamedSharding(given.mesh, given.spec)
+    if is_on_mesh and isinstance(old, NamedSharding):
+        moving = NamedSharding(old.mesh, old.spec)
     moved = jax.device_put(leaf, moving)
     if moved.size > 0:
         of_plan = NamedSharding(moving.mesh, PartitionSpec(*moving.spec[: axis + 1]))
@@ -233,9 +233,9 @@ def _move(
         if isinstance(leaf, jax.Array):
             # Frees a leaf that `device_put` has copied: only the copy was donated.
             leaf.delete()
-    kind: str | None = getattr(given, "memory_kind", None)
-    final = given if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
-    return jax.device_put(moved, final)
+    kind: str | None = getattr(old, "memory_kind", None)
+    new = old if is_on_mesh else NamedSharding(mesh, moving.spec, memory_kind=kind)
+    return jax.device_put(moved, new)
 
 
 def _can_be_moved(dtype: Any) -> bool:

@@ -48,7 +48,7 @@ class Kernel:
 
 
 def reported(report: str) -> list[Kernel]:
-    """Returns the kernels in what a process prints that compiles with `REPORTS` set."""
+    """Parses the output of a process that compiled kernels with the environment `REPORTS`."""
     serialized = _SERIALIZED.findall(report)
     return [
         Kernel(

@@ -125,19 +125,23 @@ def runs_local_kernels(program: jax_compat.Program) -> bool:
 def _memory_unavailable_reason(
     groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
 ) -> str | None:
-    """Returns why each group's ranks, or each host's in it, share no memory; None if they do."""
+    """Returns why the ranks of a kernel do not share memory; None if they do.
+
+    Each of `groups` is in rank order. A kernel runs among `ranks_per_host` consecutive ranks of a
+    group, which are on one host; None: among the whole group.
+    """
     for ranks in groups:
-        for start in range(0, len(ranks), ranks_per_host or len(ranks)):
-            of_host = ranks[start : start + (ranks_per_host or len(ranks))]
+        count = ranks_per_host or len(ranks)
+        for start in range(0, len(ranks), count):
+            of_kernel = ranks[start : start + count]
             # Each process checks its own host: GPUs of other hosts are not in its domain.
-            if any(device.process_index == jax.process_index() for device in of_host):
-                if reason := symmetric_memory.unavailable_reason(of_host):
+            if any(device.process_index == jax.process_index() for device in of_kernel):
+                if reason := symmetric_memory.unavailable_reason(of_kernel):
                     return f"it needs GPUs that share memory, and {reason}"
     if ranks_per_host is not None:
         # All hosts must lower to the same exchange, so kernels need shared memory on each host.
-        for process in sorted({device.process_index for ranks in groups for device in ranks}):
-            if process == jax.process_index():
-                continue
+        hosts = {device.process_index for ranks in groups for device in ranks}
+        for process in sorted(hosts - {jax.process_index()}):
             if reason := symmetric_memory.unavailable_reason_of(process):
                 return f"it needs GPUs that share memory on every host, and {reason}"
     return None
@@ -241,8 +245,9 @@ class Machine:
     ) -> str | None:
         if reason := unavailable_reason(self.devices):
             return reason
-        here = [each for each in self.devices if each.process_index == jax.process_index()]
-        return symmetric_memory.unavailable_reason(here)
+        # Each process checks its own GPUs: those of other hosts are not in its domain.
+        own = [each for each in self.devices if each.process_index == jax.process_index()]
+        return symmetric_memory.unavailable_reason(own)
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         found = environment.num_hosts_of(environment.hosts_of(self.devices))

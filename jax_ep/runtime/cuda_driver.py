@@ -28,17 +28,18 @@ def _libcuda() -> ctypes.CDLL | None:
 
 def cuda_version() -> str | None:
     """Returns the newest CUDA version that the driver supports, as "13.0"; None without a GPU."""
-    library = _libcuda()
-    version = ctypes.c_int()
-    if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+    try:
+        version = _number(ctypes.c_int, "cuDriverGetVersion")  # 13000 for 13.0
+    except Error:
         return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def kernel_module_version() -> str | None:
     """Returns the version of NVIDIA's kernel module, as "580.159.04", or None if unreadable."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            # As "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  …".
             words = file.readline().split()
     except OSError:
         return None
@@ -47,15 +48,12 @@ def kernel_module_version() -> str | None:
 
 def attribute(ordinal: int | None, number: int) -> int | None:
     """Returns attribute `number` (a CUdevice_attribute) of a GPU; None also for `ordinal` None."""
-    library = _libcuda()
-    handle, value = ctypes.c_int(), ctypes.c_int()
-    if library is None or ordinal is None:
+    if ordinal is None:
         return None
-    if library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
+    try:
+        return _number(ctypes.c_int, "cuDeviceGetAttribute", ctypes.c_int(number), _device(ordinal))
+    except Error:
         return None
-    if library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), handle) != 0:
-        return None
-    return value.value
 
 
 class Error(RuntimeError):
@@ -85,6 +83,7 @@ _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_MINIMUM = ctypes.c_int(0)  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 
 _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
@@ -116,17 +115,10 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
     released and it is mapped nowhere. Only `exportable` memory can be passed to `export_fd`.
     """
     handle_type = _FILE_DESCRIPTOR if exportable else 0
-    properties = _Properties(_PINNED, handle_type, _Location(_ON_DEVICE, ordinal))
-    granularity, handle = _size(), _u64()
-    _call(
-        "cuMemGetAllocationGranularity",
-        ctypes.byref(granularity),
-        ctypes.byref(properties),
-        ctypes.c_int(0),
-    )
-    length = -(-num_bytes // granularity.value) * granularity.value
-    _call("cuMemCreate", ctypes.byref(handle), _size(length), ctypes.byref(properties), _u64(0))
-    return handle.value, length
+    properties = ctypes.byref(_Properties(_PINNED, handle_type, _Location(_ON_DEVICE, ordinal)))
+    granularity = _number(_size, "cuMemGetAllocationGranularity", properties, _MINIMUM)
+    length = -(-num_bytes // granularity) * granularity
+    return _number(_u64, "cuMemCreate", _size(length), properties, _u64(0)), length
 
 
 def release(handle: int) -> None:
@@ -136,35 +128,21 @@ def release(handle: int) -> None:
 
 def export_fd(handle: int) -> int:
     """Exports the memory of `handle` as a file descriptor, which the caller closes."""
-    fd = ctypes.c_int(-1)
-    _call(
-        "cuMemExportToShareableHandle",
-        ctypes.byref(fd),
-        _u64(handle),
-        ctypes.c_int(_FILE_DESCRIPTOR),
-        _u64(0),
-    )
-    os.set_inheritable(fd.value, False)
-    return fd.value
+    kind = ctypes.c_int(_FILE_DESCRIPTOR)
+    fd = _number(ctypes.c_int, "cuMemExportToShareableHandle", _u64(handle), kind, _u64(0))
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def import_fd(fd: int) -> int:
     """Returns a handle of memory that another process exported; the caller closes `fd`."""
-    handle = _u64()
-    _call(
-        "cuMemImportFromShareableHandle",
-        ctypes.byref(handle),
-        ctypes.c_void_p(fd),
-        ctypes.c_int(_FILE_DESCRIPTOR),
-    )
-    return handle.value
+    kind = ctypes.c_int(_FILE_DESCRIPTOR)
+    return _number(_u64, "cuMemImportFromShareableHandle", ctypes.c_void_p(fd), kind)
 
 
 def retain(address: int) -> int:
     """Returns a handle of the memory mapped at an address; the caller releases the handle."""
-    handle = _u64()
-    _call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
-    return handle.value
+    return _number(_u64, "cuMemRetainAllocationHandle", ctypes.c_void_p(address))
 
 
 def is_exportable(handle: int) -> bool:
@@ -175,10 +153,8 @@ def is_exportable(handle: int) -> bool:
 
 def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
     """Reserves a range of virtual addresses, at `address` if they are free; returns its start."""
-    start = _u64()
     sizes = _size(num_bytes), _size(alignment)
-    _call("cuMemAddressReserve", ctypes.byref(start), *sizes, _u64(address), _u64(0))
-    return start.value
+    return _number(_u64, "cuMemAddressReserve", *sizes, _u64(address), _u64(0))
 
 
 def free_addresses(address: int, num_bytes: int) -> None:
@@ -195,28 +171,23 @@ def unmap(address: int, num_bytes: int) -> None:
 
 
 def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
-    """Lets GPUs of this process, by ordinal, read and write the memory mapped at an address."""
-    descriptions = (_Access * len(ordinals))(
-        *(_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals)
-    )
-    count = _size(len(ordinals))
-    _call("cuMemSetAccess", _u64(address), _size(num_bytes), descriptions, count)
+    """Lets GPUs of this process read and write the `num_bytes` that are mapped at `address`."""
+    rights = [_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals]
+    array = (_Access * len(rights))(*rights)
+    _call("cuMemSetAccess", _u64(address), _size(num_bytes), array, _size(len(rights)))
 
 
 def has_access(address: int, ordinal: int) -> bool:
-    flags, location = ctypes.c_ulonglong(), _Location(_ON_DEVICE, ordinal)
-    _call("cuMemGetAccess", ctypes.byref(flags), ctypes.byref(location), _u64(address))
-    return flags.value == _READ_AND_WRITE
+    location = ctypes.byref(_Location(_ON_DEVICE, ordinal))
+    return _number(_u64, "cuMemGetAccess", location, _u64(address)) == _READ_AND_WRITE
 
 
 def address_range(ordinal: int, address: int) -> tuple[int, int]:
     """Returns the start and the bytes of the allocation on a GPU in which an address lies."""
-    start, num_bytes = _u64(), _size()
+    num_bytes = _size()
     with _context(ordinal):
-        _call(
-            "cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(num_bytes), _u64(address)
-        )
-    return start.value, num_bytes.value
+        start = _number(_u64, "cuMemGetAddressRange_v2", ctypes.byref(num_bytes), _u64(address))
+    return start, num_bytes.value
 
 
 def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
@@ -267,9 +238,14 @@ def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
 
 
 def _device(ordinal: int) -> ctypes.c_int:
-    device = ctypes.c_int()
-    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    return device
+    return ctypes.c_int(_number(ctypes.c_int, "cuDeviceGet", ctypes.c_int(ordinal)))
+
+
+def _number(kind: Any, name: str, *args: Any) -> int:
+    """Calls a function that stores a number of a ctypes type where its first argument points."""
+    number = kind()
+    _call(name, ctypes.byref(number), *args)
+    return int(number.value)
 
 
 def _call(name: str, *args: Any) -> None:

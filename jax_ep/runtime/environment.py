@@ -24,14 +24,13 @@ from pallas_kernels.fabric import memory_map
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 NO_HOSTS = "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
-_TIMEOUT_SECONDS = 100.0
 # Kernels hold the timeout in nanoseconds as a 64-bit integer, which has room for this many seconds.
 _LONGEST_TIMEOUT_SECONDS = 1e9
 
 
 def timeout_seconds() -> float:
     """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer before it traps."""
-    text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", str(_TIMEOUT_SECONDS))
+    text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", "100")
     try:
         seconds = float(text)
     except ValueError:
@@ -79,8 +78,10 @@ def versions() -> dict[str, str | None]:
         found[package] = _version(package)
     plugins = [f"{name} {_version(name)}" for name in CUDA_PLUGINS if _version(name)]
     found["CUDA plugin"] = ", ".join(plugins) or None
-    module, cuda = cuda_driver.kernel_module_version(), cuda_driver.cuda_version()
-    found["NVIDIA driver"] = f"{module or 'version unknown'} (CUDA {cuda})" if cuda else module
+    driver, cuda = cuda_driver.kernel_module_version(), cuda_driver.cuda_version()
+    if cuda is not None:
+        driver = f"{driver or 'version unknown'} (CUDA {cuda})"
+    found["NVIDIA driver"] = driver
     return found
 
 
@@ -111,48 +112,47 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
             )
         # `hosts_of` takes indices, too.
         devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    # The answers for the groups of ranks, which must be equal.
-    found = {
-        num_hosts_of(hosts_of(ranks))
-        for ranks in ranks_along(devices, mesh.axis_names, tuple(axis_name))
-    }
-    reasons = sorted(each for each in found if isinstance(each, str))
+    groups = ranks_along(devices, mesh.axis_names, tuple(axis_name))
+    answers = {num_hosts_of(hosts_of(ranks)) for ranks in groups}
+    reasons = sorted(each for each in answers if isinstance(each, str))
     if reasons:
         return reasons[0]
-    if len(found) > 1:
-        counts = sorted(each for each in found if not isinstance(each, str))
+    counts = sorted(each for each in answers if isinstance(each, int))
+    if len(counts) > 1:
         return (
             f"the groups of ranks along {tuple(axis_name)} span different numbers of hosts, "
             f"{counts}, and must all span equally many"
         )
-    return found.pop()
+    return counts[0]
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """Returns a value for each device, equal only for devices of one host; None: not known.
+    """Returns for each device what identifies its host, or None where JAX does not say it.
 
     `devices` are `jax.Device`s or, with JAX_EP_DEVICES_PER_HOST, may be indices in the mesh.
     """
     per_host = devices_per_host()
-    if per_host is not None:
-        place = {device.id: i for i, device in enumerate(jax.devices())}
-        return [
-            (d if isinstance(d, int | np.integer) else place[d.id]) // per_host for d in devices
-        ]
-    return [_host_of(device) for device in devices]
+    if per_host is None:
+        return [_host_of(device) for device in devices]
+    place = {device.id: i for i, device in enumerate(jax.devices())}
+    indices = [each if isinstance(each, int | np.integer) else place[each.id] for each in devices]
+    return [index // per_host for index in indices]
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns M, or a reason, as `num_hosts` does, for one group of ranks and their `hosts_of`."""
+    """Returns how many hosts a group of N ranks spans, or a reason as `num_hosts` does.
+
+    host_of_rank[i] is what `hosts_of` returns for the device of rank i.
+    """
     if None in host_of_rank:
         return NO_HOSTS
-    size = len(host_of_rank)
-    count = len(set(host_of_rank))
-    if size % count == 0:
-        ranks_per_host = size // count
-        runs = [set(host_of_rank[i : i + ranks_per_host]) for i in range(0, size, ranks_per_host)]
-        if all(len(run) == 1 for run in runs):
+    num_ranks, count = len(host_of_rank), len(set(host_of_rank))
+    if num_ranks % count == 0:
+        per_host = num_ranks // count
+        blocks = [host_of_rank[i : i + per_host] for i in range(0, num_ranks, per_host)]
+        if all(len(set(block)) == 1 for block in blocks):
             return count
+    # The reason numbers the hosts in the order in which the ranks meet them.
     number_of_host = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
     numbers = [number_of_host[host] for host in host_of_rank]
     reason = f"the ranks, in order, are on hosts {numbers}, and each host must have equally many"
@@ -172,9 +172,10 @@ def ranks_along(
 
 
 def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:
-    """Returns the shape of the blocks that consecutive ranks form in the mesh; None: no blocks.
+    """Returns the shape of the block of the mesh that the ranks of a host form; None: no block.
 
-    Along axes of sizes [4, 8], each 16 consecutive ranks form a block of [2, 8].
+    `sizes` are those of the ranks' mesh axes. With sizes [4, 8], each 16 consecutive ranks form a
+    block of [2, 8]. `ranks_per_host` None: all ranks are on one host.
     """
     if ranks_per_host is None:
         return list(sizes)
@@ -183,6 +184,7 @@ def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int]
     remaining = ranks_per_host
     for size in reversed(sizes):
         part = math.gcd(size, remaining)
+        # Neither the whole axis, nor all ranks that remain: they would wrap around this axis.
         if part not in (size, remaining):
             return None
         parts.append(part)

@@ -30,7 +30,8 @@ def _find(path: str) -> Any:
     """Returns the object at a dotted path, or None where this JAX lacks it."""
     module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name, None)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
 
@@ -58,6 +59,11 @@ def primitives_unavailable_reason() -> str | None:
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
+# JAX's kernels that use the NVLink switch, imported only when needed: that loads Mosaic.
+_MULTIMEM = (
+    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
+    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
+)
 # Maps each optional name of JAX to what the library does, or lacks, where JAX does not have it.
 _OPTIONAL = {
     "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
@@ -66,16 +72,13 @@ _OPTIONAL = {
     "jax._src.config._check_vma": "kernels that write to operands need check_vma=False",
     "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
     "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
-    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter": "no multimem",
-    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather": "no multimem",
+    **dict.fromkeys(_MULTIMEM, "no multimem"),
 }
 
 
 def optional_names_missing() -> list[str]:
     """Returns the names in `_OPTIONAL` that JAX lacks, as "name: consequence"; loads Mosaic."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
+    return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
 
 
 def devices() -> list[jax.Device]:
@@ -267,7 +270,6 @@ def define_primitive(
 ) -> Any:
     """Makes a primitive; where JAX lacks what primitives need, a stand-in that computes inline.
 
-    Outside of any trace, as under `jax.disable_jit`, `bind` compiles and runs the primitive alone.
     The params of the primitive must be hashable.
 
     Args:
@@ -313,12 +315,15 @@ def define_primitive(
 def one_by_one(
     bind: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None]
 ) -> Any:
-    """Runs a primitive for one element of a `jax.vmap`'s batch after the other; stacks results."""
+    """Runs a primitive for one element of a `jax.vmap`'s batch after the other; stacks results.
+
+    dims[i] is the batch axis of operands[i]; None: all elements of the batch share the operand.
+    """
     pairs = list(zip(operands, dims, strict=True))
 
     def bind_one(elements: list[jax.Array]) -> Any:
-        following = iter(elements)
-        return bind(*(x if dim is None else next(following) for x, dim in pairs))
+        remaining = iter(elements)
+        return bind(*(x if dim is None else next(remaining) for x, dim in pairs))
 
     return lax.map(bind_one, [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None])
 
@@ -398,7 +403,7 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Returns why JAX may run a program on other devices than it was lowered for; else None."""
+    """Returns why JAX does not lower programs with kernels anew for other GPUs; else None."""
     if _requires_devices is None:
         return (
             "this JAX may run what is lowered for some GPUs on others: it lacks "
@@ -408,15 +413,14 @@ def devices_unavailable_reason() -> str | None:
 
 
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
-    """Returns x, and makes JAX lower the program separately for each set of GPUs of this machine.
+    """Returns x, by a primitive for which JAX lowers the program anew for each set of GPUs.
 
-    Programs with kernels need this, since they hold addresses of their GPUs' memory.
+    A program with kernels needs this, since it holds addresses of its GPUs' memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
-        return _devices_p.bind(x)
-    # The program is lowered for another machine, whose devices are not known.
-    return x
+    # Else the program is for another machine, whose devices are not known.
+    is_for_this_machine = jax.default_backend() == "gpu" and mesh.size <= jax.device_count()
+    return _devices_p.bind(x) if is_for_this_machine else x
 
 
 def is_traced(x: Any) -> bool:
@@ -442,7 +446,8 @@ def register_for_export(
     `of_names` converts them back.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    try:
+    # JAX refuses a name that is registered already, as if the module is reloaded.
+    with contextlib.suppress(ValueError):
         if issubclass(kind, tuple):
             export.register_namedtuple_serialization(kind, serialized_name=name)
         else:
@@ -452,9 +457,6 @@ def register_for_export(
                 serialize_auxdata=lambda fields: _static_to_bytes(name, to_names(fields)),
                 deserialize_auxdata=lambda data: of_names(_tuples(json.loads(data))),
             )
-    except ValueError:
-        # The name is registered already: the module was reloaded.
-        pass
 
 
 def _static_to_bytes(name: str, fields: Any) -> bytes:
@@ -477,10 +479,8 @@ def smaller(size: Any, other: Any) -> Any:
 
 
 def mesh_of_with_statement() -> Mesh | None:
-    """Returns the mesh of an enclosing `with mesh:` statement; None if JAX does not know one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        resources = _find("jax.interpreters.pxla.thread_resources")
+    """Returns the mesh of an enclosing `with mesh:`, which predates `jax.set_mesh`; else None."""
+    resources = _find("jax.interpreters.pxla.thread_resources")
     mesh = getattr(getattr(resources, "env", None), "physical_mesh", None)
     return None if mesh is None or mesh.empty else mesh
 
@@ -492,7 +492,7 @@ def platform_of_traced_mesh() -> str | None:
 
 
 def distributed_client() -> Any:
-    """Returns the client of `jax.distributed`'s key-value service; None before `initialize`."""
+    """Returns a client of `jax.distributed`'s key-value service; None before `initialize`."""
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
 
 
@@ -515,13 +515,6 @@ def address_of(array: jax.Array) -> int:
             f"JAX {jax.__version__} lacks jax.Array.unsafe_buffer_pointer, which gives addresses"
         )
     return int(get_address())
-
-
-# JAX's kernels that use the NVLink switch, imported only when needed: that loads Mosaic.
-_MULTIMEM = (
-    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
-    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
-)
 
 
 def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:

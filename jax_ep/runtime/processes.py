@@ -22,8 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax_ep.runtime import jax_compat
-
 _KEY = "jax_ep/symmetric_memory/{process}"
 _OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
@@ -48,12 +46,6 @@ class Store(Protocol):
     def key_value_set(self, key: str, value: str) -> None: ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-
-def store() -> Store | None:
-    """Returns the key-value service of `jax.distributed.initialize`; None if it was not called."""
-    client: Store | None = jax_compat.distributed_client()
-    return client
 
 
 def report(store: Store, process: int, reason: str | None) -> None:

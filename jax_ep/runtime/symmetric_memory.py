@@ -78,9 +78,8 @@ def domain() -> Domain | str:
         return _domain()
 
 
-def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
+def unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
     """Returns why GPUs share no memory with each other, or None; waits as `domain` does."""
-    devices = list(devices)
     found = domain()
     if isinstance(found, str):
         return found
@@ -104,7 +103,7 @@ def unavailable_reason_of(process: int) -> str | None:
 
     Waits until that process has called `domain`, for at most JAX_EP_TIMEOUT_SECONDS.
     """
-    if (store := processes.store()) is None:
+    if (store := jax_compat.distributed_client()) is None:
         return _NO_STORE
     return processes.reported(store, process, environment.timeout_seconds())
 
@@ -150,13 +149,11 @@ class Participant:
 def _domain() -> Domain | str:
     """Sets up symmetric memory once, and publishes the outcome to the processes of all hosts."""
     found = _set_up_here()
-    if (store := processes.store()) is not None:
+    if (store := jax_compat.distributed_client()) is not None:
         # Other hosts must know if any two GPUs here cannot access each other's memory.
-        reason = (
-            found if isinstance(found, str) else next((why for *_, why in found.no_access), None)
-        )
+        reasons = [found] if isinstance(found, str) else [why for *_, why in found.no_access]
         try:
-            processes.report(store, jax.process_index(), reason)
+            processes.report(store, jax.process_index(), reasons[0] if reasons else None)
         except Exception as error:
             return (
                 f"process {jax.process_index()} cannot report whether its GPUs share memory: "
@@ -184,7 +181,7 @@ def _set_up_here() -> Domain | str:
             process=jax.process_index(),
             devices=devices,
             others=sorted(others),
-            store=processes.store(),
+            store=jax_compat.distributed_client(),
             timeout_s=environment.timeout_seconds(),
             array_address=_array_address,
             jax_ep_version=version.__version__,
@@ -202,7 +199,8 @@ def set_up(me: Participant) -> Domain | str:
             raise Refused(_NO_STORE)
         meeting = processes.Meeting(me.store if me.others else None, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:
-            cards = _members(meeting.introduce(_card(me), me.others), me.process)
+            cards = meeting.introduce(_card(me), me.others)
+            cards = _members(cards, me.process)
             sharing = _Sharing(me, cards, undo)
             message, descriptors = sharing.offer()
             try:
@@ -211,9 +209,7 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            # If the set-up fails, callbacks in `undo` unmap all memory. It succeeded, so they are
-            # removed.
-            undo.pop_all()
+            undo.pop_all()  # The set-up has succeeded, so its memory stays mapped.
             return found
     except (Refused, cuda_driver.Error) as reason:
         return str(reason)
@@ -241,9 +237,8 @@ def _card(me: Participant) -> Message:
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
     """Returns the cards of this host's processes; raises `Refused` if these cannot share memory."""
-    members = {
-        p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
-    }
+    host = cards[process]["host"]
+    members = {p: card for p, card in sorted(cards.items()) if card["host"] == host}
     first_process, *others = members
     for key, text in (
         ("memory_map", "memory map {} of symmetric memory"),
@@ -301,19 +296,18 @@ class _Sharing:
     def offer(self) -> tuple[Message, list[int]]:
         """Allocates heaps, finds XLA's memory pools; returns a message and file descriptors."""
         descriptors: list[int] = []
-        # Of each GPU: its number, its heap's bytes, and its pool's address and bytes.
-        offers = []
+        offers = []  # of each GPU; its pool is (address, bytes)
         try:
             self._reserve()
             for device in self._me.devices:
                 ordinal = device.local_hardware_id
                 g = next(number for number, of_gpu in self.local.items() if of_gpu == ordinal)
-                heap_length = self._take_heap(g, ordinal, descriptors)
+                heap_bytes = self._take_heap(g, ordinal, descriptors)
                 pool = self._find_pool(g, device, descriptors)
                 # The GPUs of one process can access every address, so no pool limits them.
                 shared = memory_map.ANY_ADDRESS if self._alone else pool
                 self._write_words(g, memory_map.MAGIC, [memory_map.MAGIC_VALUE, *shared])
-                offers.append([g, heap_length, *pool])
+                offers.append({"gpu": g, "heap_bytes": heap_bytes, "pool": pool})
         except (cuda_driver.Error, Refused) as error:
             _close(descriptors)
             failure = f"process {self._me.process} has no memory to share: {error}"
@@ -327,11 +321,11 @@ class _Sharing:
                 for i, offer in enumerate(message["offers"]):
                     try:
                         # Each GPU has two descriptors, of its heap and of its pool.
-                        self._map_peer(*offer, *descriptors[2 * i : 2 * i + 2])
+                        self._map_peer(offer, *descriptors[2 * i : 2 * i + 2])
                     except cuda_driver.Error as error:
                         raise Refused(
-                            f"process {self._me.process} cannot map the memory of GPU {offer[0]}, "
-                            f"of process {process}: {error}"
+                            f"process {self._me.process} cannot map the memory of GPU "
+                            f"{offer['gpu']}, of process {process}: {error}"
                         ) from error
             deltas = [self._deltas.get(g, 0) for g in range(memory_map.MAX_GPUS)]
             for g in self.local:
@@ -351,8 +345,7 @@ class _Sharing:
     ) -> Domain:
         """Makes the same `Domain` in all processes, from their results of `offer` and `accept`."""
         of_all = [message, *(other for other, _ in messages.values())]
-        # Of each GPU, by number: the address and the bytes of its pool.
-        pools = {g: pool for each in of_all for g, _heap_bytes, *pool in each["offers"]}
+        pools = {offer["gpu"]: offer["pool"] for each in of_all for offer in each["offers"]}
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
         return Domain(
             base=self._base,
@@ -386,17 +379,17 @@ class _Sharing:
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
         """Allocates, maps and fills the heap of GPU g; returns its size in bytes."""
         # Other processes map the heap by the file descriptor that is appended.
-        num_bytes = memory_map.heap_bytes(len(self.places))
-        handle, length = cuda_driver.create(ordinal, num_bytes, exportable=not self._alone)
+        needed = memory_map.heap_bytes(len(self.places))
+        handle, heap_bytes = cuda_driver.create(ordinal, needed, exportable=not self._alone)
         try:
-            self._map(g, self._heap(g), length, handle)
+            self._map(g, self._heap(g), heap_bytes, handle)
             if not self._alone:
                 descriptors.append(cuda_driver.export_fd(handle))
         finally:
             cuda_driver.release(handle)
         for offset, word, num_bytes in memory_map.contents(len(self.places)):
             cuda_driver.fill(ordinal, self._heap(g) + offset, word, num_bytes)
-        return length
+        return heap_bytes
 
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
         """Lets GPUs of this process access XLA's memory pool on GPU g; returns (address, bytes)."""
@@ -422,32 +415,32 @@ class _Sharing:
                 if not cuda_driver.has_access(address, of_gpu)
             }
             self._allow(g, start, num_bytes, without_access)
-            if self._alone:
-                return start, num_bytes
-            limit = (device.memory_stats() or {}).get("bytes_limit")
-            if limit is None or num_bytes < limit:
-                raise Refused(
-                    f"the memory pool of GPU {g} may grow, from {num_bytes} bytes to "
-                    f"{limit or 'any size'}, and other processes map it once "
-                    "(XLA_PYTHON_CLIENT_PREALLOCATE=false, or XLA_PYTHON_CLIENT_ALLOCATOR?)"
-                )
-            if not cuda_driver.is_exportable(handle):
-                raise Refused(f"the memory pool of GPU {g} was not made for sharing")
-            descriptors.append(cuda_driver.export_fd(handle))
+            if not self._alone:
+                self._check_pool(g, device, num_bytes, handle)
+                descriptors.append(cuda_driver.export_fd(handle))
         finally:
             cuda_driver.release(handle)
         return start, num_bytes
 
-    def _map_peer(
-        self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
-    ) -> None:
-        """Maps the heap and the pool of another process's GPU g, from its `offer`."""
+    def _check_pool(self, g: int, device: Any, num_bytes: int, handle: int) -> None:
+        """Raises `Refused` if other processes cannot map the memory pool of GPU g once, whole."""
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        if limit is None or num_bytes < limit:
+            raise Refused(
+                f"the memory pool of GPU {g} may grow, from {num_bytes} bytes to "
+                f"{limit or 'any size'}, and other processes map it once "
+                "(XLA_PYTHON_CLIENT_PREALLOCATE=false, or XLA_PYTHON_CLIENT_ALLOCATOR?)"
+            )
+        if not cuda_driver.is_exportable(handle):
+            raise Refused(f"the memory pool of GPU {g} was not made for sharing")
+
+    def _map_peer(self, offer: Message, heap_fd: int, pool_fd: int) -> None:
+        """Maps the heap and the pool of another process's GPU, from its entry in `offer`."""
+        g, heap_bytes, (start, num_bytes) = offer["gpu"], offer["heap_bytes"], offer["pool"]
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
-        for fd, address, length in (
-            (heap_fd, self._heap(g), heap_length),
-            (pool_fd, pool, num_bytes),
-        ):
+        heap = heap_fd, self._heap(g), heap_bytes
+        for fd, address, length in (heap, (pool_fd, pool, num_bytes)):
             handle = cuda_driver.import_fd(fd)
             try:
                 self._map(g, address, length, handle)

@@ -18,10 +18,6 @@ passmanager = requirements.module("jaxlib.mlir.passmanager")
 # takes seconds for loops that carry hundreds of registers. From bottom to top it takes hundredths
 # of a second, and leaves Mosaic's own run nothing to change.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
-_FORGET_PLACES = "strip-debuginfo"
-# An attribute of a kernel's MLIR module: the name of its dump files. By default it contains a
-# counter, so the modules of equal kernels differ.
-_DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def kernel(
@@ -62,25 +58,21 @@ def kernel(
 
 
 def _simplify_once_lowered() -> None:
-    # Mosaic's last step of lowering a kernel is `Scratch.finalize_size`, which emits the host code
-    # that makes TMA descriptors. For this kernel, the method then also simplifies the module.
-    # `inline_mgpu` gives `run` the launch context of the kernel that is being lowered.
+    # Mosaic has no hook that runs when a kernel is lowered. Its last step is the method
+    # `Scratch.finalize_size`, which emits the host code that makes TMA descriptors. So replace this
+    # method, for this kernel alone, by one that then simplifies the kernel.
+    # `inline_mgpu` gives `run` the launch context of the kernel while the kernel is lowered.
     def run(context: Any) -> None:
         scratch, finish = context.scratch, context.scratch.finalize_size
 
         def finish_and_simplify() -> None:
-            # Find the descriptors' allocation, by its only use, before `finish` adds other uses.
-            # `next_offset` is the bytes of the descriptors, 0 if there are none.
-            found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
+            num_bytes = scratch.next_offset  # of the descriptors, 0 if there are none
+            # Find their allocation, by its only use, before `finish` adds other uses.
+            found = scratch._find_alloc_load_and_device_ptr() if num_bytes else None
             finish()
             if found:
-                # Host code copies the TMA descriptors, an argument of the kernel, element by
-                # element. LLVM's time grows faster than the number of elements, so make them 64-bit
-                # words instead of bytes.
                 allocation, load, _ = found
-                words = llvm.ArrayType.get(mosaic.integer_type(64), scratch.next_offset // 8)
-                allocation.elem_type = ir.TypeAttr.get(words)
-                load.result.set_type(words)
+                _copy_by_words(allocation, load, num_bytes)
             _simplify(context.module)
 
         scratch.finalize_size = finish_and_simplify
@@ -88,14 +80,23 @@ def _simplify_once_lowered() -> None:
     plgpu.inline_mgpu()(run)()
 
 
+def _copy_by_words(allocation: Any, load: Any, num_bytes: int) -> None:
+    """Changes the type of the TMA descriptors from an array of bytes to one of 64-bit words."""
+    # Host code copies the descriptors, an argument of the kernel, element by element. LLVM's time
+    # grows faster than the number of elements.
+    words = llvm.ArrayType.get(mosaic.integer_type(64), num_bytes // 8)
+    allocation.elem_type = ir.TypeAttr.get(words)
+    load.result.set_type(words)
+
+
 def _simplify(module: Any) -> None:
     """Simplifies a kernel's MLIR module, and makes the modules of equal kernels equal."""
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
-    # Mosaic compiles equal modules once. Source locations and names of dump files would differ;
-    # they are kept if the environment makes Mosaic dump modules.
+    # Mosaic compiles equal modules once, but modules of equal kernels differ in source locations
+    # and in the name of dump files, which has a counter. Keep both if Mosaic is to dump modules.
     if not any(name.startswith("MOSAIC_GPU_DUMP_") for name in os.environ):
-        passes.append(_FORGET_PLACES)
-        attributes[_DUMP_NAME] = attributes["sym_name"]
+        passes.append("strip-debuginfo")
+        attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]
     pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
     # Skip the verification after each pass: Mosaic verifies the module later.
     pipeline.enable_verifier(False)

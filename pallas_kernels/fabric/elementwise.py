@@ -109,8 +109,11 @@ _quotient = _instruction("div.full.f32", 2)
 
 
 def _exp(x: Value) -> Value:
-    # The instructions of NVIDIA's libdevice: x / ln 2 is split into an integer j, clamped to
-    # float32's exponents, and a rest f. The result is 2^f * 2^j.
+    # The instructions of NVIDIA's libdevice: x / ln 2 is split into an integer, clamped to
+    # float32's exponents, and a rest f. The result is 2^f * 2^integer. As floats of about 3 * 2^22
+    # have no fraction, adding 0f4B400001 = 3 * 2^22 + 1 rounds, and leaves the integer's biased
+    # exponent in the low bits of j. 0f3FB8AA3B and 0f32A57060 are the high and the low part of
+    # 1 / ln 2, and 0f3BBB989D is 1 / (252 ln 2).
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"

@@ -132,8 +132,8 @@ class Fabric(Ranks, Protocol):
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends pairs of int32 of `words` to every rank, `count` of them from pair `first` on.
 
-        Pair i is (words[2 * i], words[2 * i + 1]) and is sent as one 32-bit value: an int32 that
-        does not fit in 16 bits arrives as -1.
+        Pair i is (words[2 * i], words[2 * i + 1]) and is sent as one 32-bit value, so lists of
+        expert ids take half of the words. An int32 that does not fit in 16 bits arrives as -1.
         """
 
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
@@ -193,6 +193,13 @@ class RanksOfMesh:
             along = lax.rem(lax.div(mesh_index, jnp.int32(stride)), jnp.int32(size))
             rank, index_of_rank_0 = rank * size + along, index_of_rank_0 - along * stride
         return rank, index_of_rank_0
+
+    def offsets(self) -> list[int]:
+        """Returns for each rank the mesh index of its device minus that of rank 0."""
+        offsets = [0]
+        for stride, size in self.axes:
+            offsets = [offset + i * stride for offset in offsets for i in range(size)]
+        return offsets
 
     def gpu(self, mesh_index: jax.Array) -> jax.Array:
         """Returns the number on its host of the GPU with the mesh index `mesh_index`."""
@@ -255,7 +262,7 @@ def kernel(
 
     def call(*operands: Any) -> Any:
         num_of_fabric = len(fabric.operands)
-        # Of the shared buffers, operands hold what was written before the call; outputs are new.
+        # Whether peers may read what this rank wrote before the call: only operands hold it.
         reads = any(i < len(operands) for i in shared)
 
         def run(*refs: Any, **scratch: Any) -> None:
@@ -308,23 +315,23 @@ def load(ref: Any, vector: int) -> jax.Array:
     return plgpu.load(ref, layout=layout)
 
 
-def load_slices(fabric: Fabric, where: Any, *held: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
-    """Loads the slice `where` of several arrays into buffers in shared memory, by a warpgroup.
+def load_slices(fabric: Fabric, where: Any, *loads: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
+    """Loads the same slice of many lists, as of each rank's rows, into shared memory.
 
-    `held` are pairs (buffer, sources). `buffer` is [n, size of the slice]. `sources` has a tuple
-    (i, array, *indices) for each row i of the buffer, which gets the slice of array[indices], 1D in
-    any rank's global memory. All buffers have equally many sources.
+    `where` is a `pl.ds` of n elements. Each of `loads` is (buffer, sources), with equally many
+    sources. `buffer` is [rows, n] in shared memory. For each source (row, array, *indices),
+    buffer[row] gets array[*indices, where], from any rank's global memory.
     """
-    # For each buffer, for each of its sources: (row of the buffer, the loaded slice).
+    # Load all slices before the first store, so that the loads overlap.
     loaded = [
-        [(row, ref.at[(*indices, where)][...]) for row, ref, *indices in sources]
-        for _, sources in held
+        [(row, array.at[(*indices, where)][...]) for row, array, *indices in sources]
+        for _, sources in loads
     ]
     # Until this barrier, other threads of the warpgroup may still read the previous slice.
     fabric.barrier()
     for of_one_source in zip(*loaded, strict=True):
-        for (buffer, _), (row, value) in zip(held, of_one_source, strict=True):
-            buffer[row] = value
+        for (buffer, _), (row, values) in zip(loads, of_one_source, strict=True):
+            buffer[row] = values
     fabric.barrier()
 
 
@@ -378,7 +385,11 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
 
 
 def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
-    """Waits until consumers have arrived at `empty` for all `used` fillings of a ring's stages."""
+    """Waits, in the warpgroup that filled a ring's stages, until all stages are released.
+
+    `empty` has for each stage the barrier at which consumers release it. `used`, [] int32, is how
+    often the warpgroup has filled a stage: filling i was of stage i % num_stages.
+    """
     # A warpgroup must wait for every completion of a barrier. Only those of each stage's last
     # filling are left: before it fills a stage again, it waits for the stage's previous filling.
 

@@ -17,8 +17,7 @@ requires that two GPUs make their calls with each other one at a time and in the
 that in every call each GPU receives something from each peer. Memory accesses of consecutive calls
 are ordered because a kernel begins only after the previous kernel has ended.
 
-A word of a tile buffer holds the sentinel `EMPTY` until it has arrived. So a word of a tile that
-itself equals the sentinel is sent as another word, `_INSTEAD`.
+A word of a tile that itself equals the sentinel, `EMPTY`, is sent as another word, `_INSTEAD`.
 
 If the receiver needs the exact bits, notes tell which words were replaced. A thread of the sender
 sends four words of a tile. If one of them equals the sentinel or `_INSTEAD`, the thread also sends
@@ -199,28 +198,33 @@ class TileMemory:
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
             destination = mosaic.scalar(gpu), mosaic.scalar(buffer)
-            empty = [mosaic.equal(word, memory_map.EMPTY) for word in words]
+            replaced = [mosaic.equal(word, memory_map.EMPTY) for word in words]
             if exact:
-                # The note, and whether this thread sends it.
-                bits = [
-                    arith.select(is_empty, mosaic.i32(1 << i), mosaic.i32(0))
-                    for i, is_empty in enumerate(empty)
-                ]
-                mosaic.asm(
-                    "@$2 st.relaxed.sys.global.b8 [$0], $1;",
-                    "l,r,b",
-                    self._note(*destination),
-                    functools.reduce(arith.ori, bits),
-                    _any([*empty, *(mosaic.equal(word, _INSTEAD) for word in words)]),
-                )
+                self._send_note(destination, words, replaced)
             words = [
-                arith.select(is_empty, mosaic.i32(_INSTEAD), word)
-                for is_empty, word in zip(empty, words, strict=True)
+                arith.select(is_replaced, mosaic.i32(_INSTEAD), word)
+                for is_replaced, word in zip(replaced, words, strict=True)
             ]
             _store(self._buffer(*destination), words)
 
         layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
         mosaic.inline(emit, [gpu, buffer, (tile, layout)])
+
+    def _send_note(
+        self, destination: tuple[Value, Value], words: Sequence[Value], replaced: Sequence[Value]
+    ) -> None:
+        """Emits the note of this thread, if its words require one; `destination`: GPU, buffer."""
+        bits = [
+            arith.select(is_replaced, mosaic.i32(1 << i), mosaic.i32(0))
+            for i, is_replaced in enumerate(replaced)
+        ]
+        mosaic.asm(
+            "@$2 st.relaxed.sys.global.b8 [$0], $1;",
+            "l,r,b",
+            self._note(*destination),
+            functools.reduce(arith.ori, bits),
+            _any([*replaced, *(mosaic.equal(word, _INSTEAD) for word in words)]),
+        )
 
     def receive(
         self,
@@ -241,28 +245,23 @@ class TileMemory:
 
         def emit(gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
             here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
+            # For each tile: its buffer, the rank that sends it, and whether it does (i1).
             values = [mosaic.scalar(scalar) for scalar in scalars]
             numbers, senders = values[:count], values[count : 2 * count]
             is_sent = values[2 * count :]  # none if `wanted` is None
             pointers = [self._buffer(here, number) for number in numbers]
 
-            def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits an i1 for each buffer: whether it still lacks a word of this thread."""
-                for j, of_tile in enumerate(_by_tile(words)):
-                    is_empty = _any([mosaic.equal(word, memory_map.EMPTY) for word in of_tile])
-                    yield arith.andi(is_empty, is_sent[j]) if is_sent else is_empty
-
             def ask() -> tuple[Value, list[Value]]:
                 words = [word for pointer in pointers for word in _load(pointer)]
-                # If all tiles are sent, the words need not be told apart by tile.
                 if is_sent:
-                    return _any(list(missing(words))), words
+                    return _any(list(_missing(words, is_sent))), words
+                # All tiles are sent, so the words need not be told apart by tile.
                 return _any([mosaic.equal(word, memory_map.EMPTY) for word in words]), words
 
             def late(words: Sequence[Value]) -> None:
                 # Of several late peers, the message names the last.
                 peer = senders[0]
-                for is_missing, sender in zip(missing(words), senders, strict=True):
+                for is_missing, sender in zip(_missing(words, is_sent), senders, strict=True):
                     peer = arith.select(is_missing, sender, peer)
                 mosaic.give_up(what, timeout_s, receiver, peer)
 
@@ -334,12 +333,11 @@ class TileMemory:
             (note,) = mosaic.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
             mosaic.asm("st.relaxed.sys.global.b8 [$0], $1;", "l,r", pointer, mosaic.i32(_NO_NOTE))
             bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
-            scf.yield_(
-                [
-                    arith.select(mosaic.equal(bit, 0), word, mosaic.i32(memory_map.EMPTY))
-                    for bit, word in zip(bits, words, strict=True)
-                ]
-            )
+            sent = [
+                arith.select(mosaic.equal(bit, 0), word, mosaic.i32(memory_map.EMPTY))
+                for bit, word in zip(bits, words, strict=True)
+            ]
+            scf.yield_(sent)
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(words))
         return list(branch.results)
@@ -368,6 +366,13 @@ class TileMemory:
 
 def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
+
+
+def _missing(words: Sequence[Value], is_sent: Sequence[Value]) -> Iterator[Value]:
+    """Emits for each tile whether a word of it is missing, i1; is_sent is [] if all are sent."""
+    for j, of_tile in enumerate(_by_tile(words)):
+        is_empty = _any([mosaic.equal(word, memory_map.EMPTY) for word in of_tile])
+        yield arith.andi(is_empty, is_sent[j]) if is_sent else is_empty
 
 
 def _any(conditions: Sequence[Value]) -> Value:

@@ -22,9 +22,7 @@ STRIDE = 1 << 30
 HEADER_BYTES = 64 * 1024
 WORD64_BYTES = 8
 
-# The indices of 64-bit words in a heap's header. DELTA is the first of MAX_GPUS words, one for each
-# GPU g. The heap's own GPU adds the word DELTA + g to an address in the process of GPU g, and
-# accesses the memory of GPU g at the sum.
+# Indices of 64-bit words in a heap's header. From DELTA on, there is a word for each of MAX_GPUS.
 MAGIC = 0
 POOL_START = 1
 POOL_BYTES = 2
@@ -78,9 +76,8 @@ MAX_WORKERS = 512
 MAX_LOW_LATENCY_GPUS = 8
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-# A tile buffer has room for a tile, and for one byte from each of the sender's 128 threads. A
-# sender replaces words of a tile that equal the sentinel, and the byte says which of the thread's
-# words it has replaced (see `low_latency`).
+# A tile buffer has room for a tile, and for a note, of one byte, from each of the sender's 128
+# threads: which of the thread's words equalled the sentinel and were replaced (see `low_latency`).
 TILE_BUFFER_BYTES = TILE_BYTES + 128
 
 

@@ -231,7 +231,10 @@ def loop(start: Value, end: Value, step: int) -> Iterator[Value]:
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
-    """Emits a branch: `values` if `condition` (i1) is true, else the results of `function`."""
+    """Emits a branch that skips the code of `function` in threads whose `condition` (i1) is true.
+
+    Its results there are `values`, which have the types of the results of `function`.
+    """
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(values)
@@ -258,10 +261,10 @@ def chosen_bytes(low: Value, high: Value, selector: Value) -> Value:
 
 def opaque(words: Sequence[Value]) -> list[Value]:
     """Hides from the compiler that the results are the given 32-bit words; emits no instruction."""
-    # Code that uses the results stays behind this point. It may overwrite registers that tensor
-    # cores have read before a wait in PTX, of which LLVM does not know.
+    # Code that uses the results stays behind the inline PTX before this point. Callers need it
+    # after a wait for tensor cores: LLVM does not know that they read registers until then.
     word = integer_type(32)
-    # LLVM's constraint "i" puts an operand in the register of result i.
+    # LLVM's constraint "i", for a number i, puts an operand in the register of result i.
     found = llvm.inline_asm(
         struct_type([word] * len(words)),
         list(words),
@@ -506,8 +509,8 @@ def warp_sum(value: Value, threads: int) -> Value:
 
 # -------------------------------------------------------------------------------- waiting for peers
 
-# A polling loop reads the clock, to detect a timeout, only once in this many polls. The number must
-# be a power of two.
+# A polling loop reads the slow clock, to detect a timeout, only once in this many polls: a power of
+# two, so that a mask selects them.
 _POLLS_PER_CLOCK = 1024
 
 
@@ -529,10 +532,10 @@ def poll(
     start = global_timer()
 
     def in_time(polls: Value) -> Value:
-        """Emits whether the thread may poll again, i1; reads the slow clock only now and then."""
-        often = i32(_POLLS_PER_CLOCK - 1)
-        now = equal(arith.andi(polls, often), often)  # once in _POLLS_PER_CLOCK polls
-        clock = scf.IfOp(now, [i1], has_else=True)
+        """Emits whether the thread may poll again, i1."""
+        mask = i32(_POLLS_PER_CLOCK - 1)
+        reads_clock = equal(arith.andi(polls, mask), mask)  # once in _POLLS_PER_CLOCK polls
+        clock = scf.IfOp(reads_clock, [i1], has_else=True)
         with ir.InsertionPoint(clock.then_block):
             waited = arith.subi(global_timer(), start)
             scf.yield_([below(waited, limit)])
@@ -589,8 +592,8 @@ def global_timer() -> Value:
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
     """Returns the memory of another rank at the address of `ref` plus an offset; see `reach_peers`.
 
-    `entry`, an int32, is the offset's index in the table of `reach_peers`. Without a mesh the
-    result is `ref`.
+    `entry`, an int32, is the offset's index in the table of `reach_peers`. Without a mesh, this
+    rank is the only one, and the result is `ref`.
     """
     axes = jax.sharding.get_abstract_mesh().axis_names
     if not axes:

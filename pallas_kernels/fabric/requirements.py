@@ -13,49 +13,44 @@ from typing import Any
 
 import jax
 
-# Maps a module of JAX to those of its names that the kernels use. The tuples within tuples only let
-# several names share a line.
+# Maps a module of JAX to those of its names that the kernels use.
 REQUIRED = {
     "jax.experimental.mosaic.gpu": (
-        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGMMA_ROW_LAYOUT", "WGStridedFragLayout"),
-    ),
+        "FragmentedArray.splat WGMMA_LAYOUT WGMMA_ROW_LAYOUT WGStridedFragLayout"
+    ).split(),
     "jax.experimental.mosaic.gpu.launch_context": (
-        *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
-        *("Scratch.finalize_size",),
-    ),
+        "LaunchContext.to_remote Scratch._find_alloc_load_and_device_ptr Scratch.finalize_size"
+    ).split(),
     "jax.experimental.mosaic.gpu.utils": (
-        *("bitwidth", "dtype_to_ir_type", "getelementptr", "memref_ptr", "ptr_as_memref"),
-        *("thread_idx", "warp_tree_reduce", "warpgroup_barrier"),
-    ),
-    "jax.experimental.pallas": (
-        *("cdiv", "ds", "multiple_of", "next_power_of_2", "run_scoped", "when"),
-    ),
+        "bitwidth dtype_to_ir_type getelementptr memref_ptr ptr_as_memref thread_idx "
+        "warp_tree_reduce warpgroup_barrier"
+    ).split(),
+    "jax.experimental.pallas": "cdiv ds multiple_of next_power_of_2 run_scoped when".split(),
     "jax.experimental.pallas.mosaic_gpu": (
-        *("ACC", "Barrier", "CompilerParams", "Layout.TILED", "Layout.WGMMA"),
-        *("Layout.WGMMA_TRANSPOSED", "Layout.WG_SPLAT", "Layout.WG_STRIDED"),
-        *("LoweringSemantics.Lane", "OOBFillMode.PROMISE_IN_BOUNDS", "RefType", "SMEM"),
-        *("ShapeDtypeStruct", "SwizzleTransform", "Tiling", "TilingTransform", "barrier_arrive"),
-        *("barrier_wait", "broadcasted_iota", "commit_smem", "commit_smem_to_gmem_group"),
-        *("copy_gmem_to_smem", "copy_smem_to_gmem", "inline_mgpu", "kernel", "layout_cast"),
-        *("load", "remote_ref", "set_max_registers", "wait_smem_to_gmem", "wgmma", "wgmma_wait"),
-    ),
+        "ACC Barrier CompilerParams Layout.TILED Layout.WGMMA Layout.WGMMA_TRANSPOSED "
+        "Layout.WG_SPLAT Layout.WG_STRIDED LoweringSemantics.Lane OOBFillMode.PROMISE_IN_BOUNDS "
+        "RefType SMEM ShapeDtypeStruct SwizzleTransform Tiling TilingTransform barrier_arrive "
+        "barrier_wait broadcasted_iota commit_smem commit_smem_to_gmem_group copy_gmem_to_smem "
+        "copy_smem_to_gmem inline_mgpu kernel layout_cast load remote_ref set_max_registers "
+        "wait_smem_to_gmem wgmma wgmma_wait"
+    ).split(),
     "jaxlib.mlir.dialects.arith": (
-        *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
-        *("extui", "index_cast", "maximumf", "maxsi", "maxui", "minsi", "minui", "mulf", "muli"),
-        *("ori", "remui", "select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
-    ),
-    "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
+        "CmpIPredicate addf addi andi bitcast cmpi constant divui extf extui index_cast maximumf "
+        "maxsi maxui minsi minui mulf muli ori remui select shli shrsi shrui subi truncf trunci "
+        "xori"
+    ).split(),
+    "jaxlib.mlir.dialects.gpu": "Dimension barrier block_id printf".split(),
     "jaxlib.mlir.dialects.llvm": (
-        *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("ArrayType", "inline_asm", "intr_fma", "inttoptr", "load", "ptrtoint", "store"),
-    ),
-    "jaxlib.mlir.dialects.scf": ("ForOp", "IfOp", "WhileOp", "condition", "yield_"),
-    "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
+        "PointerType addrspacecast bitcast extractelement extractvalue ArrayType inline_asm "
+        "intr_fma inttoptr load ptrtoint store"
+    ).split(),
+    "jaxlib.mlir.dialects.scf": "ForOp IfOp WhileOp condition yield_".split(),
+    "jaxlib.mlir.dialects.vector": "bitcast extract from_elements insert".split(),
     "jaxlib.mlir.ir": (
-        *("F32Type", "FloatAttr", "InsertionPoint", "IntegerType", "MemRefType"),
-        *("StridedLayoutAttr", "Type", "TypeAttr", "VectorType"),
-    ),
-    "jaxlib.mlir.passmanager": ("PassManager",),
+        "F32Type FloatAttr InsertionPoint IntegerType MemRefType StridedLayoutAttr Type TypeAttr "
+        "VectorType"
+    ).split(),
+    "jaxlib.mlir.passmanager": "PassManager".split(),
 }
 
 

@@ -38,7 +38,6 @@ from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.hardware import WARPGROUP
 from pallas_kernels.fabric.mosaic import (
     Value,
-    acquire,
     add,
     address_at,
     arith,
@@ -47,20 +46,14 @@ from pallas_kernels.fabric.mosaic import (
     i32,
     i64,
     load64,
-    load_shared64,
-    low_half,
     mul,
-    narrow,
     scalar,
     store64,
-    store_shared64,
-    unequal,
-    widen,
 )
 
-# A rank sends a buffer's address as a 64-bit word. From the highest bit on, the word holds the
-# address without its last four bits, which are 0; the flag `_NOT_SHARED`; and a tag of _TAG_BITS
-# bits, the low bits of the call's number.
+# A rank sends a buffer's address as a 64-bit word. From the highest bit on, the word holds an
+# address of 49 bits without its last four, which are 0; the flag `_NOT_SHARED`; and a tag of
+# _TAG_BITS bits, the low bits of the call's number.
 _TAG_BITS = 18
 # The flag says that a buffer lies outside the memory pool which the rank's process shares, so that
 # a peer in another process cannot access the buffer.
@@ -128,15 +121,11 @@ class Gpus(RanksOfMesh):
         assert num_ranks <= memory_map.MAX_GPUS, (name, num_ranks)
         mesh_index = operands[0][0]
         rank, index_of_rank_0 = self.rank_and_index_of_rank_0(mesh_index)
-        # For each rank, the mesh index of its device minus that of the device with rank 0.
-        offsets = [0]
-        for stride, size in self.axes:
-            offsets = [offset + i * stride for offset in offsets for i in range(size)]
         call = _Call(
             mesh_index=mesh_index,
             rank=rank,
             gpu=self.gpu(mesh_index),
-            gpus=[self.gpu(index_of_rank_0 + offset) for offset in offsets],
+            gpus=[self.gpu(index_of_rank_0 + offset) for offset in self.offsets()],
             table=scratch["fabric_table"],
             buffers=list(buffers),
             name=name.removeprefix("ep_"),
@@ -153,7 +142,7 @@ class Gpus(RanksOfMesh):
             counter = self._call_counter(heap, entry_of(at.gpus, thread), block)
             with mosaic.when(below(thread, num_ranks)):
                 number = add(load64(counter), 1)
-                store_shared64(at.number_address(thread), number)
+                mosaic.store_shared64(at.number_address(thread), number)
             mosaic.barrier()
             is_block_0 = mosaic.equal(block, 0)
             thread_of_block = mosaic.thread()
@@ -163,25 +152,35 @@ class Gpus(RanksOfMesh):
             sends = below(thread_of_block, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(is_block_0, sends)):
                 self._send_addresses(at, heap, refs, thread)
+            # All warpgroups of this block must have read the block's call counters, before the
+            # first sets them.
             mosaic.block_barrier()
-            # All warpgroups of this block have now read the block's call counters, so the first may
-            # set them to this call's numbers. The next kernel may have more blocks than this one,
-            # so the counters of the blocks that this kernel lacks are set, too: those of indices
-            # that are equal to this block's modulo num_blocks.
             in_first_warpgroup = below(thread_of_block, WARPGROUP)
-            for r, gpu in enumerate(at.gpus):
-                number = at.number(i32(r))
-                for start in range(0, memory_map.MAX_BLOCKS, WARPGROUP * num_blocks):
-                    index = add(block, start, mul(thread, num_blocks))
-                    counter = self._call_counter(heap, gpu, index)
-                    exists = below(index, memory_map.MAX_BLOCKS)
-                    with mosaic.when(arith.andi(in_first_warpgroup, exists)):
-                        store64(counter, number)
+            self._count_call(at, heap, thread, block, num_blocks, in_first_warpgroup)
 
         call.inline(emit, *buffers)
-        mosaic.reach_peers(
-            call.table, lambda t, entry: load_shared64(add(mosaic.address(t, 32), mul(entry, 8)))
-        )
+
+        def offset(table: Value, entry: Value) -> Value:
+            return mosaic.load_shared64(add(mosaic.address(table, 32), mul(entry, 8)))
+
+        mosaic.reach_peers(call.table, offset)
+
+    def _count_call(
+        self, at: _Emitted, heap: Value, thread: Value, block: Value, num_blocks: int, sets: Value
+    ) -> None:
+        """Emits code by which threads that `sets` (i1) store the numbers of this call as counters.
+
+        The next kernel may have more blocks than the `num_blocks` of this one, so each block sets
+        the counters of all indices that equal its own index modulo num_blocks.
+        """
+        for r, gpu in enumerate(at.gpus):
+            number = at.number(i32(r))
+            for start in range(0, memory_map.MAX_BLOCKS, WARPGROUP * num_blocks):
+                index = add(block, start, mul(thread, num_blocks))
+                counter = self._call_counter(heap, gpu, index)
+                exists = below(index, memory_map.MAX_BLOCKS)
+                with mosaic.when(arith.andi(sets, exists)):
+                    store64(counter, number)
 
     def _send_addresses(
         self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
@@ -190,15 +189,15 @@ class Gpus(RanksOfMesh):
         # `heap` is the address of this GPU's heap.
         buffer, rank = mosaic.divided(thread, self.num_ranks)
         tag = arith.andi(at.number(rank), i64(_NOT_SHARED - 1))
-        start = load64(address_at(heap, 8 * memory_map.POOL_START))
-        # A kernel without buffers sends an address, too: the start of the memory pool, for which
-        # the flag `_NOT_SHARED` is not set. A peer's block without work may still be in an earlier
-        # call, and may read this word in place of the earlier call's. If the flag were set, the
-        # block would abort.
-        address = entry_of([mosaic.address(ref) for ref in refs] or [start], buffer)
-        size = load64(address_at(heap, 8 * memory_map.POOL_BYTES))
+        pool_start = load64(address_at(heap, 8 * memory_map.POOL_START))
+        # A kernel without buffers sends the start of the memory pool, which is shared. A peer's
+        # block without work may still be in an earlier call, may read this word in place of that
+        # call's, and would abort if the flag `_NOT_SHARED` were set.
+        address = entry_of([mosaic.address(ref) for ref in refs] or [pool_start], buffer)
+        pool_bytes = load64(address_at(heap, 8 * memory_map.POOL_BYTES))
         # The difference is unsigned, so that of an address before the pool is large, too.
-        outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
+        offset = arith.subi(address, pool_start)
+        outside = arith.cmpi(arith.CmpIPredicate.uge, offset, pool_bytes)
         flag = arith.select(outside, i64(_NOT_SHARED), i64(0))
         word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
         word = arith.ori(arith.ori(word, flag), tag)
@@ -220,53 +219,61 @@ class Gpus(RanksOfMesh):
         def emit(at: _Emitted, *refs: Any) -> None:
             thread, heap = mosaic.warpgroup_thread(), self._heap(at.gpu)
             with mosaic.when(below(thread, len(refs) * num_ranks)):
-                buffer, source = mosaic.divided(thread, num_ranks)
-                gpu, number = entry_of(at.gpus, source), at.number(source)
-                delta = load64(address_at(heap, 8 * memory_map.DELTA, (gpu, 8)))
-                mask = i64(_NOT_SHARED - 1)
-                pointer = address_at(
-                    heap, memory_map.ADDRESSES, (gpu, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
-                )
-
-                def ask() -> tuple[Value, list[Value]]:
-                    word = load64(pointer)
-                    # A peer does not wait for a block of this rank that has no work, so it may
-                    # already have sent the word of a later call. So accept a word whose tag, the
-                    # low bits of its call's number, equals this call's tag or is ahead of it,
-                    # modulo the tags' range. Poll again if the tag is behind.
-                    ahead = arith.andi(arith.subi(word, number), mask)
-                    behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
-                    return behind, [word]
-
-                (word,) = mosaic.poll(
-                    ask,
-                    lambda _: mosaic.give_up(call.name, self.timeout_s, at.rank, source),
-                    timeout_s=self.timeout_s,
-                    types=[mosaic.integer_type(64)],
-                )
-                not_shared = unequal(arith.andi(word, i64(_NOT_SHARED)), 0)
-                # Within a process, addresses need no delta, and GPUs access all memory.
-                in_other_process = unequal(delta, 0)
-                with mosaic.when(arith.andi(not_shared, in_other_process)):
-                    mosaic.refuse(call.name, at.rank, source)
-                address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
-                address_here = entry_of([mosaic.address(ref) for ref in refs], buffer)
-                offset = arith.subi(add(address, delta), address_here)
-                store_shared64(add(at.deltas(), mul(thread, 8)), offset)
+                self._store_offset(at, heap, refs, thread)
             if call.reads:
-                acquire()
+                mosaic.acquire()
                 mosaic.asm("fence.proxy.async;", "~{memory}")
             mosaic.barrier()
 
         call.inline(emit, *call.buffers)
 
+    def _store_offset(
+        self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
+    ) -> None:
+        """Emits code by which thread i waits for the address of refs[i // N] at rank i % N.
+
+        The thread stores in `at.offsets()` how far it is from the address of the ref here.
+        """
+        buffer, source = mosaic.divided(thread, self.num_ranks)
+        gpu, number = entry_of(at.gpus, source), at.number(source)
+        # Where this process maps the memory pool of `gpu`, minus where the pool's process has it.
+        delta = load64(address_at(heap, 8 * memory_map.DELTA, (gpu, 8)))
+        mask = i64(_NOT_SHARED - 1)
+        pointer = address_at(
+            heap, memory_map.ADDRESSES, (gpu, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
+        )
+
+        def ask() -> tuple[Value, list[Value]]:
+            word = load64(pointer)
+            # If this block has no work, the peer may have sent the word of a later call already. So
+            # accept a word whose tag equals this call's or is ahead of it, modulo the tags' range.
+            ahead = arith.andi(arith.subi(word, number), mask)
+            behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
+            return behind, [word]
+
+        (word,) = mosaic.poll(
+            ask,
+            lambda _: mosaic.give_up(self._call.name, self.timeout_s, at.rank, source),
+            timeout_s=self.timeout_s,
+            types=[mosaic.integer_type(64)],
+        )
+        not_shared = mosaic.unequal(arith.andi(word, i64(_NOT_SHARED)), 0)
+        # Within a process, addresses need no delta, and GPUs access all memory.
+        in_other_process = mosaic.unequal(delta, 0)
+        with mosaic.when(arith.andi(not_shared, in_other_process)):
+            mosaic.refuse(self._call.name, at.rank, source)
+        address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
+        address_here = entry_of([mosaic.address(ref) for ref in refs], buffer)
+        offset = arith.subi(add(address, delta), address_here)
+        mosaic.store_shared64(add(at.offsets(), mul(thread, 8)), offset)
+
     def peer(self, ref: Any, rank: Any) -> Any:
-        base = getattr(ref, "ref", ref)  # the buffer itself, if `ref` is a slice of it
-        found = [i for i, other in enumerate(self._call.buffers) if other is base]
+        whole = getattr(ref, "ref", ref)  # the buffer itself, if `ref` is a slice of it
+        found = [i for i, other in enumerate(self._call.buffers) if other is whole]
         if not found:
             raise ValueError(
-                f"{self._call.name}: peers cannot access a buffer of shape {base.shape} and dtype "
-                f"{base.dtype}; name it in `shared`."
+                f"{self._call.name}: peers cannot access a buffer of shape {whole.shape} and dtype "
+                f"{whole.dtype}; name it in `shared`."
             )
         (buffer,) = found
         # The index of an offset in `_Call.table`, which `enter` passes to `reach_peers`.
@@ -289,7 +296,7 @@ class Gpus(RanksOfMesh):
         def emit(at: _Emitted, count: Any) -> None:
             thread = mosaic.warpgroup_thread()
             sender = entry_of(at.gpus, thread)
-            must_wait = unequal(scalar(count), 0)
+            must_wait = mosaic.unequal(scalar(count), 0)
             with mosaic.when(arith.andi(must_wait, below(thread, self.num_ranks))):
                 target = at.signal(thread, scalar(count))
                 pointer = self._signal(at.gpu, sender, kind)
@@ -302,7 +309,7 @@ class Gpus(RanksOfMesh):
                     lambda _: mosaic.give_up(what, self.timeout_s, at.rank, thread),
                     timeout_s=self.timeout_s,
                 )
-            acquire()
+            mosaic.acquire()
             mosaic.barrier()
 
         self._call.inline(emit, jnp.asarray(count, jnp.int32))
@@ -321,8 +328,8 @@ class Gpus(RanksOfMesh):
                         # Past the last word, that word is repeated, and the receiver drops it.
                         index_of_half = arith.minui(add(mul(pair, 2), i), i32(last))
                         word = mosaic.element_at(words, index_of_half)
-                        short = low_half(word)
-                        word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
+                        fits = mosaic.equal(word, mosaic.low_half(word))
+                        word = arith.select(fits, word, i32(0xFFFFFFFF))  # else -1
                         halves.append(arith.andi(word, i32(0xFFFF)))
                     value = arith.ori(halves[0], arith.shli(halves[1], i32(16)))
                     self._send(at, numbers, pair, value)
@@ -352,8 +359,8 @@ class Gpus(RanksOfMesh):
         self._call.inline(emit, jnp.asarray(start, jnp.int32), words)
 
     def _send(self, at: _Emitted, numbers: Iterable[Value], index: Value, value: Value) -> None:
-        """Emits the sending of value number `index`, 32 bits, to every rank."""
-        value = widen(value)
+        """Emits the sending of value `index`, 32 bits, to all ranks, in call numbers[r] with r."""
+        value = mosaic.widen(value)
         # The high half of a sent word is the number of the call.
         for number, receiver in zip(numbers, at.gpus, strict=True):
             word = arith.ori(arith.shli(number, i64(32)), value)
@@ -374,31 +381,13 @@ class Gpus(RanksOfMesh):
             sender = entry_of(at.gpus, source)
             words_address = mosaic.address(words, 32)
 
-            def ask(pointers: Sequence[Value]) -> tuple[Value, list[Value]]:
-                values = [load64(pointer) for pointer in pointers]
-                # The high word of a value is the number of the call that has sent it.
-                not_arrived = [
-                    unequal(narrow(arith.shrui(value, i64(32))), narrow(number)) for value in values
-                ]
-                return functools.reduce(arith.ori, not_arrived), [narrow(value) for value in values]
-
             def poll(pointers: Sequence[Value]) -> list[Value]:
                 return mosaic.poll(
-                    lambda: ask(pointers),
+                    lambda: _values_of_call(pointers, number),
                     lambda _: mosaic.give_up(what, self.timeout_s, at.rank, source),
                     timeout_s=self.timeout_s,
                     types=[mosaic.integer_type(32)] * len(pointers),
                 )
-
-            def store(index: Value, value: Value) -> None:
-                parts = [(index, value)]
-                if halves:
-                    both = low_half(value), arith.shrsi(value, i32(16))
-                    parts = [(add(mul(index, 2), i), half) for i, half in enumerate(both)]
-                for word_index, word in parts:
-                    with mosaic.when(below(word_index, num_words)):
-                        pointer = add(words_address, mul(word_index, 4))
-                        mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", pointer, word)
 
             for first in range(0, total, _VALUES_AT_ONCE):
                 count = min(_VALUES_AT_ONCE, total - first)
@@ -417,7 +406,11 @@ class Gpus(RanksOfMesh):
                     poll(pointers[-1:])
                 values = poll(pointers)
                 for index, value in zip(indices, values, strict=True):
-                    store(index, value)
+                    parts = _halves(index, value) if halves else [(index, value)]
+                    for word_index, word in parts:
+                        with mosaic.when(below(word_index, num_words)):
+                            pointer = add(words_address, mul(word_index, 4))
+                            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", pointer, word)
 
         rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))
         self._call.inline(emit, rank, start, words)
@@ -440,11 +433,28 @@ class Gpus(RanksOfMesh):
 
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
         """Emits the address in `owner`'s heap of value `index` from `sender` in call `number`."""
-        is_odd = arith.andi(narrow(number), i32(1))
+        is_odd = arith.andi(mosaic.narrow(number), i32(1))
         of_sender = add(sender, mul(is_odd, memory_map.MAX_GPUS))
         return address_at(
             self._heap(owner), memory_map.VALUES, (of_sender, 8 * memory_map.MAX_VALUES), (index, 8)
         )
+
+
+def _values_of_call(pointers: Sequence[Value], number: Value) -> tuple[Value, list[Value]]:
+    """Emits loads of sent values: whether one is not of call `number` (i1), and their 32 bits."""
+    values = [load64(pointer) for pointer in pointers]
+    # The high word of a value is the number of the call that has sent it.
+    not_arrived = [
+        mosaic.unequal(mosaic.narrow(arith.shrui(value, i64(32))), mosaic.narrow(number))
+        for value in values
+    ]
+    return functools.reduce(arith.ori, not_arrived), [mosaic.narrow(value) for value in values]
+
+
+def _halves(index: Value, value: Value) -> list[tuple[Value, Value]]:
+    """Emits the two (index, int32) of the pair of number `index`; see `Fabric.send_halves`."""
+    both = mosaic.low_half(value), arith.shrsi(value, i32(16))
+    return [(add(mul(index, 2), i), half) for i, half in enumerate(both)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -455,8 +465,8 @@ class _Call:
     rank: jax.Array
     gpu: jax.Array  # the number of this rank's GPU on the host
     gpus: list[jax.Array]  # the numbers of all ranks' GPUs
-    # 64-bit words in shared memory. deltas [buffers, N]: a buffer's address at each rank minus that
-    # at this rank. numbers [N]: how many calls each rank and this rank have made with each other.
+    # 64-bit words in shared memory. offsets [buffers, N]: a buffer's address at each rank minus its
+    # address here. numbers [N]: how many calls each rank and this rank have made with each other.
     table: Any
     buffers: list[Any]
     name: str
@@ -483,17 +493,20 @@ class _Emitted(NamedTuple):
     gpus: list[Value]
     num_buffers: int
 
-    def deltas(self) -> Value:
+    def offsets(self) -> Value:
+        """Emits the address in shared memory of the offsets in `_Call.table`."""
         return mosaic.address(self.table, 32)
 
     def number_address(self, rank: Value) -> Value:
-        numbers = add(self.deltas(), 8 * self.num_buffers * len(self.gpus))
+        numbers = add(self.offsets(), 8 * self.num_buffers * len(self.gpus))
         return add(numbers, mul(rank, 8))
 
     def number(self, rank: Value) -> Value:
         """Emits how many calls this rank has made with `rank`, this one included."""
-        return load_shared64(self.number_address(rank))
+        return mosaic.load_shared64(self.number_address(rank))
 
     def signal(self, rank: Value, count: Value) -> Value:
         """Emits the word of a signal to or from `rank`: number of the call, then `count`."""
-        return arith.ori(arith.shli(self.number(rank), i64(memory_map.COUNT_BITS)), widen(count))
+        return arith.ori(
+            arith.shli(self.number(rank), i64(memory_map.COUNT_BITS)), mosaic.widen(count)
+        )

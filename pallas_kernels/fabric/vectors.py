@@ -29,7 +29,7 @@ SUMS_OF_WARPGROUP = WARPGROUP // WARP
 
 
 def load(ref: Any, elements: int) -> jax.Array:
-    """Loads a contiguous 1D array from any rank's global memory to registers."""
+    """Loads a 1D array, of k * WARPGROUP * elements, from any rank's global memory to registers."""
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
     is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if is_integer else None
 
@@ -71,7 +71,7 @@ def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
 
 def load_each(
     refs: Sequence[Any],
-    held: Sequence[jax.Array],
+    wanted: Sequence[jax.Array],
     elements: int,
     *,
     fill: float = 0.0,
@@ -79,28 +79,19 @@ def load_each(
 ) -> list[jax.Array]:
     """Loads several 1D arrays of equal size and dtype from any rank's global memory.
 
-    The loads are predicated by `held`, so there are no branches, and the loads of all arrays are in
-    flight at once. The memory of an array that is not held is not accessed. `elements` are 16
-    bytes. `read_only` is whether no thread of any rank writes to the arrays while the kernel runs.
-    Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
+    wanted[i], [] bool, is whether refs[i] is loaded; else its memory is not accessed, and the
+    result is `fill`. There are no branches, so the loads of all arrays are in flight at once.
+    `elements` are 16 bytes. `read_only` is whether no thread of any rank writes to the arrays while
+    the kernel runs. Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
     num_vectors = -(-size // (WARPGROUP * elements))  # of each thread
-    # A 32-bit word of numbers `fill`. The PTX leaves it in $0 to $3 if $5 is 0.
-    bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
-    # Callers read a read-only array once, so L1 need not keep it.
-    instruction = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
-    text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, {bits}; mov.b32 $1, {bits};"
-        f" mov.b32 $2, {bits}; mov.b32 $3, {bits};"
-        f" @p {instruction}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
-    )
+    padded_shape = (num_vectors * WARPGROUP * elements,)
+    fills = np.full(4 // dtype.itemsize, fill, dtype)
+    word_of_fill = int.from_bytes(fills.tobytes(), "little")
 
     def emit(*args: Any) -> Any:
         flags, memrefs = args[: len(refs)], args[len(refs) :]
-        i32 = mosaic.integer_type(32)
-        four_words = mosaic.struct_type([i32] * 4)
-        packed_type = mosaic.vector_type(4, i32)
         of_thread = mosaic.vector_type(elements, mosaic.element_type(dtype))
         # For each of a thread's vectors, whether it is inside the array (i1). None: in all threads.
         inside = [
@@ -114,37 +105,53 @@ def load_each(
             loaded = []
             places = pointers(memref, VECTOR_BYTES, num_vectors)
             for pointer, is_inside in zip(places, inside, strict=True):
-                wanted = mosaic.scalar(flag)
+                is_loaded = mosaic.scalar(flag)
                 if is_inside is not None:
-                    wanted = arith.select(is_inside, wanted, mosaic.i32(0))
-                # By `&`, results do not share a register with the pointer, which is read later.
-                words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, wanted, returns=four_words)
-                each = [llvm.extractvalue(i32, words, [j]) for j in range(4)]
-                packed = vector.from_elements(packed_type, each)
-                loaded.append(vector.bitcast(of_thread, packed))
-            arrays.append(mosaic.array_of(loaded, (num_vectors * WARPGROUP * elements,), elements))
+                    is_loaded = arith.select(is_inside, is_loaded, mosaic.i32(0))
+                words = _load_if(is_loaded, pointer, word_of_fill, read_only)
+                loaded.append(vector.bitcast(of_thread, words))
+            arrays.append(mosaic.array_of(loaded, padded_shape, elements))
         return arrays
 
-    array = mosaic.in_registers((num_vectors * WARPGROUP * elements,), dtype, elements)
-    flags = [is_held.astype(jnp.int32) for is_held in held]
+    flags = [each.astype(jnp.int32) for each in wanted]
+    array = mosaic.in_registers(padded_shape, dtype, elements)
     return list(mosaic.inline(emit, [*flags, *refs], [array] * len(refs)))
 
 
-def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
-    """Multiplies a float32 array in registers by a float32 scalar; rounds each product."""
-    # The compiler could fuse a product `*` and a later sum to an FMA, which does not round it.
+def _load_if(is_loaded: Value, pointer: Value, otherwise: int, read_only: bool) -> Value:
+    """Emits a load of four words if `is_loaded` (i32) is not 0; else each is `otherwise`."""
+    # Callers read a read-only array once, so L1 need not keep it.
+    instruction = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
+        f" mov.b32 $0, {otherwise}; mov.b32 $1, {otherwise};"
+        f" mov.b32 $2, {otherwise}; mov.b32 $3, {otherwise};"
+        f" @p {instruction}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    )
+    i32 = mosaic.integer_type(32)
+    four_words = mosaic.struct_type([i32] * 4)
+    # By `&`, results do not share a register with the pointer, which is read later.
+    words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, is_loaded, returns=four_words)
+    each = [llvm.extractvalue(i32, words, [i]) for i in range(4)]
+    return vector.from_elements(mosaic.vector_type(4, i32), each)
 
-    def emit(array: Any, by: Any) -> Any:
-        f32, scalar = mosaic.float_type(), mosaic.scalar(by)
-        products = []
+
+def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
+    """Multiplies a float32 array in registers by a float32 scalar, [], and rounds each product."""
+
+    # The compiler could fuse a product by the operator `*`, and a sum that adds it, to an FMA,
+    # which does not round the product.
+    def emit(array: Any, factor: Any) -> Any:
+        f32, by = mosaic.float_type(), mosaic.scalar(factor)
+        vectors = []
         for register in mosaic.registers(array):
-            each = [vector.extract(register, [], [i]) for i in range(elements)]
-            each = [
-                llvm.inline_asm(f32, [one, scalar], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
-                for one in each
+            numbers = [vector.extract(register, [], [i]) for i in range(elements)]
+            products = [
+                llvm.inline_asm(f32, [number, by], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+                for number in numbers
             ]
-            products.append(vector.from_elements(register.type, each))
-        return mosaic.array_of(products, value.shape, elements)
+            vectors.append(vector.from_elements(register.type, products))
+        return mosaic.array_of(vectors, value.shape, elements)
 
     array = mosaic.in_registers(value.shape, jnp.float32, elements)
     return mosaic.inline(emit, [(value, mosaic.strided(value.shape, elements)), factor], array)
@@ -156,14 +163,15 @@ def constant(size: int, value: float, elements: int) -> jax.Array:
 
 
 def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[jax.Array]:
-    """Rotates a list of N arrays: parts[i] becomes element (first + i) % N."""
-    # `first` is known only on the GPU: for each bit set in it, rotates by that power of two.
+    """Rotates a list of N arrays in registers: parts[i] becomes element (first + i) % N."""
+    # `first`, [] int32 from 0 to N - 1, is known only on the GPU, so it cannot index the list. For
+    # each bit of it, the list is rotated by that power of two, and the result used if it is set.
     parts = list(parts)
-    bit = 1
-    while bit < len(parts):
-        turned = [parts[i - bit] for i in range(len(parts))]
-        parts = _select((first & bit) != 0, turned, parts, elements)
-        bit *= 2
+    distance = 1
+    while distance < len(parts):
+        rotated = [parts[i - distance] for i in range(len(parts))]
+        parts = _select((first & distance) != 0, rotated, parts, elements)
+        distance *= 2
     return parts
 
 

@@ -53,31 +53,19 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
       choices: [T, K] int32, the groups that each of T rows chose; outside of [0, num_groups): none.
 
     Returns:
-      The chosen groups, and [T, K] int32, the output row with the product for each choice; -1 for
-      none.
+      The chosen groups, and the output row of each choice's product, [T, K] int32; -1 for none.
     """
     num_rows, num_choices = choices.shape
     height = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     exists = (choices >= 0) & (choices < num_groups)
     if num_rows == 1:
-        # This saves the launches that would find equal choices. The tile of a choice of no group
-        # has no rows to store.
+        # This saves launches that find equal choices. A choice of no group has a tile without rows.
         groups = jnp.where(exists, choices, 0)[0]
         tile_of_choice = jnp.arange(num_choices, dtype=jnp.int32)[None]
         rows_of_tile, num_tiles = exists[0].astype(jnp.int32), jnp.int32(num_choices)
     else:
-        # Tile i belongs to the i-th of the chosen groups, in the order of their indices; past the
-        # last, to any. `most` is S. ends[g] is the number of chosen groups among groups 0 to g.
-        most = min(choices.size, num_groups)
-        every_group = jnp.arange(num_groups, dtype=jnp.int32)
-        is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
-        ends = jnp.cumsum(is_chosen, dtype=jnp.int32)
-        tile = jnp.arange(most, dtype=jnp.int32)
-        groups = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
-        groups = jnp.minimum(groups, num_groups - 1)
-        count = ends.at[choices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        tile_of_choice = count - 1
-        rows_of_tile, num_tiles = jnp.int32(num_rows), ends[-1]
+        groups, tile_of_choice, num_tiles = _distinct_groups(choices, num_groups)
+        rows_of_tile = jnp.int32(num_rows)
     first = jnp.arange(groups.shape[0], dtype=jnp.int32) * height
     # The columns GROUP, FIRST, BEGIN and END; then the last entry: numbers of tiles and of rows.
     columns = jnp.broadcast_arrays(groups, first, first, first + rows_of_tile)
@@ -86,6 +74,21 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
     row_in_tile = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     rows = jnp.where(exists, tile_of_choice * height + row_in_tile, -1)
     return ChosenGroups(table, height), rows
+
+
+def _distinct_groups(choices: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the group of each tile [S], the tile of each choice [T, K], and the number of tiles.
+
+    Tiles past the last have any group, and choices of no group any tile.
+    """
+    # Tile i belongs to the i-th chosen group. ends[g] counts the chosen groups among groups 0 to g.
+    every_group = jnp.arange(num_groups, dtype=jnp.int32)
+    is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
+    ends = jnp.cumsum(is_chosen, dtype=jnp.int32)
+    tile = jnp.arange(min(choices.size, num_groups), dtype=jnp.int32)
+    groups = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
+    count = ends.at[choices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jnp.minimum(groups, num_groups - 1), count - 1, ends[-1]
 
 
 def of_gathered(groups: ChosenGroups) -> tuple[jax.Array, ChosenGroups]:

@@ -2,8 +2,7 @@
 
 A quantized matrix is stored transposed, [N, K], and copied to the ring's stages as it is. A stage
 consists of *pieces* of 64 of K, with 32 bytes and two scales of each of `block_n` columns. The
-compute warpgroups decode their columns piece by piece to bfloat16 in registers, from where the
-tensor cores can read an operand.
+compute warpgroups decode their columns piece by piece to registers, as a tensor core operand.
 
 **The numbers of a thread.** Of each column, a thread holds those numbers k with k mod 8 = 2q or 2q
 + 1, where q = lane mod 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"). They are
@@ -28,7 +27,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import WARP, WARPGROUP, WORD_BYTES
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, WARP, WARPGROUP, WORD_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import MXFP4, Scaled
 from pallas_kernels.matmul.kernel import COMPUTERS, STEP
@@ -42,12 +41,15 @@ COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
 STEPS = 256, 192, 128, STEP
 # A tensor core instruction multiplies 64 columns. A thread holds two of them, 8 apart.
 _COLUMNS, APART = 64, 8
-# A thread loads four words of numbers at once.
-_QUAD = 4
+# A thread loads four words of a column's numbers at once: a vector.
+_VECTOR = VECTOR_BYTES // WORD_BYTES
 # In a piece, the words of numbers of a column; with the word of its scales; of a thread's columns.
 _WORDS = NUMBER_BYTES // WORD_BYTES
 _WITH_SCALES = _WORDS + 1
 _PER_THREAD = 2 * _WITH_SCALES
+# The selector by which `mosaic.chosen_bytes(word, 0, selector)` takes byte 0 of a word, and zeros
+# in place of the others: the digits 4. The last digit is the byte's index.
+BYTE_0 = 0x4440
 # The table of bytes: a word for each byte and lane.
 _BYTES = 256
 TABLE_BYTES = _BYTES * WARP * WORD_BYTES
@@ -60,8 +62,7 @@ _LOADED = (WARPGROUP * _PER_THREAD,)
 class Staged(NamedTuple):
     """Shared memory of a decoder, besides the ring: types of scratch, or references to it."""
 
-    # [stages, pieces * matrices * block_n] int32. A word has the two scales of a column in a piece,
-    # as bfloat16.
+    # [stages, pieces * matrices * block_n] int32: a column's two scales in a piece, as bfloat16.
     scales: Any
     # The table of bytes, [256 * 32] int32.
     table: Any
@@ -130,7 +131,7 @@ class Decoder:
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             words = []
             for i in range(self._columns_of_thread):
-                # Column i of a thread is number i * 128 + its index among the stage's columns.
+                # Thread t loads scales of the stage's columns t, 128 + t and so on.
                 matrix, first = divmod(i * WARPGROUP, self.block_n)
                 columns_at_once = min(self.block_n, WARPGROUP)
                 number = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(columns_at_once - 1))
@@ -155,9 +156,9 @@ class Decoder:
 
     def stage_scales(self, stage: jax.Array, codes: jax.Array) -> None:
         """Stores the result of `load_scales` in a stage; waits for all threads of the warpgroup."""
-        count = self._columns_of_thread * self._words_of_column
+        count = self._columns_of_thread * self._words_of_column  # words of a thread
         words_of_stage = self.scales.shape[1]
-        # Of how many pieces a word has the codes, two of each.
+        # A loaded word has this many pairs of codes: each piece's pair is one word in the stage.
         pairs_of_word = self.pieces // self._words_of_column
 
         def emit(scales: Value, codes: Any, stage: Any) -> None:
@@ -203,7 +204,6 @@ class Decoder:
     def load(self, stage: jax.Array, piece: int, matrix: Any, first: Any) -> jax.Array:
         """Looks up a piece of 64 columns of a matrix, from column `first` on, for `decode`."""
         # The result has, for each of a thread's two columns, words of numbers and one of scales.
-        # Four words of a column's numbers are a quad.
         first_of_part = jnp.int32(matrix * self.block_n + first)
         pieces, stage_columns = self.pieces, self.stage_columns
 
@@ -212,32 +212,27 @@ class Decoder:
             column = mosaic.add(mosaic.tensor_core_row(), mosaic.scalar(first_of_part))
             word = mosaic.integer_type(32)
             stage = mosaic.scalar(stage)
-
-            def start_of(ref: Value, column: Value, words: int) -> Value:
-                at = mosaic.mul(column, words)
-                return mosaic.pointer_at(ref, at, word)
-
             column_of_values = mosaic.add(column, mosaic.mul(stage, stage_columns))
-            values_start = start_of(values, column_of_values, _WORDS * pieces)
+            at = mosaic.mul(column_of_values, _WORDS * pieces)
+            values_start = mosaic.pointer_at(values, at, word)
             piece_of_ring = mosaic.add(mosaic.mul(stage, pieces), piece)
             column_of_scales = mosaic.add(column, mosaic.mul(piece_of_ring, stage_columns))
-            scales_start = start_of(scales, column_of_scales, 1)
-            # Selects byte q of a word, and zeros in place of the other bytes.
+            scales_start = mosaic.pointer_at(scales, column_of_scales, word)
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
-            selector = arith.ori(q, mosaic.i32(0x4440))
+            selector = arith.ori(q, mosaic.i32(BYTE_0))
             table_of_lane = own_table(table)
             lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-            # The thread's column modulo 8.
-            down = arith.shrui(lane, mosaic.i32(2))
+            column_modulo_8 = arith.shrui(lane, mosaic.i32(2))
             words = []
             for half in range(2):
                 # The thread's second column is `APART` columns after the first.
                 words_before = mosaic.i32(half * APART * _WORDS * pieces)
-                for i in range(0, _WORDS, _QUAD):
-                    quad = place_of_quad((piece * _WORDS + i) // _QUAD, down, pieces)
-                    place = mosaic.add(words_before, mosaic.mul(quad, _QUAD))
+                for i in range(0, _WORDS, _VECTOR):
+                    index = (piece * _WORDS + i) // _VECTOR
+                    vector_place = place_of_vector(index, column_modulo_8, pieces)
+                    place = mosaic.add(words_before, mosaic.mul(vector_place, _VECTOR))
                     start = mosaic.element_pointer(values_start, place, word)
-                    for eight_numbers in mosaic.load_numbers(start, _QUAD):
+                    for eight_numbers in mosaic.load_numbers(start, _VECTOR):
                         words.append(look_up(table_of_lane, eight_numbers, selector))
                 start = mosaic.element_pointer(scales_start, mosaic.i32(half * APART), word)
                 words += mosaic.load_numbers(start, 1)
@@ -277,21 +272,21 @@ class Decoder:
 
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     """Returns the Mosaic transforms of the values in the ring's stages."""
-    # Swizzled, so that the threads of a warp load from different banks. Columns of one or three
-    # pieces need no swizzle for that.
+    # Swizzled, for the banks of a warp's threads. Columns of one or three pieces need no swizzle.
     if pieces not in (2, 4):
         return ()
     column_bytes = pieces * NUMBER_BYTES
     return plgpu.TilingTransform((8, column_bytes)), plgpu.SwizzleTransform(column_bytes)
 
 
-def place_of_quad(index: int, column: Value, pieces: int) -> Value:
-    """Emits the place of quad `index`, four words of numbers, in a column, given modulo 8."""
-    quad = mosaic.i32(index)
+def place_of_vector(index: int, column: Value, pieces: int) -> Value:
+    """Emits where a column, given modulo 8, has its vector of 16 bytes number `index`."""
+    place = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
-        return quad
-    # Columns of two pieces have 64 bytes, and each two of them the same swizzle.
-    return arith.xori(quad, column if pieces == 4 else arith.shrui(column, mosaic.i32(1)))
+        return place
+    # A swizzle of 128 bytes permutes a column's vectors by the column. Of 64 bytes, as columns of
+    # two pieces have, it is the same for each two columns.
+    return arith.xori(place, column if pieces == 4 else arith.shrui(column, mosaic.i32(1)))
 
 
 def own_table(table: Value) -> Value:
@@ -301,8 +296,7 @@ def own_table(table: Value) -> Value:
 
 
 def look_up(own_table: Value, word: Value, selector: Value) -> Value:
-    """Looks up the two numbers of byte `selector` - 0x4440 of `word`: two bfloat16 in a word."""
-    # The selector's other digits, 4, put zeros in place of the other bytes.
+    """Looks up the two numbers of byte `selector` - BYTE_0 of `word`: two bfloat16 in a word."""
     byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
     place = mosaic.add(own_table, mosaic.mul(byte, WARP * WORD_BYTES))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
@@ -364,6 +358,7 @@ def _bfloat16_of_byte(byte: Value) -> Value:
     )
     # Bytes 0 and 1 of `low` and `high` belong to the first and the second number.
     sizes = mosaic.chosen_bytes(low, high, mosaic.i32(0x5140))
+    # The signs, bits 3 and 7, become bits 15 and 31.
     signs = arith.ori(arith.shli(byte, mosaic.i32(12)), arith.shli(byte, mosaic.i32(24)))
     return arith.ori(sizes, arith.andi(signs, mosaic.i32(0x80008000)))
 

@@ -21,8 +21,7 @@ past the last group, never enters an accumulator.
 Where there is a loader warpgroup, it clears a step after it has started the copies of the next
 `num_stages` - 2 steps, which run meanwhile. One copy more would be a deadlock: it needs a stage
 that the compute warpgroups release only after they have started to multiply the uncleared step.
-Without a loader, the compute warpgroups clear a step together, while the tensor cores multiply the
-step before.
+Without a loader, the compute warpgroups clear a step while the step before is multiplied.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def drhs_of_each(
       num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
 
     Returns:
-      For each grad, [L, K, N] of lhs's dtype, summed in float32, or the updated sums. An empty
-      group's matrix is zero.
+      For each grad, [L, K, N] of lhs's dtype, summed in float32, 0 for an empty group; or the sums.
     """
     num_groups, width = group_sizes.shape[0], grads[0].shape[1]
     shape = num_groups, lhs.shape[1], width

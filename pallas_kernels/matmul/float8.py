@@ -2,8 +2,7 @@
 
 Rows have a float32 scale for each 128 columns of a row, and matrices have one for each 128 x 128
 block. The tensor cores add float8 products with a precision of about 14 bits. So they sum only 128
-products at a time. Each sum is multiplied by the scales of its rows and matrix block, and added to
-float32 totals.
+products at a time. Each sum is multiplied by its row's and block's scales, and added to a total.
 
 In a step of 128 along K, a thread block multiplies a tile of the rows `lhs` by two tiles of the
 matrices `rhs`, for two halves of a tile of the output `out`:
@@ -23,11 +22,9 @@ of one half, whose totals and accumulators leave a loader its third of the regis
 is then computed in two *passes* over K, each for 64 columns of both matrices.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
-multiplies these rows by one of the two halves; in `float8_gated_matmul` the second one has nothing
-to compute.
+multiplies these rows by one of the halves; in `float8_gated_matmul` the second one has no work.
 
-Both operands are stored with the contraction dimension innermost, which the tensor cores require of
-float8 operands.
+Both operands are stored with K innermost, as the tensor cores require of float8 operands.
 """
 
 from __future__ import annotations
@@ -97,8 +94,7 @@ class Float8Tiles:
     def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
-        `narrow_stages` is `num_stages` of narrow tiles. `few_rows` is whether groups have fewer
-        than `_FEW_ROWS` rows on average.
+        `narrow_stages` is `num_stages` of narrow tiles; `few_rows`: less than `_FEW_ROWS` a group.
         """
         if REGISTERS_MOVE or few_rows:
             # With few rows, a computer waits for memory, and should release a stage before.
@@ -127,8 +123,7 @@ def float8_matmul(
         64 rows, where R is their height, or S times the height.
       dtype: the dtype of the result: bfloat16, float16 or float32.
 
-    The other arguments are those of `grouped_matmul.grouped_matmul`. If `tiles` is None, they are
-    those of `Float8Tiles.of`.
+    The others are as for `grouped_matmul.grouped_matmul`; `tiles` None: those of `Float8Tiles.of`.
 
     Returns:
       [R, N] of `dtype`, or [S * height, N] for chosen groups. The products of all pairs are summed
@@ -299,6 +294,7 @@ class Float8Kernel(Kernel):
         return types
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
+        # Each operand is two arrays, values and scales.
         num_operands = 2 * (1 + self.num_matrices) * len(self.depths)
         operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
         # The table's last entry, with the numbers of row tiles and of rows in groups.
@@ -324,8 +320,7 @@ class Float8Kernel(Kernel):
         used_rows: jax.Array | int = 0,
     ) -> None:
         """Loads, computes and stores this block's share of all `total` output tiles."""
-        # `look_up(index)` returns what `compute_tile` takes as `tile`: here, its `Position`.
-        # `used_rows` is for `finish`.
+        # `look_up(index)` returns the `tile` for `compute_tile`; `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
 
@@ -360,8 +355,7 @@ class Float8Kernel(Kernel):
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
         """Returns references to a step's `num_scales` scales of blocks of the right operands."""
-        # `scales` has an array for each right operand. `at(array, block)` refers to the scale of
-        # the 128 columns from 128 * block on.
+        # `scales` are arrays, one of each right operand; `at(array, i)` refers to block i's scale.
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.num_matrices > 1:
             return [at(array, block) for array in scales]
@@ -379,7 +373,8 @@ class Float8Kernel(Kernel):
         block_scales: Sequence[jax.Array],
     ) -> None:
         """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
-        # `left_scales` is None if not `rows_have_scales`.
+        # References in global memory: `left` [128, 128], `left_scales` [128], or None if not
+        # `rows_have_scales`, and `rights` [step_columns, 128]. `block_scales` are `num_scales`.
         stage = stage_of(number, self.tiles.num_stages)
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
@@ -406,64 +401,53 @@ class Float8Kernel(Kernel):
         """Multiplies the tiles of the ring's next `steps` steps, and sums the scaled products.
 
         Computes 64 rows, from `row` on in the left operand's tiles, and `num_halves` halves of 128
-        columns, from half `first_half` on. `used` is the number of steps before. Returns a sum [64,
-        128] float32 for each of `halves`, the first for `first_half`, zero if not computed; and the
-        feed after these steps.
+        columns, from half `first_half` on. `used` is the number of steps before. Returns `halves`
+        sums, [64, 128] float32, the first for `first_half`, zero if not computed; and the new feed.
         """
-        scratch = computer.scratch
-        zero = zeros((ROWS, BLOCK), jnp.float32)
+        scratch, num_stages = computer.scratch, self.tiles.num_stages
+        zeros_of_halves = (zeros((ROWS, BLOCK), jnp.float32),) * self.halves
 
-        def wait(n):
-            plgpu.barrier_wait(scratch["full"].at[stage_of(used + n, self.tiles.num_stages)])
-
-        def scales_of(n):
-            # Returns the scales of the rows of step n, None if they have none, and of its blocks.
-            stage, row_scales = stage_of(used + n, self.tiles.num_stages), None
+        def wait_for(n):
+            # Waits for the operands of step n; returns the scales of its rows, None if they have
+            # none, and those of its blocks.
+            stage, row_scales = stage_of(used + n, num_stages), None
+            plgpu.barrier_wait(scratch["full"].at[stage])
             if self.rows_have_scales:
-                row_scales = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, ROWS)])
+                of_rows = scratch["row_scales"].at[stage, pl.ds(row, ROWS)]
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                row_scales = plgpu.load(of_rows, layout=layout, optimized=False)
             # A half has one scale, and the half of a narrow gated tile two, for 64 columns each. If
-            # `first_half` is 1, the last index would be past the end. The scale read in its place
-            # belongs to a half that is not computed.
+            # `first_half` is 1, the last index is past the end, and that half is not computed.
             return row_scales, [
                 scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
                 for i in range(self.num_scales)
             ]
 
-        def wait_ahead(n):
-            wait(n)
-            return scales_of(n)
-
         def step(n, carry):
             totals, feed, scales = carry
             if not self.tiles.waits_ahead:
-                wait(n)
-            stage = stage_of(used + n, self.tiles.num_stages)
+                scales = wait_for(n)
+            stage = stage_of(used + n, num_stages)
             product = tensor_cores.start_float8_product(
                 scratch["left"], scratch["right"], stage, row, first_half
             )
-            # The tensor cores compute the first product meanwhile.
-            feed = computer.feeder.follow(used + n, feed)
-            next_scales = None
+            # While the tensor cores compute the first product, load a stage, and wait for the next.
+            feed, next_scales = computer.feeder.follow(used + n, feed), None
             if self.tiles.waits_ahead:
-                following = functools.partial(wait_ahead, n + 1)
-                next_scales = lax.cond(n + 1 < steps, following, lambda: scales)
-            else:
-                scales = scales_of(n)
+                wait_for_next = functools.partial(wait_for, n + 1)
+                next_scales = lax.cond(n + 1 < steps, wait_for_next, lambda: scales)
             totals = tensor_cores.add_float8_products(totals, product, num_halves, *scales)
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return totals, feed, next_scales
 
-        def sum_steps(feed):
-            first_scales = wait_ahead(jnp.int32(0)) if self.tiles.waits_ahead else None
-            carry = (zero,) * self.halves, feed, first_scales
+        def all_steps(feed):
+            first_scales = wait_for(jnp.int32(0)) if self.tiles.waits_ahead else None
+            carry = zeros_of_halves, feed, first_scales
             return lax.fori_loop(0, steps, step, carry)[:2]
 
         if isinstance(steps, int):
-            return sum_steps(feed)
-        return lax.cond(steps > 0, sum_steps, lambda feed: ((zero,) * self.halves, feed), feed)
-
-    def load_scales(self, scales: Any) -> jax.Array:
-        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return all_steps(feed)
+        return lax.cond(steps > 0, all_steps, lambda feed: (zeros_of_halves, feed), feed)
 
     def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
@@ -538,8 +522,8 @@ class _RowLoader:
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        part, step = self._pass_of(step)
-        columns = self.kernel.columns_of(left_edge + part * self.kernel.step_columns)
+        pass_index, step = self._pass_of(step)
+        columns = self.kernel.columns_of(left_edge + pass_index * self.kernel.step_columns)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -564,7 +548,7 @@ class _Product(Float8Kernel):
 
     num_matrices = 1
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile: Position, used, feed):
         first, begin, end, left_edge = tile
         # Of a short tile, each warpgroup computes all rows of one half; else its rows of both.
         is_short = (end - first <= ROWS) & (self.halves > 1)
@@ -576,23 +560,25 @@ class _Product(Float8Kernel):
         )
         top, left = first + row, left_edge + first_half * BLOCK
         for half, total in enumerate(totals):
-
-            def store(total=total, left=left + half * BLOCK):
-                self.store_half(computer, total, Target(top, left, begin - top, end - top))
-
-            is_stored = (left + half * BLOCK < self.width) & (top < end)
+            left_of_half = left + half * BLOCK
+            is_stored = (left_of_half < self.width) & (top < end)
             if half == 1:
                 is_stored &= jnp.logical_not(is_short)
-            pl.when(is_stored)(store)
+
+            @pl.when(is_stored)
+            def _store() -> None:
+                target = Target(top, left_of_half, begin - top, end - top)
+                self.store_half(computer, total, target)
+
         return used + self.steps, feed
 
     def store_half(self, computer: Computer, total: jax.Array, target: Target) -> None:
-        """Stores rows of `total`, this warpgroup's part of a half."""
+        """Stores rows of `total`, this warpgroup's part of a half, [64, 128] float32."""
         (out,), room = computer.outs, computer.scratch["staged"].at[computer.number]
-        for i in range(0, BLOCK, self.chunk):
-            part = total[:, i : i + self.chunk].astype(self.out_dtype)
-            shifted = target._replace(left=target.left + i)
-            register_tiles.store_rows_through(room, out, part, shifted)
+        for first_column in range(0, BLOCK, self.chunk):
+            part = total[:, first_column : first_column + self.chunk].astype(self.out_dtype)
+            target_of_part = target._replace(left=target.left + first_column)
+            register_tiles.store_rows_through(room, out, part, target_of_part)
 
     def finish(self, computer: Computer, used_rows: jax.Array) -> None:
         """Zeroes this warpgroup's share of the rows from `used_rows` on, if the kernel is to."""
@@ -635,10 +621,9 @@ class _GatedProduct(Float8Kernel):
     def multiply(
         self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
     ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
-        """Multiplies 64 rows by both matrices; returns their products in parts, and the feed.
+        """Multiplies 64 rows by both matrices; returns, for each pass, a function, and the feed.
 
-        For the columns of each pass there is a function, which returns those of the product with
-        matrix 0 or 1, [64, columns] float32.
+        function(i) returns the pass's columns of the product with matrix i, [64, columns] float32.
         """
         steps = self.steps_of_pass
         totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
@@ -646,46 +631,37 @@ class _GatedProduct(Float8Kernel):
             return [lambda i: totals[i]], feed
         # A total has 64 columns of each product. Those of the first pass wait in shared memory.
         first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
-        own = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
+        of_product = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
         for i in range(HALVES):
-            first_pass[i] = totals[0][:, own[i]]
+            first_pass[i] = totals[0][:, of_product[i]]
         plgpu.commit_smem()  # a barrier
         (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
 
         def load(i: int) -> jax.Array:
             return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
 
-        return [load, lambda i: second[:, own[i]]], feed
+        return [load, lambda i: second[:, of_product[i]]], feed
 
-    def compute_tile(self, computer, tile, used, feed):
+    def compute_tile(self, computer, tile: Position, used, feed):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
-            parts, feed = self.multiply(computer, used, feed, row)
-            room = computer.scratch["staged"].at[computer.number]
+            passes, feed = self.multiply(computer, used, feed, row)
             target = Target(top, left_edge, begin - top, end - top)
-            block = lax.div(left_edge, jnp.int32(BLOCK))
+            of_scales = target._replace(left=lax.div(left_edge, jnp.int32(BLOCK)))
+            store = functools.partial(self.store_quantized, computer, target, of_scales)
 
-            def store(rows, index):
-                # Quantizes rows, and stores those of the group to result number `index`.
-                values, scales = _quantize(rows)
-                out, out_scales = computer.outs[2 * index : 2 * index + 2]
-                register_tiles.store_rows_through(room, out, values, target)
-                # The scales of the gated product, result 0, are transposed.
-                of_scales = target._replace(left=block)
-                register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
-
-            def store_product(i):
-                store(side_by_side([part(i) for part in parts]), index=1 + i)
+            def store_product(i: int) -> None:
+                store(side_by_side([product(i) for product in passes]), index=1 + i)
 
             # After two passes, registers are fewest if one product is stored before the gated one,
             # and if the last pass is gated first, because it is in registers.
             num_before = int(self.keep and self.tiles.passes > 1)
             for i in range(num_before):
                 store_product(i)
-            hidden = [self.gating(part(0), part(1)) for part in reversed(parts)]
+            hidden = [self.gating(product(0), product(1)) for product in reversed(passes)]
             store(side_by_side(hidden[::-1]), index=0)
             if self.keep:
                 for i in range(num_before, HALVES):
@@ -695,6 +671,18 @@ class _GatedProduct(Float8Kernel):
         # A short tile has no rows for the second warpgroup.
         feed = lax.cond(top < end, compute, lambda feed: self.skip(computer, used, feed), feed)
         return used + self.steps, feed
+
+    def store_quantized(
+        self, computer: Computer, target: Target, of_scales: Target, rows: jax.Array, index: int
+    ) -> None:
+        """Quantizes [64, 128] float32, and stores the group's rows of it: result number `index`."""
+        # `target` and `of_scales` are where values and scales are stored.
+        values, scales = _quantize(rows)
+        out, out_scales = computer.outs[2 * index : 2 * index + 2]
+        room = computer.scratch["staged"].at[computer.number]
+        register_tiles.store_rows_through(room, out, values, target)
+        # The scales of the gated product, result 0, are transposed.
+        register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
 
 
 def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
@@ -733,19 +721,19 @@ def _emit_quantize(rows: mosaic.Array) -> list[mosaic.Array]:
         return [value for i, value in enumerate(values) if i // 2 % 2 == row]
 
     def without_infinities() -> list[Value]:
-        # Returns the numbers, NaN for infinities, and the largest magnitude of each row.
-        is_finite, bits = zip(*map(float8.magnitude, numbers), strict=True)
-        clean = map(float8.or_nan, numbers, is_finite)
+        # Returns the numbers, NaN for infinities, and each row's largest magnitude without these.
+        are_finite, bits = zip(*map(float8.magnitude, numbers), strict=True)
+        clean = map(float8.or_nan, numbers, are_finite)
         return [*clean, *(max_of(of_row(bits, row)) for row in range(2))]
 
-    # Infinities are rare, so a thread looks for them only if its largest magnitude is one. The
-    # maximum ignores NaN, and a NaN stays one when it is multiplied.
-    sizes = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
-    is_finite = mosaic.below(max_of(sizes), float8.INFINITY)
-    *numbers, first, second = mosaic.unless(is_finite, without_infinities, [*numbers, *sizes])
-    # Four threads have a part of each of the two rows.
-    sizes = with_shuffled(with_shuffled([first, second], distance=1), distance=2)
-    scales = [float8.scale(FLOAT8_ROWS, size) for size in sizes]
+    # The bits of each row's largest magnitude. Infinities are rare, so a thread looks for them only
+    # if one is its largest. The maximum ignores NaN, and a NaN stays one when it is multiplied.
+    largest = [float8.largest_magnitude(of_row(numbers, row)) for row in range(2)]
+    all_finite = mosaic.below(max_of(largest), float8.INFINITY)
+    *numbers, first, second = mosaic.unless(all_finite, without_infinities, [*numbers, *largest])
+    # Four adjacent threads have a part of each of the two rows.
+    largest = with_shuffled(with_shuffled([first, second], distance=1), distance=2)
+    scales = [float8.scale(FLOAT8_ROWS, bits) for bits in largest]
     # In relocatable code `rcp.rn` is a call, and a call serializes the tensor cores.
     inverses = list(map(float8.branchless_reciprocal, scales))
     scaled = [arith.mulf(number, inverses[i // 2 % 2]) for i, number in enumerate(numbers)]

@@ -8,8 +8,7 @@ operands are given transposed, with each group's rows padded to blocks of 128:
   128 of K x 128 rows  times   2 x [128 of N x 128 rows]    =    2 x [128 of K x 128 of N]
 
 A step multiplies the rows of one block. `float8` describes how a thread block multiplies and sums;
-here a block of 128 rows by 128 columns of an operand shares one scale. A tile is stored by bulk
-copies while the next one is multiplied.
+here 128 rows by 128 columns of an operand share a scale. Bulk copies store a tile during the next.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def drhs_of_each(
       tiles: None: those of `Float8Tiles.of`.
 
     Returns:
-      For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), or the updated sums. An
-      empty group's matrix is zero.
+      For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), 0 for an empty group; or
+      the updated sums.
     """
     if len(grads) > 1 and not REGISTERS_MOVE:
         # Two gradients in a kernel share the tiles of lhs, but leave no registers for a loader.
@@ -149,6 +148,7 @@ class _Drhs(Float8Kernel):
         self.walk_tiles(total, look_up, loader, outs, scratch)
 
     def compute_tile(self, computer, tile, used, feed):
+        # The result of `look_up`, above.
         top, left_edge, steps = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
@@ -160,7 +160,7 @@ class _Drhs(Float8Kernel):
             num_before = half * BLOCK // self.chunk
 
             @pl.when(left < self.width)
-            def _(total=total, out=out, left=left, buffers=buffers, num_before=num_before):
+            def _copy() -> None:
                 self.copy_half(total, out, buffers, num_before, top + row, left)
 
         return used + steps, feed
@@ -169,7 +169,8 @@ class _Drhs(Float8Kernel):
         self, total: jax.Array, out: Any, buffers: Any, num_before: int, top: Any, left: Any
     ) -> None:
         """Starts to copy `total`, a half's 64 rows, to (top, left) of `out`, chunk by chunk."""
-        # `num_before` chunks of the tile came before. A buffer is free when a copy has read it.
+        # `num_before` chunks of the tile came before. The chunks take turns at the buffers. Before
+        # one is written to, the copy that read it last must be done; later copies may still run.
         rows = pl.ds(pl.multiple_of(top, ROWS), ROWS)
         for i in range(BLOCK // self.chunk):
             if num_before + i >= _COPY_BUFFERS:
@@ -203,7 +204,7 @@ class _Loader:
 
     kernel: _Drhs
     scratch: Any
-    operands: Sequence[Any]
+    operands: Sequence[Any]  # the values and scales of lhs, and then those of each grad
     group_blocks: Any
 
     def find(self, index: jax.Array) -> _Tile:

@@ -8,8 +8,7 @@ A thread block of 8 warps handles a tile of 128 rows by 128 columns in two turns
 turn a thread handles a patch of 4 rows by 8 columns, and a warp 8 rows by all 128 columns. A warp
 loads and stores whole lines of memory, 128 bytes, also of the transposed results: these pass
 through shared memory. Between finding the scales and rounding, a thread keeps its results in shared
-memory. So two thread blocks fit on a multiprocessor, and one computes while the other waits for
-memory.
+memory. So two thread blocks fit on a multiprocessor: one computes while the other waits for memory.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ _THREADS = _ACROSS * _ROWS_OF_TURN // _ROWS
 _WARPS = _THREADS // WARP
 # The 32-bit words that hold the bfloat16 numbers of a row of a patch.
 _WORDS = _COLUMNS // 2
-# The kernel quantizes three results: dgate, dup and w * h. It stores all of them transposed, and
-# the first two also as rows.
+# The kernel stores three results transposed, dgate, dup and w * h, and the first two also as rows.
 _WITH_ROWS = 2
 _RESULTS = 3
 # A thread stores 16 values of a column of a tile at a time: a piece.
@@ -161,43 +159,46 @@ class _Tile(Tile):
         self, ins: Any, row_outs: Any, shared: Any, turn: Value, top: Value, column: Value
     ) -> None:
         """Computes the thread's patch of a turn, from (top, column) on; keeps it in `shared`."""
-        # It also keeps the largest magnitude of each warp and 1 / scale of each row in `shared`. To
-        # `row_outs` it stores the scales of rows of dgate and of dup, and sums of dhidden * h.
-        f32, word = mosaic.float_type(), mosaic.integer_type(32)
+        # `row_outs` are the scales of rows of dgate and of dup, and the sums of dhidden * h.
         warp, lane = mosaic.divided(mosaic.thread(), WARP)
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
 
-        # largest[result][row] is the bits of the largest magnitude of a row of a result.
+        # largest[result][row] is the bits of the largest magnitude of a row of the patch.
         largest: list[list[Value]] = [[] for _ in range(_RESULTS)]
         sums = []
         for i, operands in enumerate(self.load(ins, top, left)):
             results, row_sum = self.compute_row(*operands)
-            sums.append(arith.bitcast(word, row_sum))
+            sums.append(arith.bitcast(mosaic.integer_type(32), row_sum))
             for result, words in enumerate(results):
                 words = BFLOAT16.without_infinities(words)
-                share(shared, _own_place(turn, result, i), words)
+                share(shared, _place_of(turn, result, i), words)
                 largest[result].append(BFLOAT16.largest(words))
 
-        largest_of_warp = [mosaic.warp_max(max_of(sizes)) for sizes in largest]
+        largest_of_warp = [mosaic.warp_max(max_of(of_rows)) for of_rows in largest]
         with mosaic.when(mosaic.equal(lane, 0)):
             at = mosaic.add(mosaic.mul(turn, _WARPS), warp)
-            for result, size in enumerate(largest_of_warp):
-                share(shared, mosaic.add(at, _place_of_largest(result)), [size])
+            for result, bits in enumerate(largest_of_warp):
+                share(shared, mosaic.add(at, _place_of_largest(result)), [bits])
+        self.finish_rows(largest[:_WITH_ROWS], sums, row_outs, shared, top, column)
 
-        # The threads that have elements of the same rows find each row's largest magnitudes and its
-        # sum. The first `_ROWS` of them then have those of a row each.
-        sizes = [_combined_row(largest[i], arith.maxui) for i in range(_WITH_ROWS)]
+    def finish_rows(
+        self, largest: Any, sums: Any, row_outs: Any, shared: Any, top: Value, column: Value
+    ) -> None:
+        """Stores scales and sums of the rows of a turn, and keeps 1 / scale of rows in `shared`."""
+        # `largest`, for dgate and for dup, and `sums` have a word for each row of the patch. The
+        # threads whose patches have the same rows combine theirs. The first `_ROWS` of these
+        # threads then have the results of a row each.
+        sizes = [_combined_row(of_rows, arith.maxui) for of_rows in largest]
         total = _combined_row(sums, _sum_of_words)
         across = arith.divui(column, mosaic.i32(_COLUMNS))
         row = mosaic.add(top, _index_of_combined_row(across))
-        scales_and_factors = [scale_of(size) for size in sizes]
+        scales, factors = zip(*map(scale_of, sizes), strict=True)
         with mosaic.when(mosaic.below(across, _ROWS)):
-            for result, (_, factor) in enumerate(scales_and_factors):
+            for result, factor in enumerate(factors):
                 at = mosaic.add(row, _FACTORS + result * BLOCK)
-                share(shared, at, [arith.bitcast(word, factor)])
+                share(shared, at, [arith.bitcast(mosaic.integer_type(32), factor)])
             with mosaic.when(mosaic.below(row, self.count)):
-                scales = [scale for scale, _ in scales_and_factors]
-                numbers = [*scales, arith.bitcast(f32, total)]
+                numbers = [*scales, arith.bitcast(mosaic.float_type(), total)]
                 row_of_out = mosaic.add(self.first, row)
                 for number, out in zip(numbers, row_outs, strict=True):
                     place = pointer_to(out, self.column, self.num_rows, row_of_out, size=4)
@@ -209,7 +210,7 @@ class _Tile(Tile):
         left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
         for result in range(_RESULTS):
             numbers = [
-                BFLOAT16.numbers(shared_words(shared, _own_place(turn, result, i), _WORDS))
+                BFLOAT16.numbers(shared_words(shared, _place_of(turn, result, i), _WORDS))
                 for i in range(_ROWS)
             ]
             if result < _WITH_ROWS:
@@ -222,12 +223,12 @@ class _Tile(Tile):
                         mosaic.store_numbers(words, past(start, i * self.width))
             place = mosaic.i32(_place_of_largest(result))
             (tile_factor,) = shared_numbers(shared, place, count=1)
+            # Column by column, so that a word of four float8 has the four rows of a column.
             by_columns = [number for four in zip(*numbers, strict=True) for number in four]
-            # A word has the four rows of a column. The words replace two rows of the patch.
             words = rounded_words(by_columns, [tile_factor] * len(by_columns))
+            # The words of the 8 columns replace the first two rows of the patch.
             for i in range(0, _COLUMNS, _WORDS):
-                at = _own_place(turn, result, i // _WORDS)
-                share(shared, at, words[i : i + _WORDS])
+                share(shared, _place_of(turn, result, i // _WORDS), words[i : i + _WORDS])
 
     def store_columns(self, outs: Any, shared: Any) -> None:
         """Stores the transposed results `outs`, which `store_rows` has left in shared memory."""
@@ -251,8 +252,7 @@ class _Tile(Tile):
             base = mosaic.add(_place_of(turn, result, 0, owner), word)
             base = mosaic.add(base, mosaic.mul(row_of_patch, _OF_ROW))
             for i in range(0, BLOCK, at_once):
-                # Further columns are those of the next patches to the right, and the piece's other
-                # rows those of the next patches below.
+                # Further columns are in patches to the right, the piece's other rows in lower ones.
                 to_right = i // _COLUMNS * _WORDS
                 words = [
                     word_at(shared, mosaic.add(base, to_right + k * _ACROSS * _WORDS))
@@ -330,15 +330,11 @@ def _place_of_largest(result: int) -> int:
     return _LARGEST + result * _TURNS * _WARPS
 
 
-def _own_place(turn: Value, result: int, row: int) -> Value:
-    """Returns `_place_of` for this thread."""
-    return _place_of(turn, result, row, mosaic.thread())
-
-
-def _place_of(turn: Value, result: int, row: int, thread: Value) -> Value:
-    """Returns the index in shared memory at which `thread` keeps row `row` of its patch."""
+def _place_of(turn: Value, result: int, row: int, thread: Value | None = None) -> Value:
+    """Returns where in shared memory `thread`, by default this one, keeps a row of its patch."""
     # Each piece of 16 rows before the patch's shifts the patch by _WORDS, so that the threads that
     # store the pieces access different banks. Pieces of an earlier turn count, too.
+    thread = mosaic.thread() if thread is None else thread
     start = mosaic.mul(turn, _RESULTS * _ROWS * _OF_ROW + _PIECES // _TURNS * _WORDS)
     start = mosaic.add(start, (result * _ROWS + row) * _OF_ROW)
     piece = arith.divui(thread, mosaic.i32(_ACROSS * _PIECE // _ROWS))
@@ -354,12 +350,12 @@ def _sum_of_words(a: Value, b: Value) -> Value:
 def _combined_row(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combines each row's word over the `_ACROSS` threads that share rows; returns one result."""
     # `words` has a word for each row of this thread's patch. `_index_of_combined_row` tells which
-    # row's result a thread gets.
+    # row's result a thread gets. At each distance, two threads exchange half of their rows.
     across = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS))
     distance = 1
     while distance < _ACROSS:
         if len(words) > 1:
-            # Of two threads, one goes on with one half of the rows, and the other with the rest.
+            # One thread goes on with the first half of the rows, the other with the second.
             half = len(words) // 2
             has_upper = _is_odd(across, distance)
             pairs = list(zip(words[:half], words[half:], strict=True))

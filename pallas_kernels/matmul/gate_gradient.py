@@ -2,8 +2,8 @@
 
 An expert computes gate = x @ wi_0, up = x @ wi_1, h = gating(gate, up) and (w * h) @ wo, where w is
 the weight of a row. From dhidden, the gradient of w * h, the kernel computes dgate and dup, in
-place of gate and up, w * h, in place of dhidden, and <dhidden, h>, the gradient of w, summed over
-the 128 columns of each tile.
+place of gate and up, w * h, in place of dhidden, and the gradient of w, dhidden * h summed over the
+128 columns of each tile.
 
 It leaves out rows past the last group. XLA's own pass reads and writes all rows of all six arrays,
 and a receive buffer with room for any routing has many times as many rows as groups have.
@@ -70,8 +70,7 @@ def gate_gradient(
       num_used: [] int32, the number of rows of all groups.
 
     Returns:
-      (w * h, dgate, dup, dweights): three arrays [R, F] bfloat16, and [R] float32. Rows past the
-      last group are undefined.
+      (w * h, dgate, dup, dweights): three [R, F] bfloat16, [R] float32; undefined past the groups.
     """
     num_rows, width = dhidden.shape
 
@@ -132,8 +131,7 @@ def gradients_of_row(
 ) -> tuple[tuple[list[Value], list[Value], list[Value]], Value]:
     """Computes elements (dgate, dup, w * h) of a row, and their sum of dhidden * h, in float32.
 
-    `gating` is `gradient_of(act)`, and `weight` is w. `grads` are elements of dhidden, `pre` those
-    of gate and those of up.
+    `gating` is `gradient_of(act)`, `weight` is w, `grads` is dhidden, and `pre` are gate and up.
     """
     results: tuple[list[Value], list[Value], list[Value]] = [], [], []
     total = mosaic.f32(0.0)

@@ -30,7 +30,7 @@ from pallas_kernels.matmul.grouped_matmul import (
     Computer,
     Matrices,
     Product,
-    Share,
+    Starts,
     Tiles,
     passed_at_once,
 )
@@ -188,8 +188,7 @@ class _OneProduct(Computer):
 
     Warpgroup 1 passes the first rows of its product through shared memory to warpgroup 0, which
     applies the gating function to these rows, and stores the results. If a tile has more than 128
-    rows, warpgroup 0 passes the other half of the rows of its product to warpgroup 1, which does
-    the same with them.
+    rows, warpgroup 0 also passes the other half of its product's rows to warpgroup 1, likewise.
     """
 
     kernel: _GatedProduct
@@ -216,7 +215,7 @@ class _OneProduct(Computer):
         return 0
 
     @property
-    def _share(self) -> Share:
+    def _column_starts(self) -> Starts:
         return [(self.number, 0)]
 
     def _compute_tile(
@@ -230,15 +229,18 @@ class _OneProduct(Computer):
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
         steps = Steps(used, self.kernel.steps, self.feeder, feed)
-        total, feed = self.matrices.sum_products(self._share, height_index, self._shape, steps)
+        total, feed = self.matrices.sum_products(
+            self._column_starts, height_index, self._shape, steps
+        )
         product = total.astype(self.kernel.dtype)
+        # The product is transposed: its columns are rows of the tile.
         num_first = self.passed.product.shape[1]
         first_rows = product[:, :num_first]
         # Mosaic has no arrays without elements. If all rows are passed at once, these are not used.
         other_rows = product[:, num_first:] if self._both_store else product
 
         @pl.when(self.number == 1)
-        def _pass():
+        def _warpgroup_1():
             # Warpgroup 0 must have read the rows of the tile before, which these overwrite.
             if not self._both_store:
                 pl.when(used > 0)(lambda: plgpu.barrier_wait(self.passed.answered))
@@ -251,7 +253,7 @@ class _OneProduct(Computer):
                 self._store(below, biases, product_0, other_rows)
 
         @pl.when(self.number == 0)
-        def _answer():
+        def _warpgroup_0():
             plgpu.barrier_wait(self.passed.full)
             product_1 = register_tiles.read_registers(self.passed.product)
             if self._both_store:

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,6 @@ _LEAST_STAGES = 3
 # If compute warpgroups pass products to each other, and a tile has more rows than this, each of
 # them passes half of the rows: so both apply the gating function, which was measured to be faster.
 _MOST_PASSED = 128
-# A thread with so many sums, those of a tile of 176 x 128, needs no more than 168 registers.
-_MOST_ACCUMULATORS = 88
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +97,9 @@ class Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
         There are at most 6 stages, and at most 8 buffers for each compute warpgroup. `mxfp4_depth`
-        is K of matrices in MXFP4, or None. For these, the step is the longest that leaves room for
-        3 stages.
+        is K of matrices in MXFP4, or None. Their step is the longest of which 3 stages fit.
         """
+        # All sizes are in bytes. Unquantized numbers have two.
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
         column_bytes = 2 * STEP  # of a matrix's column in 64 of K
         steps = [STEP]
@@ -111,20 +110,19 @@ class Tiles:
             column_bytes = decoder.COLUMN_BYTES
             # The longest is the first.
             steps = [s for s in decoder.STEPS if mxfp4_depth % s == 0 or s == STEP]
-        chunk_bytes = 2 * CHUNK * STORED_ROWS
-        # The bytes of a stage, at first with 64 of K.
-        stage_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
         if block_n < COMPUTERS * CHUNK:
             # A compute warpgroup passes its product to the other one.
             room -= 2 * block_n * passed_at_once(heights[-1])
         # Each compute warpgroup has at least 1 + num_matrices buffers: enough for all outputs.
-        room_for_stages = room - COMPUTERS * (1 + num_matrices) * chunk_bytes
-        least_bytes = _LEAST_STAGES * stage_bytes
-        steps_that_fit = (s for s in steps if room_for_stages >= least_bytes * (s // STEP))
-        step = next(steps_that_fit, steps[-1])
-        stage_bytes *= step // STEP
+        buffers_bytes = COMPUTERS * 2 * CHUNK * STORED_ROWS  # one for each compute warpgroup
+        room_for_stages = room - (1 + num_matrices) * buffers_bytes
+        # Of a stage whose step is 64; the bytes of others are proportional to the step.
+        short_bytes = 2 * STEP * heights[-1] + column_bytes * num_matrices * block_n
+        most_bytes = room_for_stages // _LEAST_STAGES
+        step = next((s for s in steps if short_bytes * (s // STEP) <= most_bytes), steps[-1])
+        stage_bytes = short_bytes * (step // STEP)
         stages = min(room_for_stages // stage_bytes, 6)
-        buffers = min((room - stages * stage_bytes) // (COMPUTERS * chunk_bytes), 8)
+        buffers = min((room - stages * stage_bytes) // buffers_bytes, 8)
         return cls(heights, block_n, stages, buffers, band, step)
 
     @property
@@ -199,8 +197,7 @@ class Product(Kernel):
     """The kernel of `grouped_matmul`.
 
     The tensor cores compute the transpose of an output tile, [columns, rows]. The second dimension
-    of an instruction's result may be any multiple of 8, so the height of a tile can be fitted to
-    the number of rows of its group.
+    of an instruction's result may be any multiple of 8, so tiles can be as high as a group needs.
     """
 
     depths: tuple[int, ...]  # K of each pair of operands
@@ -227,13 +224,13 @@ class Product(Kernel):
 
     @property
     def fits_beside_loader(self) -> bool:
-        return self.matrices.fit_beside_loader(self)
+        return self.accumulators <= self.matrices.most_accumulators
 
     @property
     def holds(self) -> bool:
         """Whether a compute warpgroup stores a tile while it multiplies the next one."""
         # Its registers then also hold the finished tile's results.
-        return self.matrices.leaves_registers(self.tiles)
+        return self.tiles.block_m <= self.matrices.most_held_rows
 
     def results(
         self, total: jax.Array, biases: Sequence[jax.Array], columns: slice, rows: slice
@@ -265,8 +262,9 @@ class Product(Kernel):
     def __call__(
         self, *refs: Any, ring: OperandRing, buffers: Any, staged: Any = None, **scratch: Any
     ) -> None:
-        # The references are operands, biases, the table of row tiles, and outputs. `scratch` is
-        # what a subclass adds to `scratch_types` for its `computer`.
+        # The references are operands, biases, the table of row tiles, and outputs. `staged` is
+        # what a format of matrices keeps in shared memory besides the ring; `scratch` is what a
+        # subclass adds to `scratch_types` for its `computer`.
         *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         num_operands = len(others) - self.num_biases
@@ -310,6 +308,15 @@ class RowTiles:
         return sum((each.astype(jnp.int32) for each in too_low), jnp.int32(0))
 
 
+class OperandTile(NamedTuple):
+    """What a loader must know of an output tile; int32."""
+
+    group: jax.Array
+    first_row: jax.Array  # of lhs
+    left_edge: jax.Array  # the first column
+    height_index: jax.Array  # in `heights`
+
+
 @dataclasses.dataclass(frozen=True)
 class Loader(operand_ring.Loader):
     """Copies the operand tiles of output tiles into the ring, step by step, pair by pair."""
@@ -319,17 +326,17 @@ class Loader(operand_ring.Loader):
     row_tiles: RowTiles
     operands: Sequence[Any]
 
-    def find(self, index: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns a tile's group, first row of lhs, first column, and index of its height."""
+    def find(self, index: jax.Array) -> OperandTile:
         table = self.row_tiles.table
         row_tile, left_edge = self.kernel.tile_position(index, self.row_tiles.count)
         first = jnp.int32(0) if self.kernel.shared_rows else table[row_tile, FIRST]
-        return table[row_tile, GROUP], first, left_edge, self.row_tiles.height_index(row_tile)
+        group, height_index = table[row_tile, GROUP], self.row_tiles.height_index(row_tile)
+        return OperandTile(group, first, left_edge, height_index)
 
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+    def load(self, tile: OperandTile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         # The number of operands of a pair: its lhs and its arrays of matrices.
         per_pair = 1 + self.kernel.num_matrices
         # A tile's steps run through the depth of one pair after the other.
@@ -344,20 +351,23 @@ class Loader(operand_ring.Loader):
                 pl.when((step >= first_step) & (step < first_step + steps))(fill)
             first_step += steps
 
-    def _fill(self, tile: Any, operands: Sequence[Any], step: jax.Array, number: jax.Array) -> None:
+    def _fill(
+        self, tile: OperandTile, operands: Sequence[Any], step: jax.Array, number: jax.Array
+    ) -> None:
         """Fills the stage of step `number` by the operands of a pair, at its step `step`."""
-        group, first_row, left_edge, height_index = tile
         lhs, *rhs = operands
         length = self.kernel.tiles.step
         inner = pl.ds(step * length, length)
         rhs_inner = self.stored_range(step, inner)
-        columns = pl.ds(pl.multiple_of(left_edge, CHUNK), self.kernel.tiles.block_n)
+        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
         index = (columns, rhs_inner) if self.kernel.transpose_rhs else (rhs_inner, columns)
+        # A copy's shape is static, so there is a candidate for each height.
         lhs_tiles = [
-            lhs.at[pl.ds(aligned(first_row), height), inner] for height in self.row_tiles.heights
+            lhs.at[pl.ds(aligned(tile.first_row), height), inner]
+            for height in self.row_tiles.heights
         ]
-        rights = [TileSource([matrix.at[group, *index]]) for matrix in rhs]
-        self.ring.fill(number, TileSource(lhs_tiles, height_index), rights)
+        rights = [TileSource([matrix.at[tile.group, *index]]) for matrix in rhs]
+        self.ring.fill(number, TileSource(lhs_tiles, tile.height_index), rights)
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
         """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""
@@ -374,19 +384,15 @@ class Matrices:
     staged: Any = None  # what else of `types` is in shared memory
 
     suffix: ClassVar[str] = ""  # of kernels' names
+    # Registers can hold the results of a tile of so many rows while the next tile is multiplied.
+    most_held_rows: ClassVar[float] = math.inf
+    # The most accumulators of a thread beside which the registers have room for a loader: those of
+    # a tile of 176 x 128, with which a thread needs no more than 168 registers.
+    most_accumulators: ClassVar[float] = 88
 
     @classmethod
     def operands_of(cls, matrices: Any) -> list[jax.Array]:
         return [matrices]
-
-    @classmethod
-    def leaves_registers(cls, tiles: Tiles) -> bool:
-        """Whether registers have room for a tile's results while the next one is multiplied."""
-        return True
-
-    @classmethod
-    def fit_beside_loader(cls, kernel: Product) -> bool:
-        return kernel.accumulators <= _MOST_ACCUMULATORS
 
     @classmethod
     def types(cls, kernel: Product) -> dict[str, Any]:
@@ -406,26 +412,26 @@ class Matrices:
         """Prepares the compute warpgroup of index `computer`, while the first copies arrive."""
 
     def sum_products(
-        self, share: Share, height_index: jax.Array, shape: tuple[int, int], steps: Steps
+        self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
-        """Sums the products of a tile of heights[height_index] rows with the columns in `share`.
+        """Sums the products of a tile of heights[height_index] rows and the columns at `starts`.
 
-        Returns the sums, float32 of shape `shape`, in which the products with several matrices lie
-        side by side, and the new feed.
+        Returns float32 sums of shape `shape`, those of each matrix side by side, and the new feed.
         """
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
             def of_height(height: int) -> None:
                 rows = transposed(self.ring.left.at[stage, :height])
-                for i, (matrix, first_column) in enumerate(share):
+                for i, (matrix, first_column) in enumerate(starts):
                     side = i * self.kernel.tiles.block_m
                     columns = self._columns(stage, matrix, first_column)
                     plgpu.wgmma(accumulator.at[:, side : side + height], columns, rows)
 
+            # The shape of an instruction is static.
             heights = self.kernel.tiles.heights
             choose(height_index, [functools.partial(of_height, each) for each in heights])
 
-        return self.ring.accumulate(steps, len(share), shape, multiply)
+        return self.ring.accumulate(steps, len(starts), shape, multiply)
 
     def _columns(self, stage: jax.Array, matrix: Any, first: Any) -> Any:
         """Returns the columns of a stage's tile of a matrix from column `first` on, [part, 64]."""
@@ -434,8 +440,9 @@ class Matrices:
         return tile.at[columns] if self.kernel.transpose_rhs else transposed(tile.at[:, columns])
 
 
-# By what a compute warpgroup multiplies rows: (index of a matrix, first column in its tile) each.
-Share = Sequence[tuple[Any, Any]]
+# The columns by which a compute warpgroup multiplies rows: for each of its products, the index of
+# the matrix, and the first of `tiles.part` columns in the matrix's tile.
+Starts = Sequence[tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -492,7 +499,7 @@ class Computer:
         return self.number * self.kernel.tiles.part
 
     @property
-    def _share(self) -> Share:
+    def _column_starts(self) -> Starts:
         return [(i, self._first_column) for i in range(self.kernel.num_matrices)]
 
     def _look_up(self, index: jax.Array) -> tuple[Position, jax.Array, jax.Array]:
@@ -515,30 +522,31 @@ class Computer:
         self, tile: tuple[Position, jax.Array, jax.Array], exists: Any, carry: Any
     ) -> Any:
         """Computes this warpgroup's half of a tile, and stores that half or the previous tile's."""
-        # If no tile exists any more, only the previous one is stored, in steps without matmuls.
         used, feed, (position_before, held) = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
-        most_steps = self.kernel.steps
-        num_steps = jnp.where(exists, most_steps, 0)
-        num_chunks = self.store.num_chunks
-        per_step = -(-num_chunks // most_steps)
-
-        def store_held(step: jax.Array) -> None:
-            def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
-                return tuple(array[columns, rows] for array in held)
-
-            self.store.chunks(step * per_step, per_step, position_before, results)
-
+        steps_of_tile = self.kernel.steps
+        # If no tile exists any more, only the previous one is stored, in steps without matmuls.
+        num_steps = jnp.where(exists, steps_of_tile, 0)
         steps = Steps(used, num_steps, self.feeder, feed)
         if self.kernel.holds:
-            steps = steps._replace(meanwhile=store_held, least=most_steps)
+            store_held = functools.partial(self._store_held, position_before, held)
+            steps = steps._replace(meanwhile=store_held, least=steps_of_tile)
         part, block_m = self._shape
         shape = part, self.kernel.num_matrices * block_m
-        total, feed = self.matrices.sum_products(self._share, height_index, shape, steps)
+        total, feed = self.matrices.sum_products(self._column_starts, height_index, shape, steps)
         results = functools.partial(self.kernel.results, total, biases)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))
         else:
-            self.store.chunks(0, num_chunks, position, results)
+            self.store.chunks(0, self.store.num_chunks, position, results)
         return used + num_steps, feed, (position, held)
+
+    def _store_held(self, position: Position, held: Sequence[jax.Array], step: jax.Array) -> None:
+        """Stores the chunks of a finished tile that are stored in step `step` of the next one."""
+        per_step = -(-self.store.num_chunks // self.kernel.steps)
+
+        def results(columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+            return tuple(array[columns, rows] for array in held)
+
+        self.store.chunks(step * per_step, per_step, position, results)

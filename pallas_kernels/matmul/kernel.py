@@ -189,15 +189,6 @@ def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int
     )
 
 
-# A register layout of [8, 64]: a warp holds two rows, a thread four neighbouring values of a row.
-EIGHT_ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
-    warp_dims=(-4,),
-    lane_dims=(-2, -3),
-    vector_dim=-1,
-)
-
-
 def launch(
     kernel: Kernel, scratch_types: dict[str, Any], out_type: Any, name: str
 ) -> Callable[..., Any]:

@@ -1,14 +1,15 @@
 """Matrices in MXFP4, which the kernels of `grouped_matmul` and `gated_matmul` decode.
 
-They are copied to shared memory as they are stored. Rows of many tiles are multiplied by
-instructions of a warpgroup, for which the compute warpgroups decode columns in registers
-(`decoder`); tiles of few rows by instructions of single warps (`warp_products`).
+They are copied to shared memory as they are stored, in stages of one or more *pieces* of 64 of K.
+Rows of high tiles are multiplied by instructions of a warpgroup, for which the compute warpgroups
+decode columns in registers (`decoder`), and those of low tiles by single warps (`warp_products`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,36 +21,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
-from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Share, Tiles
+from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Starts, Tiles
 from pallas_kernels.matmul.kernel import CHUNK, STEP, choose, transposed, zeros
 from pallas_kernels.matmul.operand_ring import Feed, Steps
-
-# Decoding tiles of more rows leaves no registers for a finished tile's results.
-_MOST_HELD = 128
 
 
 class Mxfp4Matrices(Matrices):
     """Matrices in MXFP4."""
 
     suffix: ClassVar[str] = "_mxfp4"
+    # Decoding tiles of more rows leaves no registers for a finished tile's results.
+    most_held_rows: ClassVar[float] = 128
+    # All tiles that `jax_ep.matmul` chooses leave room for a loader.
+    most_accumulators: ClassVar[float] = math.inf
 
     @classmethod
     def operands_of(cls, matrices: Scaled) -> list[jax.Array]:
         return [matrices.values, bitcast(matrices.scales, jnp.uint8)]
 
     @classmethod
-    def leaves_registers(cls, tiles: Tiles) -> bool:
-        return tiles.block_m <= _MOST_HELD
-
-    @classmethod
-    def fit_beside_loader(cls, kernel: Product) -> bool:
-        return True  # in the tiles that `jax_ep.matmul` chooses
-
-    @classmethod
     def types(cls, kernel: Product) -> dict[str, Any]:
         tiles, stages = kernel.tiles, kernel.tiles.num_stages
         several = (kernel.num_matrices,) if kernel.num_matrices > 1 else ()
         pieces = tiles.step // STEP
+        # Of the values, two numbers a byte.
         shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
         ring = super().types(kernel)["ring"]
         if _by_warps(tiles):
@@ -62,7 +57,7 @@ class Mxfp4Matrices(Matrices):
         ring = dataclasses.replace(
             ring,
             right=plgpu.SMEM(shape, jnp.uint8, transforms=transforms),
-            # The loader also arrives when it has stored the scales.
+            # The copies of rows and of values arrive, and the loader when it has stored the scales.
             full=plgpu.Barrier(num_arrivals=2 + kernel.num_matrices, num_barriers=stages),
         )
         staged = Staged.types(stages, pieces, kernel.num_matrices * tiles.block_n)
@@ -83,33 +78,15 @@ class Mxfp4Matrices(Matrices):
         self.decoder.fill_table(computer)
 
     def sum_products(
-        self, share: Share, height_index: jax.Array, shape: tuple[int, int], steps: Steps
+        self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
+        if _by_warps(self.kernel.tiles):
+            return self._sum_by_warps(starts, height_index, shape, steps), steps.feed
         decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
-
-        def add_by_warps(totals: jax.Array, stage: jax.Array) -> jax.Array:
-            # `add_products` multiplies all pieces of K, and takes columns in the order of their
-            # products' places, from left to right and then from top to bottom.
-            columns = [
-                (matrix, left_edge + top)
-                for top in range(0, tiles.part, CHUNK)
-                for matrix, left_edge in share
-            ]
-
-            def of_height(height: int) -> jax.Array:
-                return warp_products.add_products(totals, left, stage, decoder, columns, height)
-
-            branches = [functools.partial(of_height, height) for height in tiles.heights]
-            return lax.switch(height_index, branches)
-
-        if _by_warps(tiles):
-            zero_totals = zeros(shape, jnp.float32)
-            return self.ring.accumulate_complete(steps, zero_totals, add_by_warps), steps.feed
-
         parts = [
-            _Part(top, i * tiles.block_m, piece, matrix, left_edge + top)
+            _Part(top, i * tiles.block_m, piece, matrix, first_column + top)
             for piece in range(tiles.step // STEP)
-            for i, (matrix, left_edge) in enumerate(share)
+            for i, (matrix, first_column) in enumerate(starts)
             for top in range(0, tiles.part, CHUNK)
         ]
 
@@ -140,6 +117,29 @@ class Mxfp4Matrices(Matrices):
         matmuls = min(len(parts), 2)
         return self.ring.accumulate(steps, matmuls, shape, multiply)
 
+    def _sum_by_warps(
+        self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
+    ) -> jax.Array:
+        """Computes the sums of `sum_products` by instructions of single warps."""
+        tiles = self.kernel.tiles
+        # In the order of their products in the sums: from left to right, then from top to bottom.
+        columns = [
+            (matrix, first_column + top)
+            for top in range(0, tiles.part, CHUNK)
+            for matrix, first_column in starts
+        ]
+
+        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
+            def of_height(height: int) -> jax.Array:
+                return warp_products.add_products(
+                    totals, self.ring.left, stage, self.decoder, columns, height
+                )
+
+            branches = [functools.partial(of_height, height) for height in tiles.heights]
+            return lax.switch(height_index, branches)
+
+        return self.ring.accumulate_complete(steps, zeros(shape, jnp.float32), add)
+
 
 def _by_warps(tiles: Tiles) -> bool:
     """Whether tiles have so few rows that single warps multiply them."""
@@ -164,14 +164,13 @@ class _Loader(Loader):
     decoder: Decoder
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
-        del inner
         num_bytes = self.kernel.tiles.step // STEP * NUMBER_BYTES
         return pl.ds(step * num_bytes, num_bytes)
 
     def read_ahead(self, tile: Any, step: jax.Array) -> jax.Array:
         """Starts to load a step's scales; past the last step, those of the last."""
-        group, _, left_edge, _ = tile
-        return self.decoder.load_scales(group, left_edge, jnp.minimum(step, self.kernel.steps - 1))
+        step = jnp.minimum(step, self.kernel.steps - 1)
+        return self.decoder.load_scales(tile.group, tile.left_edge, step)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         super().load(tile, step, number, ahead)

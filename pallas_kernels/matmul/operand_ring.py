@@ -1,8 +1,8 @@
 """Ring of pipeline stages in shared memory, by which operand tiles reach the compute warpgroups.
 
 A stage holds the operands of one step of a sum over the contraction dimension: a tile of the left
-operand and a tile of each right operand. A thread block numbers its steps through all of its output
-tiles, and uses the stages in turn.
+operand and a tile of each right operand. A thread block numbers the steps of all its output tiles,
+and uses the stages in turn.
 
 A third warpgroup, the *loader*, fills stages as soon as both computers have released them. If a
 computer needs more registers than it has beside a loader, there is none, and each of 256 threads
@@ -60,9 +60,9 @@ class Loader(Protocol):
         """Reads what threads, not copies, load of a step; `step` may be past the last."""
         return ()
 
-    # `ahead` is the result of `read_ahead` for this step, read two steps before.
+    # `ahead` is the result of `read_ahead` for this step, called two steps before: to hide latency.
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        """Fills a stage by step `step` of a tile, the block's step number `number`."""
+        """Fills a stage by step `step` of a tile, which is step `number` of the thread block."""
 
 
 class Feed(NamedTuple):
@@ -80,8 +80,7 @@ class Feed(NamedTuple):
 class Feeder:
     """Loads all steps of the thread block, in order, by `loader`.
 
-    A loader warpgroup calls `run`. Where there is none, computer 0 loads in `start` and `follow`,
-    which do nothing in the other computer.
+    A loader warpgroup calls `run`. Where there is none, `start` and `follow` load in computer 0.
     """
 
     loader: Loader
@@ -95,20 +94,20 @@ class Feeder:
         """Fills stages as soon as they are released, and waits until all are released again."""
         read_ahead = self.loader.read_ahead
 
-        def one_tile(tile: Any, _: Any, used: jax.Array) -> jax.Array:
+        def one_tile(tile: Any, _: Any, number: jax.Array) -> jax.Array:
             def one_step(step: jax.Array, carry: Any) -> Any:
                 # `now` and `following`: what is read ahead for this step and for the next one.
-                used, (now, following) = carry
+                number, (now, following) = carry
                 after_following = read_ahead(tile, step + 2)
-                self.load_released(tile, step, used, now)
-                return used + 1, (following, after_following)
+                self.load_released(tile, step, number, now)
+                return number + 1, (following, after_following)
 
             ahead = read_ahead(tile, jnp.int32(0)), read_ahead(tile, jnp.int32(1))
-            used, _ = lax.fori_loop(0, self.loader.steps_of(tile), one_step, (used, ahead))
-            return used
+            number, _ = lax.fori_loop(0, self.loader.steps_of(tile), one_step, (number, ahead))
+            return number
 
-        used = self.tiles.walk(self.loader.find, one_tile, jnp.int32(0))
-        drain(self.empty, used, self.num_stages)
+        num_steps = self.tiles.walk(self.loader.find, one_tile, jnp.int32(0))
+        drain(self.empty, num_steps, self.num_stages)
 
     def finish(self, used: jax.Array) -> None:
         """Waits in computer 0, if it feeds the ring, until all `used` steps are released."""
@@ -145,15 +144,19 @@ class Feeder:
         """Loads the feed's step in computer 0, if any step is left; returns the feed after it."""
 
         def load(feed: Feed) -> Feed:
-            (now, following), tile, step = feed.ahead, feed.tile, feed.step + 1
-            self.load_released(tile, feed.step, number, now)
-            return lax.cond(
-                step < self.loader.steps_of(tile),
-                lambda: Feed(
-                    feed.turn, step, tile, (following, self.loader.read_ahead(tile, step + 1))
-                ),
-                lambda: self._first_step_of(feed.turn + 1),
-            )
+            now, following = feed.ahead
+            next_step = feed.step + 1
+            self.load_released(feed.tile, feed.step, number, now)
+
+            def of_same_tile() -> Feed:
+                after_following = self.loader.read_ahead(feed.tile, next_step + 1)
+                return feed._replace(step=next_step, ahead=(following, after_following))
+
+            def of_next_tile() -> Feed:
+                return self._first_step_of(feed.turn + 1)
+
+            is_left = next_step < self.loader.steps_of(feed.tile)
+            return lax.cond(is_left, of_same_tile, of_next_tile)
 
         return lax.cond(feed.turn < self.tiles.count, load, lambda feed: feed, feed)
 
@@ -167,12 +170,11 @@ class Steps(NamedTuple):
     """The ring's next steps, over which a compute warpgroup sums products."""
 
     used: jax.Array  # the number of steps that this block has multiplied before
-    count: Any  # 0, or at least `least`
-    # Load a later step in each step; see `Feeder.follow`.
+    count: Any  # the number of steps to multiply: 0, or at least `least`
+    # They load another step while one is multiplied; see `Feeder.follow`.
     feeder: Feeder
     feed: Feed | None
-    # `meanwhile(step)` runs while the matmuls of a step are under way, at least `least` times,
-    # without matmuls past `count`.
+    # `meanwhile(step)` runs during a step's matmuls and, if `count` is 0, `least` times without.
     meanwhile: Callable[[jax.Array], None] | None = None
     least: int = 0
 
@@ -186,8 +188,7 @@ class Steps(NamedTuple):
 class OperandRing:
     """A ring of pipeline stages in shared memory, each with the operand tiles of one step.
 
-    Outside the kernel's body, `left`, `right`, `full` and `empty` are types of scratch, and inside
-    it references to the scratch.
+    Outside the kernel's body, the first four attributes are types of scratch; inside, references.
     """
 
     # [stages, ...] tiles of the left operand, and of the right operand; [stages, num_matrices, ...]
@@ -212,6 +213,7 @@ class OperandRing:
         """Returns a ring of scratch types, for tiles of the shapes `left` and `right`."""
         operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled(dtype))
         several = (num_matrices,) if num_matrices > 1 else ()
+        # Each operand's copy arrives at `full`, and each computer at `empty`.
         return cls(
             left=operand((num_stages, *left)),
             right=operand((num_stages, *several, *right)),
@@ -252,7 +254,11 @@ class OperandRing:
           multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
             which may still run when those of the next stage begin.
         """
-        used, count, feeder, first_feed, meanwhile, least = steps
+        used, count = steps.used, steps.count
+
+        def release_before(step: jax.Array) -> None:
+            # The last stage that `step` steps have multiplied. There is none if `count` is 0.
+            pl.when((step > 0) & (step <= count))(lambda: self._release(used + (step - 1)))
 
         def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:
             def take_step(step: jax.Array, feed: Feed | None) -> Feed | None:
@@ -263,26 +269,23 @@ class OperandRing:
 
                 # Without `least`, no step checks that it is below `count`. The check would cost up
                 # to 7 % of the time of the kernel for the gradients of matrices.
-                if least > 0:
+                if steps.least > 0:
                     pl.when(step < count)(multiply_stage)
                 else:
                     multiply_stage()
-                if meanwhile is not None:
-                    meanwhile(step)
-                # After this wait, only this step's matmuls may still run: the previous stage is
-                # free. There is none if `count` is 0.
+                if steps.meanwhile is not None:
+                    steps.meanwhile(step)
+                # After this wait, only this step's matmuls may still run, and read its own stage.
                 plgpu.wgmma_wait(matmuls)
-                pl.when((step > 0) & (step <= count))(lambda: self._free(used + (step - 1)))
-                return feeder.follow(used + step, feed)
+                release_before(step)
+                return steps.feeder.follow(used + step, feed)
 
-            # Equal to `count`, unless that is 0: then there are no stages to free.
-            all_steps = jnp.maximum(count, least)
-            following = lax.fori_loop(0, all_steps, take_step, first_feed)
+            all_steps = jnp.maximum(count, steps.least)
+            feed = lax.fori_loop(0, all_steps, take_step, steps.feed)
+            # Reading the accumulator waits for all matmuls.
             total = accumulator[...]
-            # A step frees only the stage before its own.
-            last_holds_stage = (all_steps > 0) & (all_steps <= count)
-            pl.when(last_holds_stage)(lambda: self._free(used + (all_steps - 1)))
-            return total, following
+            release_before(all_steps)
+            return total, feed
 
         return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
 
@@ -294,11 +297,10 @@ class OperandRing:
         `add(totals, stage)` returns `totals`, in registers, plus the products of a stage's
         operands. `meanwhile` runs after it. A loader must fill the ring.
         """
-        used, count, _, _, meanwhile, least = steps
 
         def take_step(step: jax.Array, totals: jax.Array) -> jax.Array:
             def add_stage() -> jax.Array:
-                stage = self.stage_of(used + step)
+                stage = self.stage_of(steps.used + step)
                 plgpu.barrier_wait(self.full.at[stage])
                 new_totals = add(totals, stage)
                 # Bulk copies may overwrite only what the threads have read.
@@ -306,15 +308,15 @@ class OperandRing:
                 plgpu.barrier_arrive(self.empty.at[stage])
                 return new_totals
 
-            if least:
-                new_totals = lax.cond(step < count, add_stage, lambda: totals)
+            if steps.least:
+                new_totals = lax.cond(step < steps.count, add_stage, lambda: totals)
             else:
                 new_totals = add_stage()
-            if meanwhile is not None:
-                meanwhile(step)
+            if steps.meanwhile is not None:
+                steps.meanwhile(step)
             return new_totals
 
-        return lax.fori_loop(0, jnp.maximum(count, least), take_step, totals)
+        return lax.fori_loop(0, jnp.maximum(steps.count, steps.least), take_step, totals)
 
-    def _free(self, number: jax.Array) -> None:
+    def _release(self, number: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])

@@ -3,8 +3,7 @@
 Tensor cores require float8 operands whose contraction dimension is innermost. The gradient of the
 rows needs the matrices transposed, and the gradient of the matrices the rows and their gradients.
 Tensor cores add 128 products before the sum is multiplied by a scale, so 128 of these rows share a
-scale. If rows are quantized already, `transpose_rows` takes the largest of their scales, and rounds
-their values again.
+scale. `transpose_rows` rounds values that are quantized already again, with their largest scale.
 
 A thread block handles a tile of 128 rows by 128 columns, and a thread a patch of 8 columns, and 8
 rows of 16-bit elements, or 4 of float32:
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,6 @@ from pallas_kernels.fabric.hardware import WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.formats import FLOAT8_ROWS, Scaled
 from pallas_kernels.matmul.quantized_tiles import (
-    ACROSS,
     PER_WORD,
     PTX_TYPE,
     Packed,
@@ -42,28 +40,27 @@ from pallas_kernels.matmul.quantized_tiles import (
     max_of,
     on_tiles,
     past,
-    place_of,
     pointer_to,
     rounded_words,
     scale_of,
     share,
     shared_numbers,
     shared_words,
-    sides_of,
-    transposed_bytes,
-    warps_of,
     with_shuffled,
     word_at,
 )
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
+# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
+_ACROSS = 4
+_DOWN = WARP // _ACROSS
 # A thread's patch has 8 columns, and as many rows as 32 registers can hold.
 _COLUMNS = 8
 _REGISTERS = 32
-# A thread's patch of rows that are quantized already: rows, columns.
-_TRANSPOSED = 8, 16
+# A thread's patch of rows that are quantized already.
+_QUANTIZED_ROWS, _QUANTIZED_COLUMNS = 8, 16
 # The number of warps that cover 128 columns.
-_SIDES = sides_of(_COLUMNS)
+_SIDES = BLOCK // (_COLUMNS * _ACROSS)
 
 
 def quantize_rows(
@@ -77,58 +74,58 @@ def quantize_rows(
     (num_rows, width), num_row_blocks = rows.shape, blocks.shape[0]
     packed = Packed(rows.dtype)
     tiles = width // BLOCK
-    kept_types = [
+    row_types = [
         jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn),
         # A matmul takes the scales of rows transposed.
         jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32),
     ]
 
     def emit(memrefs: Any, tile: Tile) -> None:
-        # `kept` are the quantized rows and their scales with `return_rows`, else nothing.
-        source, *kept, transposed, scales, shared = memrefs
+        # `row_outs` are the quantized rows and their scales with `return_rows`, else nothing.
+        source, *row_outs, transposed, scales, shared = memrefs
         patch = _Patch(tile, packed, width)
         rows = patch.load(source)
         largest = [packed.largest(words) for words in rows]
         patch.share_largest(shared, max_of(largest))
-        if kept:
+        if return_rows:
             patch.share_largest_of_rows(shared, largest)
         mosaic.block_barrier()
         scale, factor = patch.scale_of_tile(shared)
         with mosaic.when(mosaic.equal(patch.place.thread, 0)):
             llvm.store(scale, pointer_to(scales, tile.block, tiles, tile.column, size=4))
-        if kept:
+        if return_rows:
             # The rows themselves get a scale for each row, the transposed rows one for the tile.
-            patch.finish_rows(shared, kept[1], num_rows)
+            out, out_scales = row_outs
+            patch.finish_rows(shared, out_scales, num_rows)
             mosaic.block_barrier()
-            patch.store_rows(kept[0], patch.rounded(rows, patch.factors_of_rows(shared)))
+            patch.store_rows(out, patch.rounded(rows, patch.factors_of_rows(shared)))
         top = mosaic.add(mosaic.mul(tile.block, BLOCK), patch.place.row)
         height = num_row_blocks * BLOCK
         start = pointer_to(transposed, patch.left, height, top, size=1)
         patch.store_transposed(start, height, patch.rounded(rows, [factor] * len(rows)))
 
-    *kept, values, scales = on_tiles(
+    *row_results, values, scales = on_tiles(
         "quantize_rows",
         [rows],
         blocks,
         [
-            *(kept_types if return_rows else []),
+            *(row_types if return_rows else []),
             jax.ShapeDtypeStruct((width, num_row_blocks * BLOCK), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((num_row_blocks, tiles), jnp.float32),
         ],
         emit,
         width=width,
-        num_warps=_warps_of(packed),
-        num_shared=_SIDES * BLOCK + _warps_of(packed),
+        num_warps=_num_warps(_rows_of(packed), _COLUMNS),
+        num_shared=_SIDES * BLOCK + _num_warps(_rows_of(packed), _COLUMNS),
     )
-    quantized = Scaled(kept[0], kept[1].T) if return_rows else None
+    quantized = Scaled(row_results[0], row_results[1].T) if return_rows else None
     return quantized, TransposedRows(values, scales)
 
 
 def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     """Quantizes floating matrices [L, K, N] to float8_e4m3fn; returns them and their transposes.
 
-    K and N are multiples of 128. A matrix and its transpose [L, N, K] have the same values and
-    scales.
+    K and N are multiples of 128. The transposes, [L, N, K], have the same values and scales.
     """
     num_matrices, height, width = matrices.shape
     packed = Packed(matrices.dtype)
@@ -165,8 +162,8 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         ],
         emit=emit,
         width=width,
-        num_warps=_warps_of(packed),
-        num_shared=_SIDES * BLOCK + _warps_of(packed),
+        num_warps=_num_warps(_rows_of(packed), _COLUMNS),
+        num_shared=_SIDES * BLOCK + _num_warps(_rows_of(packed), _COLUMNS),
     )
     # The rows of all matrices follow each other in a result.
     values, transposed, scales, transposed_scales = (
@@ -175,26 +172,55 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     return Scaled(values, scales), Scaled(transposed, transposed_scales)
 
 
-def _rows_of(packed: Packed) -> int:
+def _rows_of(packed: Packed) -> int:  # a patch
     return _REGISTERS * 4 // (packed.size * _COLUMNS)
 
 
-def _warps_of(packed: Packed) -> int:
-    return warps_of(_rows_of(packed), _COLUMNS)
+class _Place(NamedTuple):
+    """Where a thread's patch lies in a tile; i32."""
+
+    thread: Value
+    warp: Value
+    lane: Value
+    # The index of the warp's columns: warps lie side by side, and then above each other.
+    side: Value
+    # The first row and column of the patch, counted in the tile.
+    row: Value
+    column: Value
+
+
+def _sides_of(num_columns: int) -> int:
+    """Returns how many warps lie side by side, with patches of `num_columns`."""
+    return BLOCK // (num_columns * _ACROSS)
+
+
+def _num_warps(num_rows: int, num_columns: int) -> int:
+    return _sides_of(num_columns) * BLOCK // (num_rows * _DOWN)
+
+
+def _place_of(num_rows: int, num_columns: int) -> _Place:
+    """Returns where the patch of this thread lies, if it has `num_rows` by `num_columns`."""
+    thread = mosaic.thread()
+    warp, lane = mosaic.divided(thread, WARP)
+    strip, side = mosaic.divided(warp, _sides_of(num_columns))
+    down, across = mosaic.divided(lane, _ACROSS)
+    row = mosaic.mul(mosaic.add(mosaic.mul(strip, _DOWN), down), num_rows)
+    column = mosaic.add(mosaic.mul(side, _ACROSS), across)
+    return _Place(thread, warp, lane, side, row, mosaic.mul(column, num_columns))
 
 
 class _Patch:
     """A thread's patch of a tile. Its methods emit code of one thread.
 
-    Shared memory has the largest magnitude of each row in the columns of each side of the tile, and
-    later, for the first side, 1 / scale of the row; and from `_SIDES * BLOCK` on, the largest
-    magnitude of each warp.
+    Magnitudes are float32 bits. The array `shared` has, for each side (the columns of a warp), the
+    largest magnitude of each row, [_SIDES, 128], later replaced by 1 / scale of the row in the
+    first side; and then the largest magnitude of each warp.
     """
 
     def __init__(self, tile: Tile, packed: Packed, width: int, *, is_full: bool = False) -> None:
         # `is_full` is whether the tile has 128 rows in any case.
         self.tile, self.packed, self.width, self.is_full = tile, packed, width, is_full
-        self.place = place_of(_rows_of(packed), _COLUMNS)
+        self.place = _place_of(_rows_of(packed), _COLUMNS)
         # The first column of the patch, counted in the input.
         self.left = mosaic.add(mosaic.mul(tile.column, BLOCK), self.place.column)
 
@@ -221,17 +247,19 @@ class _Patch:
 
     def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
         """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
-        starts = (_SIDES * BLOCK + i for i in range(0, _warps_of(self.packed), 4))
+        starts = (
+            _SIDES * BLOCK + i for i in range(0, _num_warps(_rows_of(self.packed), _COLUMNS), 4)
+        )
         fours = [shared_words(shared, mosaic.i32(start), count=4) for start in starts]
         return scale_of(max_of(size for four in fours for size in four))
 
     def share_largest_of_rows(self, shared: Any, largest: list[Value]) -> None:
         """Stores the largest magnitudes of rows in the warp's columns; `largest` is the patch's."""
-        # The `ACROSS` threads that have the same rows are neighbours.
+        # The `_ACROSS` = 4 threads that have the same rows are neighbours.
         for distance in (1, 2):
             largest = with_shuffled(largest, distance)
         at = mosaic.add(mosaic.mul(self.place.side, BLOCK), self.place.row)
-        with mosaic.when(mosaic.equal(arith.remui(self.place.lane, mosaic.i32(ACROSS)), 0)):
+        with mosaic.when(mosaic.equal(arith.remui(self.place.lane, mosaic.i32(_ACROSS)), 0)):
             for i in range(0, len(largest), 4):
                 share(shared, mosaic.add(at, i), largest[i : i + 4])
 
@@ -280,9 +308,22 @@ class _Patch:
 
 def _store_columns(words: Sequence[Value], start: Value, height: int, first: int) -> None:
     """Stores four columns of a patch, given a word of each row; `start` is that of column 0."""
-    squares = [transposed_bytes(words[i : i + PER_WORD]) for i in range(0, len(words), PER_WORD)]
+    squares = [_transposed_bytes(words[i : i + PER_WORD]) for i in range(0, len(words), PER_WORD)]
     for i, words_of_column in enumerate(zip(*squares, strict=True)):
         mosaic.store_numbers(words_of_column, past(start, (first + i) * height))
+
+
+def _transposed_bytes(rows: Sequence[Value]) -> list[Value]:
+    """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
+    a, b, c, d = rows
+    chosen = mosaic.chosen_bytes
+    # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
+    pairs = [
+        (chosen(a, b, order), chosen(c, d, order))
+        for order in [mosaic.i32(0x5140), mosaic.i32(0x7362)]
+    ]
+    orders = mosaic.i32(0x5410), mosaic.i32(0x7632)
+    return [chosen(upper, lower, order) for upper, lower in pairs for order in orders]
 
 
 def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
@@ -306,7 +347,7 @@ def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
         ],
         emit,
         width=width,
-        num_warps=warps_of(*_TRANSPOSED),
+        num_warps=_num_warps(_QUANTIZED_ROWS, _QUANTIZED_COLUMNS),
         num_shared=BLOCK,
     )
     return TransposedRows(*results)
@@ -320,37 +361,38 @@ class _Transposed(Tile):
     height: int
 
     def emit(self, values: Any, scales: Any, out: Any, out_scales: Any, shared: Any) -> None:
-        """Emits the code of one thread, whose patch begins at (`row`, `column`) of the tile."""
-        num_rows, num_columns = _TRANSPOSED
+        """Emits the code of one thread: rounds its patch again, with the tile's scale."""
         f32 = mosaic.float_type()
-        thread, _, lane, _, row, column = place_of(num_rows, num_columns)
-        left = mosaic.add(mosaic.mul(self.column, BLOCK), column)
-
-        words = [self.load_words(values, mosaic.add(row, i), left) for i in range(num_rows)]
+        place = _place_of(_QUANTIZED_ROWS, _QUANTIZED_COLUMNS)
+        left = mosaic.add(mosaic.mul(self.column, BLOCK), place.column)
+        patch = [
+            self.load_words(values, mosaic.add(place.row, i), left) for i in range(_QUANTIZED_ROWS)
+        ]
         # The scales of the rows lie far from each other in memory, so each thread loads one.
-        row_scale = self.load_scale(scales, thread)
-        share(shared, thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
+        row_scale = self.load_scale(scales, place.thread)
+        share(shared, place.thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
         mosaic.block_barrier()
         # Each warp finds the largest scale. Positive float32 numbers compare like their bits.
-        scales_of_lane = [word_at(shared, mosaic.add(lane, i)) for i in range(0, BLOCK, WARP)]
+        scales_of_lane = [word_at(shared, mosaic.add(place.lane, i)) for i in range(0, BLOCK, WARP)]
         bits = mosaic.warp_max(max_of(scales_of_lane))
         largest = arith.maximumf(arith.bitcast(f32, bits), mosaic.f32(FLOAT8_ROWS.least_scale))
         inverse = float8.reciprocal(largest)
+        # A number times its row's scale, divided by the tile's.
         factors = [
             arith.mulf(scale, inverse)
-            for start in range(0, num_rows, 4)
-            for scale in shared_numbers(shared, mosaic.add(row, start), count=4)
+            for i in range(0, _QUANTIZED_ROWS, 4)
+            for scale in shared_numbers(shared, mosaic.add(place.row, i), count=4)
         ]
-        with mosaic.when(mosaic.equal(thread, 0)):
+        with mosaic.when(mosaic.equal(place.thread, 0)):
             at = pointer_to(out_scales, self.block, self.width // BLOCK, self.column, size=4)
             llvm.store(largest, at)
 
-        row_of_out = mosaic.add(mosaic.mul(self.block, BLOCK), row)
+        row_of_out = mosaic.add(mosaic.mul(self.block, BLOCK), place.row)
         start = pointer_to(out, left, self.height, row_of_out, size=1)
-        for j in range(num_columns // PER_WORD):
+        for j in range(_QUANTIZED_COLUMNS // PER_WORD):
             rounded = [
-                rounded_words(float8.widened(PTX_TYPE, words[i][j]), [factor] * PER_WORD)[0]
-                for i, factor in enumerate(factors)
+                rounded_words(float8.widened(PTX_TYPE, words[j]), [factor] * PER_WORD)[0]
+                for words, factor in zip(patch, factors, strict=True)
             ]
             _store_columns(rounded, start, self.height, j * PER_WORD)
 
@@ -358,7 +400,7 @@ class _Transposed(Tile):
         """Loads 16 float8 values of a row, from column `left` on; zeros past the block."""
         exists, source_row = self.find(row)
         start = pointer_to(values, source_row, self.width, left, size=1)
-        words = load_words(start, _TRANSPOSED[1] // PER_WORD)
+        words = load_words(start, _QUANTIZED_COLUMNS // PER_WORD)
         return [arith.select(exists, word, mosaic.i32(0)) for word in words]
 
     def load_scale(self, scales: Any, row: Value) -> Value:

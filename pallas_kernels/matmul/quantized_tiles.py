@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from pallas_kernels.matmul.kernel import quotient_and_rest
 from pallas_kernels.matmul.row_blocks import BLOCK
 
 PTX_TYPE = float8.PTX_TYPES[jnp.dtype(jnp.float8_e4m3fn)]
-# The patches of a warp's 32 threads lie 4 side by side and 8 above each other.
-ACROSS = 4
-_DOWN = WARP // ACROSS
 # Float8 values in a word.
 PER_WORD = 4
 # The most words that one instruction loads.
@@ -113,39 +110,6 @@ class Tile:
         return exists, mosaic.add(self.first, arith.select(exists, row, mosaic.i32(0)))
 
 
-class Place(NamedTuple):
-    """Where a thread's patch lies in a tile; i32."""
-
-    thread: Value
-    warp: Value
-    lane: Value
-    # The index of the warp's columns: warps lie side by side, and then above each other.
-    side: Value
-    # The first row and column of the patch, counted in the tile.
-    row: Value
-    column: Value
-
-
-def sides_of(num_columns: int) -> int:
-    """Returns how many warps lie side by side, with patches of `num_columns`."""
-    return BLOCK // (num_columns * ACROSS)
-
-
-def warps_of(num_rows: int, num_columns: int) -> int:
-    return sides_of(num_columns) * BLOCK // (num_rows * _DOWN)
-
-
-def place_of(num_rows: int, num_columns: int) -> Place:
-    """Returns where the patch of this thread lies, if it has `num_rows` by `num_columns`."""
-    thread = mosaic.thread()
-    warp, lane = mosaic.divided(thread, WARP)
-    strip, side = mosaic.divided(warp, sides_of(num_columns))
-    down, across = mosaic.divided(lane, ACROSS)
-    row = mosaic.mul(mosaic.add(mosaic.mul(strip, _DOWN), down), num_rows)
-    column = mosaic.add(mosaic.mul(side, ACROSS), across)
-    return Place(thread, warp, lane, side, row, mosaic.mul(column, num_columns))
-
-
 def pointer_to(ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
     """Emits a pointer to element (row, column), of `size` bytes, of an array [rows, width]."""
     wide = mosaic.integer_type(64)
@@ -226,19 +190,6 @@ def load_words(pointer: Value, count: int) -> list[Value]:
     for i in range(0, count, at_once):
         words += mosaic.load_numbers(past(pointer, 4 * i), at_once)
     return words
-
-
-def transposed_bytes(rows: Sequence[Value]) -> list[Value]:
-    """Transposes 4 x 4 bytes: takes a word for each row, and returns one for each column."""
-    a, b, c, d = rows
-    chosen = mosaic.chosen_bytes
-    # The first two columns of rows a and b, byte by byte, and those of c and d; then the last two.
-    pairs = [
-        (chosen(a, b, order), chosen(c, d, order))
-        for order in [mosaic.i32(0x5140), mosaic.i32(0x7362)]
-    ]
-    orders = mosaic.i32(0x5410), mosaic.i32(0x7632)
-    return [chosen(upper, lower, order) for upper, lower in pairs for order in orders]
 
 
 # ------------------------------------------------------- numbers packed in words, as in memory

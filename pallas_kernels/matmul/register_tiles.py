@@ -61,8 +61,8 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
     """Stores rows of an array from registers to global memory, through shared memory.
 
     In registers, each thread has pieces of several rows. Each warp puts its 16 rows into shared
-    memory, and reads them such that 8 threads store 128 bytes of a row. The warps need not wait for
-    each other. All threads of a warp must reach the call.
+    memory, and reads them such that 8 threads store the 128 bytes of a row, a *unit* of 16 bytes
+    each. The warps need not wait for each other. All threads of a warp must reach the call.
 
     Args:
       room: [64, columns] in shared memory, of `out`'s dtype. A row has 128 bytes.
@@ -78,13 +78,12 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = map(mosaic.scalar, scalars)
         byte, half, word, wide = map(mosaic.integer_type, (8, 16, 32, 64))
-        # A thread copies a unit of 16 bytes from `room` to `out` at a time.
         unit_type, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
         four, seven, fifteen = map(mosaic.i32, (4, 7, 15))
 
         def in_room(row: Value, column: Value) -> Value:
-            # Returns where `room` has byte `column` of a row. Units are swizzled, so that a warp's
-            # threads access different banks.
+            # Returns where `room` has byte `column` of a row. Row r has its unit u at place u XOR
+            # (r mod 8), so that a warp's threads access different banks.
             unit = arith.xori(arith.shrui(column, four), arith.andi(row, seven))
             offset = arith.ori(arith.shli(unit, four), arith.andi(column, fifteen))
             return mosaic.add(mosaic.mul(row, 128), offset)
@@ -105,7 +104,7 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
         # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
         # loaded before the first is stored, and no branch is in between, so that a warp waits once.
         thread = mosaic.warpgroup_thread()
-        # The thread's first row is 16 * its warp + its lane / 8; its column is counted in bytes.
+        # The thread's first row is 16 * its warp + its lane / 8, and its unit number lane mod 8.
         first = arith.shli(arith.shrui(thread, mosaic.i32(5)), mosaic.i32(4))
         first = mosaic.add(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
         column = arith.shli(arith.andi(thread, mosaic.i32(7)), mosaic.i32(4))
@@ -159,8 +158,7 @@ def store_column(out: Any, values: jax.Array, target: Target, *, to_row: bool = 
 def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
     """Loads `count` floats, a multiple of 64, from ref[first:] in global memory.
 
-    Past index `last`, the end of the array, it repeats ref[last]. Returns float32 in the layout
-    `WGMMA.reduce(1)`.
+    Past the array's last index, `last`, it repeats ref[last]. Returns float32, `WGMMA.reduce(1)`.
     """
 
     def emit(ref: Value, first: Array) -> Array:
@@ -193,12 +191,11 @@ def zero_rows_outside(
     num_workers: int,
 ) -> None:
     """Zeroes all rows of a tile but [begin, end): warpgroup `worker`'s share of `num_workers`."""
-    # The tile is stored as blocks of 8 rows of 128 bytes, with a swizzle. A swizzle only permutes
-    # pieces of 16 bytes within a row of a block, so zeroing whole rows can ignore it.
+    # The tile of 16-bit floats is stored as blocks of 8 rows of 64 columns, 128 bytes. A swizzle
+    # only permutes pieces of 16 bytes within a row of a block, so zeroing whole rows can ignore it.
     rows, columns = ref.shape
-    # A block is 8 rows by 64 columns (128 bytes); a row has `pieces` pieces of 16 bytes.
     blocks = columns // 64
-    pieces = 8 * blocks
+    pieces = 8 * blocks  # of a row
     begin = jnp.clip(begin, 0, rows)
     end = jnp.clip(end, begin, rows)
 
@@ -242,21 +239,22 @@ def each_zero_chunk(
     num_workers: int,
     zero: Callable[[Target], None],
 ) -> None:
-    """Calls `zero` for a worker's share of the chunks of an array's rows from `start` on."""
+    """Zeroes an array's rows from `start` on, by `zero(target)` for a worker's share of chunks."""
+    # Worker i of `num_workers` takes chunks i, i + num_workers and so on, of `chunk_shape` each.
     (num_rows, width), (height, columns) = out_shape, chunk_shape
     workers = jnp.int32(num_workers)
-    chunk_columns = jnp.int32(width // columns)
+    chunks_across = jnp.int32(width // columns)
     # Chunks are numbered row by row, from the row of chunks that has row `start`.
     first_chunk_row = lax.div(start, jnp.int32(height))
-    chunks = (-(-num_rows // height) - first_chunk_row) * chunk_columns
+    num_chunks = (-(-num_rows // height) - first_chunk_row) * chunks_across
 
     def one_chunk(i: jax.Array, _: None) -> None:
-        row, column = quotient_and_rest(worker + i * workers, chunk_columns)
-        top = (first_chunk_row + row) * height
+        chunk_row, chunk_column = quotient_and_rest(worker + i * workers, chunks_across)
+        top = (first_chunk_row + chunk_row) * height
         # The range of rows to zero may begin above the chunk, and end below it.
-        zero(Target(top, column * columns, start - top, num_rows - top))
+        zero(Target(top, chunk_column * columns, start - top, num_rows - top))
 
-    chunks_of_worker = lax.div(chunks - worker + (workers - 1), workers)
+    chunks_of_worker = lax.div(num_chunks - worker + (workers - 1), workers)
     lax.fori_loop(0, chunks_of_worker, one_chunk, None)
 
 

@@ -31,8 +31,7 @@ class TransposedRows(NamedTuple):
 def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns each group's first row and the row after its last, [L] int32 each.
 
-    Negative sizes count as 0. Groups are cut off at `num_rows`. L * num_rows must be below 2^31,
-    because sizes are summed in int32.
+    Negative sizes count as 0. Groups are cut off at `num_rows`. L * num_rows must be below 2^31.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
@@ -75,9 +74,8 @@ def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array,
     """Gives each block of quantized rows one scale, the largest of the scales of its rows.
 
     It replaces the kernel `quantize.transpose_rows` in XLA. Takes values [..., 128, C] float8 and
-    scales [..., 128], which are 0 past the rows of a block; values become 0 there. Others are
-    multiplied by their row's scale, divided by the block's, and rounded again. Returns values and
-    scales [...].
+    scales [..., 128], which are 0 past the rows of a block. Values become 0 there; others are
+    multiplied by their row's scale / the block's, and rounded. Returns values and scales [...].
     """
     largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
     factors = scales * (1 / largest)[..., None]

@@ -26,8 +26,7 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, WARP
 from pallas_kernels.fabric.mosaic import Value, arith
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups
 
-# The columns of the table of row tiles: a tile's group, its first row, and the range [begin, end)
-# of its rows that belong to the group.
+# The table's columns: a tile's group, its first row, and its rows in the group, [begin, end).
 GROUP, FIRST, BEGIN, END = range(4)
 # The number of heights is padded to a multiple of this, so that more matmuls share one kernel.
 _HEIGHTS = 8
@@ -53,8 +52,7 @@ def row_tiles(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -
     """Returns the table of row tiles: which rows each tile of a grouped matmul has.
 
     A group is cut into as few tiles as possible, given the largest of `heights`. These tiles have
-    equal heights, but the last one may be lower. A negative size counts as 0, and groups are cut
-    off at `num_rows`.
+    equal heights, but the last one may be lower. Negative sizes are 0; `num_rows` cuts groups off.
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order.
@@ -150,29 +148,29 @@ def _rows_and_tiles_before(
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
         first = mosaic.mul(lane, groups_of_thread)
 
-        def added(a: Value, b: Value) -> Value:
+        def cut_sum(a: Value, b: Value) -> Value:
             # Adds numbers of rows, cut off at `num_rows`.
             return arith.minsi(mosaic.add(a, b), most_rows)
 
         group_rows = []
         for i in range(groups_of_thread):
             group = mosaic.add(first, i)
-            # Groups from `end_group` on have no rows here; indices past the last group are clamped.
-            within = arith.minui(group, mosaic.i32(num_groups - 1))
-            size = arith.minsi(arith.maxsi(mosaic.element_at(sizes, within), zero), most_rows)
+            # Groups from `end_group` on count as empty, and so do indices past the last group.
+            valid = arith.minui(group, mosaic.i32(num_groups - 1))
+            size = arith.minsi(arith.maxsi(mosaic.element_at(sizes, valid), zero), most_rows)
             group_rows.append(arith.select(mosaic.below(group, end_group), size, zero))
         # The rows of this thread's groups and, after the loop, also of all threads before.
-        inclusive = functools.reduce(added, group_rows)
+        inclusive = functools.reduce(cut_sum, group_rows)
         for distance in (1, 2, 4, 8, 16):
             other = mosaic.shuffle_up(inclusive, distance)
             exists = mosaic.below(mosaic.i32(distance - 1), lane)
-            inclusive = added(inclusive, arith.select(exists, other, zero))
+            inclusive = cut_sum(inclusive, arith.select(exists, other, zero))
         # The rows of all threads before, without this one.
         start = mosaic.shuffle_up(inclusive, 1)
         start = arith.select(mosaic.equal(lane, zero), zero, start)
         tiles = zero
         for size in group_rows:
-            end = added(start, size)
+            end = cut_sum(start, size)
             # The first tile begins at a multiple of 8 rows, up to 7 rows above the group.
             above = arith.andi(start, mosaic.i32(ROW_ALIGNMENT - 1))
             to_cover = mosaic.add(above, arith.subi(end, start))

@@ -8,8 +8,7 @@ the output. Rows of a tile that do not belong to the tile's group are not copied
   chunk of the tile --> [32, 64] -->  if all 32 rows belong to the group: one bulk copy (TMA)
                                  -->  else: each thread stores its elements of the group's rows
 
-A compute warpgroup uses its buffers cyclically. It writes to a buffer only after the earlier bulk
-copies from this buffer have read it.
+A compute warpgroup uses its buffers in turn, each only once earlier copies from it have read it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
-    EIGHT_ROWS,
     aligned,
     quotient_and_rest,
     run_one,
@@ -40,8 +38,15 @@ from pallas_kernels.matmul.register_tiles import Target
 # A compute warpgroup stores this many rows of an output tile at a time.
 STORED_ROWS = 32
 
-# Returns for each output the elements [columns, rows] of a finished tile in slices of its columns
-# and rows.
+# A register layout of [8, 64]: a warp holds two rows, a thread four neighbouring values of a row.
+_EIGHT_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
+    warp_dims=(-4,),
+    lane_dims=(-2, -3),
+    vector_dim=-1,
+)
+
+# Returns each output's elements [columns, rows] in slices of a finished tile's columns and rows.
 Results = Callable[[slice, slice], tuple[jax.Array, ...]]
 
 
@@ -85,11 +90,12 @@ class Store:
         chunks = self._chunks()
         num_buffers = self.buffers.shape[0]
         chunk_row, chunk_column = quotient_and_rest(number, jnp.int32(self.part // CHUNK))
-        inside = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
+        exists = (position.left_edge < self.outs[0].shape[1]) & (number < len(chunks))
         top = position.top + chunk_row * STORED_ROWS
         left_edge = position.left_edge + chunk_column * CHUNK
+        # The chunk's rows to store, none if it does not exist.
         begin = jnp.clip(position.begin - top, 0, STORED_ROWS)
-        end = jnp.where(inside, jnp.clip(position.end - top, 0, STORED_ROWS), begin)
+        end = jnp.where(exists, jnp.clip(position.end - top, 0, STORED_ROWS), begin)
         buffers = [
             self.buffers.at[lax.rem(number * len(self.outs) + i, jnp.int32(num_buffers))]
             for i in range(len(self.outs))
@@ -116,8 +122,7 @@ class Store:
 
     def _copy(self, buffers: Sequence[Any], target: Target) -> None:
         """Copies each output's chunk from its buffer."""
-        # The last chunks of a tile may have fewer rows. TMA copies a chunk at once if all of its
-        # rows are to be copied.
+        # The last chunks of a tile may have fewer rows. TMA copies a chunk if all rows are stored.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(target.begin == 0) & (target.end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):
@@ -137,9 +142,9 @@ class Store:
 
         def eight_rows(buffer: Any, out: Any, i: jax.Array, _: None) -> None:
             row = i * ROW_ALIGNMENT
-            values = plgpu.load(buffer.at[pl.ds(row, ROW_ALIGNMENT)], layout=EIGHT_ROWS)
+            values = plgpu.load(buffer.at[pl.ds(row, ROW_ALIGNMENT)], layout=_EIGHT_ROWS)
             target_of_rows = Target(top + row, left, begin - row, end - row)
-            register_tiles.store_rows(out, values, target_of_rows, EIGHT_ROWS)
+            register_tiles.store_rows(out, values, target_of_rows, _EIGHT_ROWS)
 
         for buffer, out in zip(buffers, self.outs, strict=True):
             stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))

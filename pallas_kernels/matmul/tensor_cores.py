@@ -26,8 +26,7 @@ def add_warp_product(
     """Multiplies 16 rows by 8 columns, 16 numbers each, and adds the products to sums.
 
     A thread has four words of the rows and two of the columns, with two numbers in each, and four
-    float32 sums; see PTX ISA, "Matrix fragments for mma.m16n8k16". The instruction is complete when
-    it returns.
+    float32 sums; see PTX ISA, "Matrix fragments for mma.m16n8k16". On return it is complete.
     """
     f32 = mosaic.float_type()
     of_dtype = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}[jnp.dtype(dtype)]
@@ -83,21 +82,18 @@ def add_float8_products(
 ) -> tuple[jax.Array, ...]:
     """Adds scaled products of 64 rows of a float8 tile and the blocks of another one to totals.
 
-    The tensor cores compute the product with one block after the other, this function waits until
-    it is complete, and each thread then multiplies its elements of the product by their scales and
-    adds them.
+    The tensor cores compute the product with one block after the other. Each thread waits until it
+    is complete, multiplies its elements of the product by their scales, and adds them.
 
     Args:
       totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
       started: the product with the first block.
       count: how many blocks to multiply by, from the first on: at least 1, at most one a total.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of its block, or several, of equally many
-        columns each.
+      block_scales: for each total, the float32 scale of its block, or several, of equal parts.
 
     Returns:
-      The new totals. totals[i] grew by the product with the i-th block times the scales of rows and
-      block, if i < count.
+      The new totals. Those of blocks below `count` grew by the products times both scales.
     """
     num, layout = len(totals), plgpu.Layout.WGMMA
     emit = functools.partial(_emit_float8_products, num, len(block_scales), started.kinds)
@@ -112,9 +108,13 @@ def _emit_start_of_float8_product(
     kinds: Sequence[str], left_ref: Value, right_ref: Value, left_offset: Array, right_offset: Array
 ) -> Array:
     """Emits `start_float8_product` for one thread."""
-    operands = [f"${_PER_PRODUCT + i}" for i in range(2)]
+    # The operands of the PTX: the product's registers, and both descriptors.
     registers = [f"${i}" for i in range(_PER_PRODUCT)]
-    text = ["{ .reg .b64 a, b; .reg .pred nothing, more;", *_multiply(kinds, registers, *operands)]
+    left, right = (f"${_PER_PRODUCT + i}" for i in range(2))
+    text = [
+        "{ .reg .b64 a, b; .reg .pred nothing, more;",
+        *_multiply(kinds, registers, left, right),
+    ]
     values = _inline_asm(
         _PER_PRODUCT,
         [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)],
@@ -125,7 +125,7 @@ def _emit_start_of_float8_product(
 
 
 def _emit_float8_products(
-    num: int,
+    num_blocks: int,
     num_scales: int,
     kinds: Sequence[str],
     left_ref: Value,
@@ -136,23 +136,23 @@ def _emit_float8_products(
     count: Array,
     *arrays: Array,
 ) -> list[Array]:
-    """Emits `add_float8_products` for one thread, for `num` totals and `num_scales` of blocks."""
+    """Emits `add_float8_products` for one thread; `num_scales` is the number of blocks' scales."""
     # All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
     # products as values, ptxas would assign registers of its own to each, and spill the totals.
-    #
-    # `arrays` are the totals, the scales of blocks and, if not None, the scales of rows.
-    num_results = (num + 1) * _PER_PRODUCT
+    num_results = (num_blocks + 1) * _PER_PRODUCT
     count = mosaic.scalar(count)
-    old_totals, rows_from = arrays[:num], num + num_scales
-    scales = [mosaic.scalar(each) for each in arrays[num:rows_from]]
+    # `arrays` are the totals, the scales of blocks and, unless they are 1, the scales of rows.
+    old_totals, scales = arrays[:num_blocks], arrays[num_blocks:]
+    block_scales = [mosaic.scalar(each) for each in scales[:num_scales]]
+    row_scales = scales[num_scales:]
     # A thread holds elements of two rows.
     thread_row_scales = [None, None]
-    if len(arrays) > rows_from:
-        registers = mosaic.registers(arrays[rows_from])
+    if row_scales:
+        registers = mosaic.registers(row_scales[0])
         thread_row_scales = [vector.extract(each, [], [0]) for each in registers]
     factors = [
         scale if row_scale is None else arith.mulf(row_scale, scale)
-        for scale in scales
+        for scale in block_scales
         for row_scale in thread_row_scales
     ]
     operands = [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)]
@@ -163,16 +163,17 @@ def _emit_float8_products(
         for register in mosaic.registers(array)
         for i in range(2)
     ]
-    # The new totals are in the registers of the old ones, and all products in those of the first.
+    # The new totals are in the registers of the old ones, and all products in those of the first:
+    # LLVM's constraint "i" puts an input in the register of result i.
     constraints = (
         *["=f"] * num_results,
         *map(str, range(num_results)),
-        *["l", "l", "r"],
+        *["l", "l", "r"],  # the types of `operands`
         *["f"] * len(factors),
     )
-    text = _text_of_float8_products(num, num_scales, kinds)
+    text = _text_of_float8_products(num_blocks, num_scales, kinds)
     values = _inline_asm(num_results, [*inputs, *operands], text, constraints)
-    return _products_of(values)[:num]
+    return _products_of(values)[:num_blocks]
 
 
 def _inline_asm(
@@ -219,13 +220,15 @@ def _descriptor(ref: Value, offset: Array) -> Value:
 
 def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: str) -> list[str]:
     """Returns the PTX that starts a product to `registers`; `left` and `right` are descriptors."""
+    # The caller's PTX declares the registers a and b and the predicates. This text sets them all
+    # itself, so that a caller need not know in which order it inserts products.
     names = "{" + ",".join(registers) + "}"
-    text = ["setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;"]
+    text = ["setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;"]  # false and true
     text.append(f"mov.b64 a, {left}; mov.b64 b, {right};")
     text.append("wgmma.fence.sync.aligned;")
-    # An element of the product is a sum over 128 columns. An instruction sums over 32 of them, so 4
-    # instructions are needed. The first one adds to nothing. Descriptors count 16 bytes, so 32
-    # columns further is 2.
+    # An element of the product is a sum over 128 columns, and an instruction sums over 32 of them.
+    # If its predicate is true, it adds to the registers, else it overwrites them, as the first must
+    # do. Descriptors count 16 bytes, so 32 columns further is 2.
     for i in range(4):
         text.append(
             f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "
@@ -236,16 +239,16 @@ def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: 
     return [*text, "wgmma.commit_group.sync.aligned;"]
 
 
-def _text_of_float8_products(num: int, num_scales: int, kinds: Sequence[str]) -> str:
-    """Returns the PTX of `add_float8_products` for `num` blocks, with `num_scales` together."""
-    # Operands: new totals, products, old totals, products, both descriptors, count, scales of each
-    # block and row.
-    num_results = (num + 1) * _PER_PRODUCT
-    products = [f"${num * _PER_PRODUCT + i}" for i in range(_PER_PRODUCT)]
+def _text_of_float8_products(num_blocks: int, num_scales: int, kinds: Sequence[str]) -> str:
+    """Returns the PTX of `add_float8_products`, with the operands of `_emit_float8_products`."""
+    # Results are the totals of all blocks and one product. Inputs are these again, in the same
+    # registers, both descriptors, the count, and for each scale its factor for two rows.
+    num_results = (num_blocks + 1) * _PER_PRODUCT
+    products = [f"${num_blocks * _PER_PRODUCT + i}" for i in range(_PER_PRODUCT)]
     operands = (f"${2 * num_results + i}" for i in range(3 + 2 * num_scales))
     left, right, count, *factors = operands
     text = ["{ .reg .b64 a, b, next; .reg .pred nothing, more, past;"]
-    for block in range(num):
+    for block in range(num_blocks):
         if block:
             # Past `count`, blocks are skipped, with the instructions for them.
             text.append(f"setp.le.s32 past, {count}, {block}; @past bra.uni done;")
@@ -256,7 +259,7 @@ def _text_of_float8_products(num: int, num_scales: int, kinds: Sequence[str]) ->
         for i, element in enumerate(products):
             total = f"${block * _PER_PRODUCT + i}"
             # Elements are in the order of columns, and the scales divide the columns evenly.
-            scale = (block * _PER_PRODUCT + i) * num_scales // (num * _PER_PRODUCT)
+            scale = (block * _PER_PRODUCT + i) * num_scales // (num_blocks * _PER_PRODUCT)
             # Of four neighbouring numbers, two belong to each of the thread's two rows.
             factor = factors[2 * scale + i // 2 % 2]
             text.append(f"fma.rn.f32 {total}, {element}, {factor}, {total};")

@@ -34,11 +34,12 @@ from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul import tensor_cores
 from pallas_kernels.matmul.decoder import (
     APART,
+    BYTE_0,
     NUMBER_BYTES,
     Decoder,
     look_up,
     own_table,
-    place_of_quad,
+    place_of_vector,
     transforms_of_numbers,
 )
 from pallas_kernels.matmul.kernel import STEP
@@ -53,8 +54,7 @@ _BLOCKS = STEP // _BLOCK
 _ROWS = ROW_ALIGNMENT
 # A thread holds 8 numbers of a column's block: 4 bytes, in one word.
 _COLUMN_BYTES = WORD_BYTES
-# Rows are stored as tiles of 8 rows by a block of 32 of K, swizzled, so that 8 threads load 16
-# bytes from different banks at once.
+# Rows are stored as swizzled tiles of 8 rows by 32 of K: 8 threads load 16 bytes from all banks.
 _TILE_ROW_BYTES = 2 * _BLOCK
 _TILE_BYTES = _ROWS * _TILE_ROW_BYTES
 ROW_TRANSFORMS = plgpu.TilingTransform((_ROWS, _BLOCK)), plgpu.SwizzleTransform(_TILE_ROW_BYTES)
@@ -86,23 +86,25 @@ def add_products(
         thread = _Thread(decoder, memrefs, mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
         numbers = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
-        # The sums of a thread for each part and each 8 rows: rows 2q and 2q + 1 of its first
-        # column, and then of its second, 8 later.
+        # The sums of a thread for each part and, in it, each tile of 8 rows: rows 2q and 2q + 1 of
+        # the thread's first column, and then of its second, 8 later.
         sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
-        per_part = block_m // _ROWS
-        # The thread's first column in each part; it also has the one 8 later.
+        tiles_of_part = block_m // _ROWS
+        # The thread's first column in each part.
         columns = [mosaic.add(mosaic.scalar(c), mosaic.tensor_core_row()) for c in first_columns]
         for piece in range(pieces):
             # part_scales[part][i][block] is the scale of a block of column i of the thread's two.
             part_scales = [thread.load_scales(column, piece) for column in columns]
             for block in range(_BLOCKS):
-                row_words = [thread.load_rows(i, piece, block) for i in range(height // _ROWS)]
+                row_words = [
+                    thread.load_rows(tile, piece, block) for tile in range(height // _ROWS)
+                ]
                 for part, column in enumerate(columns):
                     column_pairs = [thread.load_pairs(column, piece, block, i) for i in range(2)]
                     block_scales = [part_scales[part][i][block] for i in range(2)]
-                    for i, words in enumerate(row_words):
-                        at = part * per_part + i
-                        sums[at] = _added(sums[at], column_pairs, words, block_scales)
+                    for tile, words in enumerate(row_words):
+                        at = part * tiles_of_part + tile
+                        sums[at] = _plus_products(sums[at], column_pairs, words, block_scales)
         two = mosaic.vector_type(2, mosaic.float_type())
         pairs = [
             vector.from_elements(two, each[i : i + 2]) for each in sums for i in range(0, 4, 2)
@@ -133,28 +135,28 @@ class _Thread:
         self.column_bytes = self.pieces * NUMBER_BYTES
         self.stage = stage
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-        # Of 8 rows, and of the warp's first 8 columns, the thread has number `down`.
-        self.down = arith.shrui(lane, mosaic.i32(2))
+        # Of 8 rows, and of the warp's first 8 columns, the thread has number `quad`.
+        self.quad = arith.shrui(lane, mosaic.i32(2))
         q = arith.andi(lane, mosaic.i32(3))
         # Where the thread's word is in a block of a column, in bytes.
         self.word_offset = mosaic.mul(q, WORD_BYTES)
         self.values_address = mosaic.address(values, 32)
         self.scales_address = mosaic.address(scales, 32)
         self.table = own_table(table)  # the address of the lane's copy of it
-        # Row r of a tile holds its 16-byte part p at place p XOR (r / 2).
-        place = arith.xori(q, arith.shrui(self.down, mosaic.i32(1)))
+        # The swizzle of `ROW_TRANSFORMS`: row r of a tile has its 16-byte part p at p XOR (r / 2).
+        place = arith.xori(q, arith.shrui(self.quad, mosaic.i32(1)))
         # The number of tiles of rows side by side in a stage.
         self.tiles_across = self.pieces * _BLOCKS
         # The address of the thread's 16 bytes in the stage's first tile of rows.
         self.rows_address = mosaic.add(
             mosaic.address(rows, 32),
             mosaic.mul(stage, block_m // _ROWS * self.tiles_across * _TILE_BYTES),
-            mosaic.mul(self.down, _TILE_ROW_BYTES),
+            mosaic.mul(self.quad, _TILE_ROW_BYTES),
             mosaic.mul(place, VECTOR_BYTES),
         )
 
     def load_rows(self, tile: int, piece: int, block: int) -> list[Value]:
-        """Loads 8 numbers of a row of tile `tile` in a block: four words of two bfloat16."""
+        """Loads the thread's 8 numbers of a row of tile `tile` in a block: four words of two."""
         offset = (tile * self.tiles_across + piece * _BLOCKS + block) * _TILE_BYTES
         return _load(self.rows_address, offset, count=4)
 
@@ -171,12 +173,12 @@ class _Thread:
         column_of_ring = mosaic.add(mosaic.mul(self.stage, self.stage_columns), column)
         offset = mosaic.mul(column_of_ring, self.column_bytes)
         start = mosaic.add(self.values_address, offset, self.word_offset)
-        # The 16 bytes of a block are swizzled among those of the column.
-        place = place_of_quad(piece * _BLOCKS + block, self.down, self.pieces)
+        # A block of a column is a vector of 16 bytes.
+        place = place_of_vector(piece * _BLOCKS + block, self.quad, self.pieces)
         start = mosaic.add(start, mosaic.mul(place, VECTOR_BYTES))
         (word,) = _load(start, i * APART * self.column_bytes, count=1)
         # The table has the pair of numbers in each byte of the word.
-        return [look_up(self.table, word, mosaic.i32(0x4440 + j)) for j in range(_COLUMN_BYTES)]
+        return [look_up(self.table, word, mosaic.i32(BYTE_0 + j)) for j in range(_COLUMN_BYTES)]
 
 
 def _load(address: Value, offset: int, count: int) -> list[Value]:
@@ -188,13 +190,13 @@ def _load(address: Value, offset: int, count: int) -> list[Value]:
     return mosaic.load_numbers(pointer, count)
 
 
-def _added(
+def _plus_products(
     totals: Sequence[Value],
     pairs: Sequence[Sequence[Value]],
     rows: Sequence[Value],
     scales: Sequence[Value],
 ) -> list[Value]:
-    """Returns `totals` plus a block's products of two columns and rows, times the scales."""
+    """Returns four sums of a thread plus a block's products of two columns and rows, scaled."""
     # `pairs` has four words of each column, and `scales` the scale of each; `rows` are four words.
     sums = [mosaic.f32(0.0)] * 4
     for i in range(0, _COLUMN_BYTES, 2):

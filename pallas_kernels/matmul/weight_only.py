@@ -19,20 +19,23 @@ number divided by 64; a few instructions convert them. A number of a row is divi
 power of two for each chunk, so that float16 represents it exactly unless it is tiny.
 
 **Each thread scales its own sums.** The instruction `mma.sync` multiplies 16 columns by 8 rows, and
-sums over 16 numbers: 4 numbers of each thread of a quad (PTX ISA, "Matrix fragments for
-mma.m16n8k16"). A thread loads 16 bytes of each of its two columns, c and c + 8, where c = lane / 4.
-These numbers lie next to each other, and have a scale of their own in MXFP4. So each thread of a
-quad needs its own sum. Therefore an instruction multiplies only two rows of the matmul. Of its 8
-rows, rows 2 * t and 2 * t + 1 hold the two rows' numbers at thread t's places in K, and zeros
-elsewhere. The instruction gives the sums with these two rows to thread t of each quad, which knows
-their scale.
+sums over 16 of K: 4 numbers of each thread of a *quad*, 4 adjacent threads (PTX ISA, "Matrix
+fragments for mma.m16n8k16"). A thread loads 16 adjacent bytes of each of its two columns, c and
+c + 8, where c = lane / 4. In MXFP4 these numbers have a scale of their own, so they must not be
+added to those of the quad's other threads. So an instruction multiplies only two rows, a and b:
+
+  row of the instruction               0  1   2  3   4  5   6  7
+  has numbers of                       a  b   a  b   a  b   a  b
+  at the places in K of thread         0  0   1  1   2  2   3  3, and zeros elsewhere
+
+Thread t gets the sums of rows 2 * t and 2 * t + 1: those of its own numbers, whose scale it knows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,16 +71,16 @@ _CHUNK = 128
 # Four threads hold the numbers of a column.
 _QUAD = 4
 # An instruction multiplies this many rows of the matmul.
-_TOGETHER = 2
-# Scaled, the largest number of a chunk of a row is at least 2^_LARGEST and below 2^(_LARGEST + 1).
+_ROWS_AT_ONCE = 2
+# The exponent of a chunk's largest number, scaled: the number is at least 2^12 and below 2^13.
 # float16 numbers are below 2^16, and represent bfloat16 numbers exactly from 2^-17 on.
-_LARGEST = 12
+_LARGEST_EXPONENT = 12
 # How many chunks of rows a warp loads before it begins to load matrices.
 _ROW_LOADS = 4
 # The most vectors of 16 bytes of matrices that a thread loads ahead. So many take 64 registers.
-_AHEAD = 16
+_VECTORS_AHEAD = 16
 # The bytes of zeros in shared memory: 16 float16 numbers, which replace 16 numbers of a row.
-_ZEROS = 32
+_ZERO_BYTES = 32
 # The most rows that a matmul may have. With so many, a thread needs 240 of its 255 registers.
 MOST_ROWS = 16
 # The most bytes of shared memory for the scaled rows.
@@ -174,7 +177,8 @@ def weight_only_matmul(
 class _Sizes:
     """The sizes of a `weight_only_matmul`, and how warps and thread blocks divide it."""
 
-    # A *strip* is 16 adjacent columns of the output, which `splits` warps of a block compute.
+    # A *strip* is 16 adjacent columns of the output, which `splits` warps of a block compute. In a
+    # *step*, each of them multiplies by another chunk of K: in step i by number i * splits + split.
     num_rows: int  # T
     depth: int  # K
     width: int  # N
@@ -204,6 +208,13 @@ class _Sizes:
         return -(-self.chunks // self.splits)
 
     @property
+    def steps_ahead(self) -> int:
+        """The number of steps whose parts of the matrices a thread loads ahead."""
+        # In a step, a thread loads one or two vectors of 16 bytes of each of its two columns.
+        vectors = 2 * self.num_matrices * (2 if self.is_float8 else 1)
+        return max(1, _VECTORS_AHEAD // vectors)
+
+    @property
     def strips(self) -> int:
         """The number of strips that a thread block computes at a time, in a round."""
         return _WARPS // self.splits
@@ -220,22 +231,23 @@ class _Sizes:
         return -(-self.width // (_COLUMNS * self.strips * self.rounds))
 
     @property
-    def zeros(self) -> int:
-        """The first byte of the zeros, which follow the scaled rows in shared memory."""
+    def first_zero_byte(self) -> int:
+        """Where the zeros begin, which follow the scaled rows in shared memory."""
         return 2 * self.num_rows * self.chunks * _CHUNK
 
     def scratch_types(self) -> dict[str, Any]:
         sums = _WARPS * self.num_matrices * self.num_rows * _COLUMNS
         return dict(
-            # Scaled rows, [T, K] float16, and zeros after them.
-            rows=plgpu.SMEM(((self.zeros + _ZEROS) // WORD_BYTES,), jnp.float32),
-            scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),
+            # Scaled rows, float16 [T, chunks * 128], and zeros after them.
+            rows=plgpu.SMEM(((self.first_zero_byte + _ZERO_BYTES) // WORD_BYTES,), jnp.float32),
+            scales=plgpu.SMEM((self.num_rows * self.chunks,), jnp.float32),  # [T, chunks]
             sums=plgpu.SMEM((sums,), jnp.float32),  # [warps, num_matrices, T, 16]
         )
 
 
 def _compute_block(sizes: _Sizes, refs: Any, group: Any, block: Any, first_row: Any) -> None:
     """Computes a block's columns of the output's rows from `first_row` on, round by round."""
+    # `block` is the number of this thread block among those of the group.
 
     def compute(round_of_block: Any, scales_rows: bool) -> None:
         def emit(*values: Any) -> None:
@@ -268,8 +280,9 @@ class _Thread:
         # The warp computes strip number `strip` of the round, over each chunk number `split` mod
         # `splits`. Past the last column, it computes the last strip again, which is not stored.
         self.strip, self.split = mosaic.divided(self.warp, sizes.splits)
-        # The thread has columns `down` and `down` + 8 of the strip, and place `across` in its quad.
-        self.down, self.across = mosaic.divided(self.lane, _QUAD)
+        # The thread is number `quad_thread` of quad `quad`, with columns `quad` and `quad` + 8.
+        self.quad, self.quad_thread = mosaic.divided(self.lane, _QUAD)
+        # Each has the values and the scales of an array of matrices.
         self.matrices = [_Matrices(self, *operands[i : i + 2]) for i in range(0, num_parts, 2)]
 
     def run(self, scales_rows: bool) -> None:
@@ -278,22 +291,22 @@ class _Thread:
         # The first loads of rows come before those of matrices, which take longer.
         starts = range(0, sizes.num_rows * sizes.chunks, _WARPS) if scales_rows else range(0)
         chunks = [self.load_chunk(start) for start in starts[:_ROW_LOADS]]
-        # Steps to load ahead; in each, a thread loads one or two vectors of each of its columns.
-        ahead = max(1, _AHEAD // (2 * sizes.num_matrices * (2 if sizes.is_float8 else 1)))
-        for step in range(min(ahead, sizes.steps)):
-            self.load_matrices(step)
+        for step in range(min(sizes.steps_ahead, sizes.steps)):
+            for each in self.matrices:
+                each.load(step)
         if scales_rows:
             chunks += [self.load_chunk(start) for start in starts[_ROW_LOADS:]]
             for start, words in zip(starts, chunks, strict=True):
                 self.scale_chunk(start, words)
-            with mosaic.when(mosaic.below(self.thread, _ZEROS // WORD_BYTES)):
-                at = mosaic.add(self.thread, sizes.zeros // WORD_BYTES)
+            with mosaic.when(mosaic.below(self.thread, _ZERO_BYTES // WORD_BYTES)):
+                at = mosaic.add(self.thread, sizes.first_zero_byte // WORD_BYTES)
                 share(self.rows, at, [mosaic.i32(0)])
         # All threads have stored their part of the rows, or read the sums of the last round.
         mosaic.block_barrier()
         for step in range(sizes.steps):
-            if step + ahead < sizes.steps:
-                self.load_matrices(step + ahead)
+            if step + sizes.steps_ahead < sizes.steps:
+                for each in self.matrices:
+                    each.load(step + sizes.steps_ahead)
             self.add_products(step)
         self.share_sums()
         # All warps have stored their sums.
@@ -304,10 +317,6 @@ class _Thread:
             with mosaic.when(mosaic.below(index, results)):
                 self.store_result(index)
 
-    def load_matrices(self, step: int) -> None:
-        for each in self.matrices:
-            each.load(step)
-
     def column_of(self, strip: Value) -> Value:
         """Returns the first column of strip number `strip` of this round."""
         strip = mosaic.add(mosaic.mul(self.round_number, self.sizes.strips), strip)
@@ -317,15 +326,15 @@ class _Thread:
 
     def part_of_chunk(self, start: int) -> tuple[Value, Value, Value, Value]:
         """Returns which four numbers this thread scales: (chunk, exists, row, first number)."""
-        # Chunks are numbered through all rows, and the warps take turns at them, from `start` on.
-        # Past the last chunk, the row and the numbers are those of the last.
+        # Chunks are numbered through all rows. From `start` on, each warp scales one. For a warp
+        # past the last, `exists` (i1) is false, and the rest is that of the last chunk.
         count = self.sizes.num_rows * self.sizes.chunks
-        number_of_chunk = mosaic.add(self.warp, start)
-        exists = mosaic.below(number_of_chunk, count)
-        index = arith.minui(number_of_chunk, mosaic.i32(count - 1))
-        row, chunk_of_row = mosaic.divided(index, self.sizes.chunks)
+        chunk_of_warp = mosaic.add(self.warp, start)
+        exists = mosaic.below(chunk_of_warp, count)
+        chunk = arith.minui(chunk_of_warp, mosaic.i32(count - 1))
+        row, chunk_of_row = mosaic.divided(chunk, self.sizes.chunks)
         number = mosaic.add(mosaic.mul(chunk_of_row, _CHUNK), mosaic.mul(self.lane, 4))
-        return index, exists, row, number
+        return chunk, exists, row, number
 
     def load_chunk(self, start: int) -> list[Value]:
         """Loads the numbers of `part_of_chunk`, two in a word; zeros past the end of the row."""
@@ -338,58 +347,50 @@ class _Thread:
         return [arith.select(inside, word, mosaic.i32(0)) for word in words]
 
     def scale_chunk(self, start: int, words: Sequence[Value]) -> None:
-        """Scales the result of `load_chunk`, and stores float16 numbers and the chunk's scale."""
-        index, exists, row, number = self.part_of_chunk(start)
+        """Scales the result of `load_chunk`, and shares float16 numbers and the chunk's scale."""
+        chunk, exists, row, number = self.part_of_chunk(start)
         numbers = BFLOAT16.numbers(words)
-        largest = mosaic.warp_max(max_of(float8.magnitude(each)[1] for each in numbers))
-        # The scale is 2^(exponent of the largest number - _LARGEST), but never subnormal.
-        exponent = arith.maxui(
-            arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST + 1) << 23)
-        )
-        scale = arith.subi(exponent, mosaic.i32(_LARGEST << 23))
-        # The biased exponents of 2^e and 2^-e add up to 254.
-        inverse = arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
+        scale, inverse = _scale_of_chunk(numbers)
         scaled = [arith.mulf(each, inverse) for each in numbers]
-        # Of each 8 numbers of a row, the order is that of `_Matrices.decode`.
-        is_float8 = self.sizes.is_float8
         row_length = self.sizes.chunks * _CHUNK
-        pairs = [(0, 1), (2, 3)] if is_float8 else [(0, 2), (1, 3)]
         byte = mosaic.mul(mosaic.add(mosaic.mul(row, row_length), number), 2)
-        if not is_float8:
-            # Of the two threads that have 8 numbers, the second one's pairs follow the first one's.
+        pairs, pair_bytes = [(0, 1), (2, 3)], WORD_BYTES
+        if not self.sizes.is_float8:
+            # Pairs of 8 numbers must be ordered like those of `_float8_of_float4`: (0, 2), (4, 6),
+            # (1, 3), (5, 7). One thread has the first four numbers, the next thread the others.
+            pairs, pair_bytes = [(0, 2), (1, 3)], 2 * WORD_BYTES
             byte = arith.subi(byte, arith.andi(number, mosaic.i32(4)))
         for i, pair in enumerate(pairs):
-            at = mosaic.add(byte, i * (4 if is_float8 else 8))
+            at = mosaic.add(byte, i * pair_bytes)
             pointer = mosaic.pointer_at(self.rows, at, mosaic.integer_type(8))
             word = Packed(jnp.float16).pair(*(scaled[j] for j in pair))
             with mosaic.when(exists):
                 llvm.store(word, pointer, alignment=4)
         with mosaic.when(arith.andi(exists, mosaic.equal(self.lane, 0))):
-            share(self.scales, index, [scale])
+            share(self.scales, chunk, [scale])
 
     def load_rows(self, first: int, step: int) -> tuple[list[Value], list[Value]]:
-        """Loads a thread's 16 words of row `first` or the next, and the chunks' scales of both."""
-        # The thread holds row `down` of an instruction. These are the numbers of row `down` mod 2
-        # at the places of thread `down` / 2 of a quad.
+        """Loads the thread's 16 words of rows `first` and the next, and both rows' scales."""
+        # The thread holds row `quad` of the instruction: a row of the matmul, the second one if
+        # `quad` is odd, at the places of thread `quad` / 2 of a quad, and zeros elsewhere.
         sizes = self.sizes
-        thread_of_quad, row_of_two = mosaic.divided(self.down, _TOGETHER)
-        count = min(_TOGETHER, sizes.num_rows - first)
+        thread_with_numbers, row_of_two = mosaic.divided(self.quad, _ROWS_AT_ONCE)
+        count = min(_ROWS_AT_ONCE, sizes.num_rows - first)
         row = arith.minui(mosaic.add(row_of_two, first), mosaic.i32(first + count - 1))
         chunk = mosaic.add(self.split, step * sizes.splits)
         if (step + 1) * sizes.splits > sizes.chunks:
             chunk = arith.minui(chunk, mosaic.i32(sizes.chunks - 1))
-        # A thread's numbers are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
-        in_chunk = mosaic.mul(self.across, 16 if sizes.is_float8 else 32)
+        # The thread's places are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
+        in_chunk = mosaic.mul(self.quad_thread, 16 if sizes.is_float8 else 32)
         chunk_of_rows = mosaic.add(mosaic.mul(row, sizes.chunks), chunk)
         at = mosaic.mul(mosaic.add(mosaic.mul(chunk_of_rows, _CHUNK), in_chunk), 2)
-        # For the numbers of the other threads, and past the end of the row, the thread loads zeros.
-        is_own = mosaic.equal(thread_of_quad, self.across)
+        has_numbers = mosaic.equal(thread_with_numbers, self.quad_thread)
         if (inside := self.inside(step)) is not None:
-            is_own = arith.andi(is_own, inside)
-        start = arith.select(is_own, at, mosaic.i32(sizes.zeros))
-        # In bytes, from the first half of the words to the second.
+            has_numbers = arith.andi(has_numbers, inside)
+        start = arith.select(has_numbers, at, mosaic.i32(sizes.first_zero_byte))
+        # The bytes from the first 16 float16 numbers to the others. All zeros are the same 16.
         apart = mosaic.i32(2 * 64 if sizes.is_float8 else 2 * 16)
-        apart = arith.select(is_own, apart, mosaic.i32(0))
+        apart = arith.select(has_numbers, apart, mosaic.i32(0))
         words = []
         for i in range(2):
             start_of_half = mosaic.add(start, apart) if i else start
@@ -405,13 +406,13 @@ class _Thread:
         return words, row_scales
 
     def inside(self, step: int) -> Value | None:
-        """Returns whether a thread's numbers of a step exist (i1), or None if those of all do."""
+        """Returns whether the thread's places of a step are in K (i1); None if all threads' are."""
         sizes = self.sizes
         if (step + 1) * sizes.splits * _CHUNK <= sizes.depth:
             return None
         chunk = mosaic.add(self.split, step * sizes.splits)
         # In MXFP4, the last chunk may have fewer blocks of 32, one of which belongs to each thread.
-        in_chunk = mosaic.mul(self.across, 0 if sizes.is_float8 else sizes.format.block[1])
+        in_chunk = mosaic.mul(self.quad_thread, 0 if sizes.is_float8 else sizes.format.block[1])
         number = mosaic.add(mosaic.mul(chunk, _CHUNK), in_chunk)
         return mosaic.below(number, sizes.depth)
 
@@ -420,7 +421,7 @@ class _Thread:
     def add_products(self, step: int) -> None:
         """Multiplies all rows by the columns that `_Matrices.load` has loaded for a step."""
         decoded = [each.decode(step) for each in self.matrices]
-        for row in range(0, self.sizes.num_rows, _TOGETHER):
+        for row in range(0, self.sizes.num_rows, _ROWS_AT_ONCE):
             words, row_scales = self.load_rows(row, step)
             for each, columns in zip(self.matrices, decoded, strict=True):
                 each.multiply(columns, words, row_scales, row)
@@ -430,9 +431,9 @@ class _Thread:
         for i, each in enumerate(self.matrices):
             for row in range(self.sizes.num_rows):
                 totals = [mosaic.warp_sum(total, _QUAD) for total in each.totals[row]]
-                with mosaic.when(mosaic.equal(self.across, 0)):
+                with mosaic.when(mosaic.equal(self.quad_thread, 0)):
                     for j, total in enumerate(totals):
-                        column = mosaic.add(self.down, j * _APART)
+                        column = mosaic.add(self.quad, j * _APART)
                         at = self.index_of_sum(self.warp, i, mosaic.i32(row), column)
                         share(self.sums, at, [arith.bitcast(mosaic.integer_type(32), total)])
 
@@ -479,7 +480,7 @@ class _Thread:
         return bias if kind == mosaic.float_type() else arith.extf(mosaic.float_type(), bias)
 
 
-# Words of each of a thread's two columns, and the scale of each.
+# A thread's two columns in one step: the words of each, and the scale of each.
 _Columns = tuple[list[list[Value]], list[Value]]
 
 
@@ -493,13 +494,13 @@ class _Matrices:
         column = arith.minui(thread.column_of(thread.strip), last)
         # All groups' columns are numbered one after the other.
         group_column = mosaic.mul(thread.group, sizes.width)
-        thread_column = mosaic.add(group_column, mosaic.add(column, thread.down))
+        thread_column = mosaic.add(group_column, mosaic.add(column, thread.quad))
         # The bytes of a chunk, and of a column.
         self.chunk_bytes = _CHUNK // sizes.format.numbers_per_value
         self.column_bytes = sizes.depth * self.chunk_bytes // _CHUNK
-        # `values` and `scales` are the addresses of the thread's first vector and scale.
+        # `self.values` and `self.scales` are the addresses of the thread's first vector and scale.
         first_byte = mosaic.add(
-            mosaic.mul(thread.split, self.chunk_bytes), mosaic.mul(thread.across, VECTOR_BYTES)
+            mosaic.mul(thread.split, self.chunk_bytes), mosaic.mul(thread.quad_thread, VECTOR_BYTES)
         )
         self.values = _address(values, thread_column, self.column_bytes, first_byte, size=1)
         if sizes.is_float8:
@@ -508,21 +509,22 @@ class _Matrices:
         else:
             # The scales of a column: up to four for each chunk, one for each thread of a quad.
             self.column_scales = sizes.depth // sizes.format.block[1]
-            first_scale = mosaic.add(mosaic.mul(thread.split, _QUAD), thread.across)
+            first_scale = mosaic.add(mosaic.mul(thread.split, _QUAD), thread.quad_thread)
             self.scales = _address(scales, thread_column, self.column_scales, first_scale, size=1)
         # For each row, the thread's sums of both of its columns.
         self.totals = [[mosaic.f32(0.0)] * 2 for _ in range(sizes.num_rows)]
         self.loaded: list[_Columns] = []  # of each step
 
     def load(self, step: int) -> None:
-        """Starts to load a step's words of the thread's two columns, and scales, in MXFP4 codes."""
+        """Starts to load a step's words of the thread's two columns, and their scales or codes."""
         sizes = self.thread.sizes
         inside = self.thread.inside(step)
-        # Counted from the warp's first chunk.
+        # The step's chunk, counted from the warp's first, at which the addresses are.
         chunk = step * sizes.splits
         columns = []
         for i in range(2):
             words = []
+            # The quad's four threads load adjacent vectors.
             for byte in range(0, self.chunk_bytes, _QUAD * VECTOR_BYTES):
                 start = chunk * self.chunk_bytes + byte + i * _APART * self.column_bytes
                 words += _load(_LOAD_ONCE, 4, self.values, start, inside)
@@ -536,7 +538,7 @@ class _Matrices:
         starts = [_QUAD * chunk + i * _APART * self.column_scales for i in range(2)]
         scales = [_load("ld.global.nc.u8", 1, self.scales, start, inside) for start in starts]
         if inside is not None:
-            # Where not inside, both are the first column's. A NaN of it must not reach the second.
+            # Where not inside, `_load` gives both columns one code, which may be NaN.
             scales = [arith.select(inside, scale, mosaic.i32(_CODE_OF_ONE)) for scale in scales]
         self.loaded.append((columns, scales))
 
@@ -545,26 +547,26 @@ class _Matrices:
         # In MXFP4, the numbers of each word get another order: 0, 2, 4, 6, 1, 3, 5, 7.
         columns, scales = self.loaded[step]
         if not self.thread.sizes.is_float8:
-            columns = [[part for w in words for part in _float8_of_float4(w)] for words in columns]
+            columns = [_each_converted(words, _float8_of_float4) for words in columns]
             bits = (bits_of_e8m0(scale, fraction_bits=23) for scale in scales)
             scales = [arith.bitcast(mosaic.float_type(), each) for each in bits]
-        return [
-            [pair for w in words for pair in _float16_of_float8(w)] for words in columns
-        ], scales
+        return [_each_converted(words, _float16_of_float8) for words in columns], scales
 
     def multiply(
         self, decoded: _Columns, row_words: Sequence[Value], row_scales: Sequence[Value], first: int
     ) -> None:
-        """Multiplies decoded columns by rows, two at most, from `first` on; adds to the totals."""
+        """Multiplies decoded columns by rows `first` and the next, if any; adds to the totals."""
+        # `row_words` and `row_scales` are the result of `_Thread.load_rows`.
         (left, right), scales = decoded  # of the thread's two columns
         # sums[2 * i + row] is that of the thread's column i and one of the two rows.
         sums = [mosaic.f32(0.0)] * 4
         for i in range(0, len(left), 2):
+            # An instruction takes two words of each column.
             four = [left[i], right[i], left[i + 1], right[i + 1]]
             sums = tensor_cores.add_warp_product(four, row_words[i : i + 2], sums, jnp.float16)
         for row, row_scale in enumerate(row_scales):
             if not self.thread.sizes.is_float8:
-                row_scale = arith.mulf(row_scale, mosaic.f32(_FLOAT4))
+                row_scale = arith.mulf(row_scale, mosaic.f32(_FLOAT4_DIVISOR))
             for i in range(2):
                 scaled = arith.mulf(sums[2 * i + row], row_scale)
                 total = self.totals[first + row][i]
@@ -575,14 +577,34 @@ class _Matrices:
 _LOAD_ONCE = "ld.global.nc.L1::no_allocate.v4.b32"
 # The code of the scale 1 in MXFP4.
 _CODE_OF_ONE = 127
-# The bits of a float4 number, placed in a float8, give the number divided by _FLOAT4.
-_FLOAT4 = 64.0
+# The bits of a float4 number, placed in a float8, give the number divided by this.
+_FLOAT4_DIVISOR = 64.0
+
+
+def _scale_of_chunk(numbers: Sequence[Value]) -> tuple[Value, Value]:
+    """Returns the bits of a chunk's scale, a power of two, and 1 / scale (float32)."""
+    # `numbers` are this thread's, and the warp's threads together have the chunk's.
+    largest = mosaic.warp_max(max_of(float8.magnitude(each)[1] for each in numbers))
+    # In float32, the exponent's 8 bits begin at bit 23. The largest number's exponent, less 12, is
+    # that of the scale, but at least 1: the scale is not subnormal.
+    exponent = arith.maxui(
+        arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST_EXPONENT + 1) << 23)
+    )
+    scale = arith.subi(exponent, mosaic.i32(_LARGEST_EXPONENT << 23))
+    # The biased exponents of 2^e and 2^-e add up to 254.
+    return scale, arith.bitcast(mosaic.float_type(), arith.subi(mosaic.i32(254 << 23), scale))
+
+
+def _each_converted(words: Sequence[Value], convert: Callable[[Value], list[Value]]) -> list[Value]:
+    """Returns the words into which `convert` converts each word, one after the other."""
+    return [part for word in words for part in convert(word)]
 
 
 def _float8_of_float4(word: Value) -> list[Value]:
     """Converts 8 float4 numbers to float8, divided by 64: a word of the even, one of the odd."""
 
-    # Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8.
+    # Sign, exponent and fraction have 1, 2 and 1 bits in float4, and 1, 4 and 3 bits in float8. So
+    # a number's bits s e e f go to the places s - - e e f - - of a byte.
     def merged(signs: Value, sizes: Value) -> Value:
         sign = arith.andi(signs, mosaic.i32(0x80808080))
         return arith.ori(sign, arith.andi(sizes, mosaic.i32(0x1C1C1C1C)))
@@ -600,6 +622,7 @@ def _float16_of_float8(word: Value) -> list[Value]:
 
 
 def _address(memref: Value, row: Value, width: int, column: Value, size: int) -> Value:
+    """Emits the 64-bit address of `pointer_to`, for the PTX of `_load`."""
     pointer = pointer_to(memref, row, width, column, size)
     return llvm.ptrtoint(mosaic.integer_type(64), pointer)
 
@@ -607,8 +630,8 @@ def _address(memref: Value, row: Value, width: int, column: Value, size: int) ->
 def _load(
     instruction: str, count: int, address: Value, offset: int, inside: Value | None = None
 ) -> Any:
-    """Loads `count` numbers, a list if several, from `address` + `offset` by an `instruction`."""
-    # Where not `inside`, loads from `address` itself, which exists; the caller ignores the numbers.
+    """Loads `count` numbers, a list if several, from `address` + `offset` bytes."""
+    # Where not `inside` (i1; None: all are), loads from `address`; the caller ignores the result.
     if inside is not None:
         address = mosaic.add(address, arith.select(inside, mosaic.i64(offset), mosaic.i64(0)))
         offset = 0

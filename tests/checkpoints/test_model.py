@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,15 @@ def test_what_is_saved_is_what_was_published(tmp_path, num_ranks):
         checkpoints.save_model(into, config, model.moe, model.weights, overwrite=True)
     with pytest.raises(FileNotFoundError, match="but has neither"):
         checkpoints.load_model(into)
+    # Three files are moved: the tensors, the index and config.json.
+    for num_moved in range(3):
+        publish(old := tmp_path / f"interrupted after {num_moved}", config, tensors)
+        moves = [os.rename] * num_moved
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(IndexError, match="pop from"):
+            patch.setattr("os.replace", lambda *paths, moves=moves: moves.pop()(*paths))
+            checkpoints.save_model(old, config, model.moe, model.weights, overwrite=True)
+        with pytest.raises(FileNotFoundError, match=r"must hold config.json"):
+            checkpoints.load_model(old)
     with pytest.raises(ValueError, match=r"moe\[0\] must have the shapes of the block"):
         other = config | {"num_local_experts": 4}
         checkpoints.save_model(tmp_path / "four", other, model.moe, {})

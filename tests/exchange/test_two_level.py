@@ -83,7 +83,7 @@ def take_hosts_as_kernels_do(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -
     def of_call(level: TwoLevel, config: Config, _: Any, topk_idx: Any, *__: Any, **___: Any):
         return Rail.of(level.num_hosts, config).of_tokens(topk_idx, True), xla_exchange
 
-    monkeypatch.setattr(TwoLevel, "_of_call", of_call)
+    monkeypatch.setattr(TwoLevel, "_select", of_call)
     monkeypatch.setattr(rail, "FEW_TOKENS", few_tokens)
 
 

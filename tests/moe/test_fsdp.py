@@ -90,7 +90,7 @@ def test_results_are_those_without_a_mesh(shape, axes, fsdp_axes, fields):
     devices = mesh(shape, axes)
     params = random_params(**PARTS)
     base = {"exp": ("expert",), "mlp": ("tensor",) if "tensor" in axes else ()}
-    split = base | {k: (*base.get(k, ()), *config.further_axes()[k]) for k in fsdp_axes}
+    split = base | {k: (*base.get(k, ()), *config.fsdp_axes_by_logical()[k]) for k in fsdp_axes}
     where = shardings(params, devices, split)
     with jax.set_mesh(devices):
         got = step_of(config=config)(jax.device_put(params, where), make_x())

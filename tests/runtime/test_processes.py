@@ -271,15 +271,15 @@ from pathlib import Path
 import jax
 from support.domain_processes import Process, set_up
 from support.fake_cuda import FakeCuda
-from jax_ep.runtime import cuda_driver, processes
+from jax_ep.runtime import cuda_driver, jax_compat
 
 address, number, tempfile.tempdir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-assert processes.store() is None
+assert jax_compat.distributed_client() is None
 jax.distributed.initialize(address, num_processes=2, process_id=number)
 members = [Process([1, 2]), Process([0])]
 library = FakeCuda(members[number].gpus)
 cuda_driver._libcuda = lambda: library
-outcome = set_up(number, members, processes.store(), library)
+outcome = set_up(number, members, jax_compat.distributed_client(), library)
 outcome.left.clear()  # what is of jax.distributed
 Path(sys.argv[4], str(number)).write_bytes(pickle.dumps(outcome))
 """

@@ -23,7 +23,7 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.algorithms import Problem
 from jax_ep.collectives.pallas import no_room_reason
-from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver, jax_compat, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import memory_map
 
@@ -252,7 +252,7 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
 @pytest.mark.parametrize("refuses", [None, "cuMemCreate"])
 def test_processes_of_other_hosts_are_told(machine, monkeypatch, tmp_path, refuses):
     store = Store(str(tmp_path))
-    monkeypatch.setattr(processes, "store", lambda: store)
+    monkeypatch.setattr(jax_compat, "distributed_client", lambda: store)
     monkeypatch.setenv("JAX_EP_TIMEOUT_SECONDS", "0.1")
     machine(0, 1, **({} if refuses is None else dict(refuses=refuses)))
     with pytest.raises(RuntimeError, match="process 0 has not said within 0.1 s"):
@@ -260,7 +260,7 @@ def test_processes_of_other_hosts_are_told(machine, monkeypatch, tmp_path, refus
     found = symmetric_memory.domain()
     assert isinstance(found, str) == (refuses is not None)
     assert symmetric_memory.unavailable_reason_of(0) == (None if refuses is None else found)
-    monkeypatch.setattr(processes, "store", lambda: None)
+    monkeypatch.setattr(jax_compat, "distributed_client", lambda: None)
     assert "only after jax.distributed.initialize()" in symmetric_memory.unavailable_reason_of(0)
 
 
@@ -268,7 +268,7 @@ def test_processes_of_other_hosts_are_told(machine, monkeypatch, tmp_path, refus
 def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     """If the kernels cannot run on one host, no host may run them, or hosts would wait forever."""
     store = Store(str(tmp_path))
-    monkeypatch.setattr(processes, "store", lambda: store)
+    monkeypatch.setattr(jax_compat, "distributed_client", lambda: store)
     taken_for_gpus(monkeypatch)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)

@@ -75,7 +75,7 @@ def _store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
 
 def _load_each(
     refs: Sequence[Any],
-    held: Sequence[jax.Array],
+    wanted: Sequence[jax.Array],
     elements: int,
     *,
     fill: float = 0.0,
@@ -85,11 +85,11 @@ def _load_each(
     padding = (0, align_up(size, WARPGROUP * elements) - size)
     return [
         jnp.pad(
-            lax.cond(h, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype)),
+            lax.cond(w, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype)),
             padding,
             constant_values=fill,
         )
-        for ref, h in zip(refs, held, strict=True)
+        for ref, w in zip(refs, wanted, strict=True)
     ]
 
 
