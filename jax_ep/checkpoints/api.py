@@ -381,7 +381,7 @@ def _block_to_save(
             raise OtherModelError(f"{error} {hint}") from None
         added = plan_block(directory, layer, replaces=True)
         assert added is not None
-        return added, True, added.in_its_modules()
+        return added, True, added.names_in_its_modules()
 
 
 def _arrays_to_save(layer_or_params: MoE | MoEParams) -> tuple[dict[str, Any], MoEConfig | None]:
@@ -448,21 +448,16 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
     """Returns the sharding of a parameter on a mesh; ValueError if the ranks do not divide it."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
+    # The fields of `config` with the mesh axes that split a dimension. `fsdp_axes` may split any.
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
     spec = []
     logical_axes = LOGICAL_AXES[name]  # such as ("exp", "embed", "mlp")
-    dims = zip(
-        block.shape(name),
-        PARAMETER_AXES[name],
-        logical_axes,
-        config.fsdp_axes_of(logical_axes),
-        strict=True,
-    )
-    for size, letter, logical, further in dims:
-        # The field that names the mesh axes of this dimension; `further` come from `fsdp_axes`.
-        field = fields.get(logical or "", "fsdp_axes")
+    fsdp_axes = config.fsdp_axes_of(logical_axes)
+    dims = zip(block.shape(name), PARAMETER_AXES[name], logical_axes, fsdp_axes, strict=True)
+    for size, letter, logical, fsdp in dims:
+        field = fields.get(logical or "", "fsdp_axes")  # which an error names
         in_field = () if field == "fsdp_axes" else as_axes(getattr(config, field) or (), field)
-        axes = tuple(axis for axis in (*in_field, *further) if axis in mesh.shape)
+        axes = tuple(axis for axis in (*in_field, *fsdp) if axis in mesh.shape)
         num_ranks = math.prod(mesh.shape[axis] for axis in axes)
         if size % num_ranks:
             subject, found = f"the width of {name}", f"{block.directory.path} has {size}."

@@ -70,7 +70,7 @@ class Block:
     fields: Mapping[str, Any]  # of `jax_ep.MoEConfig`, from config.json
     sizes: dict[str, int]  # by the letters of `jax_ep.checkpoints.architectures`
     prefix: str  # of the names of the block's tensors, such as "model.layers.3."
-    tensors: Tensors
+    tensors: Tensors  # in which the block is stored
     quantization: encodings.Quantization  # that config.json states
     # P: parameters are read as P slots, and slot s holds the stored expert s % E. None: as experts.
     num_slots: int | None = None
@@ -172,14 +172,14 @@ class Block:
             for name in self.architecture.unused
             for expert in without_weights
         }
-        unknown = set(self.in_its_modules()) - unused.union(self.stored())
+        unknown = set(self.names_in_its_modules()) - unused.union(self.stored())
         if unknown:
             raise OtherModelError(
                 f"{directory.path} holds {min(unknown)}, which {models} do not have in an MoE "
                 f"block ({len(unknown)} such tensors), so its meaning is not known."
             )
 
-    def in_its_modules(self) -> list[str]:
+    def names_in_its_modules(self) -> list[str]:
         """Lists the directory's tensors in the modules that hold the block, such as "mlp."."""
         # They are the block's, its scales, or of another model: nothing else is in these modules.
         tensors: list[Tensor] = []
@@ -191,7 +191,7 @@ class Block:
     def check_belongs(self) -> None:
         """Raises OtherModelError if the directory, which lacks the block, holds another model."""
         directory, models = self.directory, self.architecture.models
-        if found := self.in_its_modules():
+        if found := self.names_in_its_modules():
             raise OtherModelError(
                 f"{directory.path} holds {min(found)}, which {models} do not have in a layer "
                 "without an MoE block."
@@ -231,8 +231,8 @@ class Block:
         with numbers of bytes that have been read.
         """
         tensor, axes, shape = self._tensor(param), self.axes(param), self.shape(param)
-        # The slice of each axis, by its letter.
-        taken = {
+        # By the letters of the axes.
+        slices = {
             letter: slice(*part.indices(size)[:2])
             for letter, part, size in zip(axes, index, shape, strict=True)
         }
@@ -240,35 +240,35 @@ class Block:
 
         def read_part(slot: int | None) -> None:
             # Fills the part of a slot in `out`; None: all of `out`, which has no slots.
-            part, into = taken, out
+            of_slot, into = slices, out
             if slot is not None:
                 expert = slot % self.sizes["E"]
-                part = taken | {"E": slice(expert, expert + 1)}
-                into = _entry(out, slot - taken["E"].start)
-            self._read_into(into, tensor, param, part)
+                of_slot = slices | {"E": slice(expert, expert + 1)}
+                into = _entry(out, slot - slices["E"].start)
+            self._read_into(into, tensor, param, of_slot)
             done(sum(array.nbytes for array in jax.tree.leaves(into)))
 
         is_whole = self.parts(tensor) == [None]
-        for_each(read_part, [None] if is_whole else range(taken["E"].start, taken["E"].stop))
+        for_each(read_part, [None] if is_whole else range(slices["E"].start, slices["E"].stop))
         return out
 
     def _read_into(
-        self, into: Parameter, tensor: Tensor, param: str, taken: Mapping[str, slice]
+        self, into: Parameter, tensor: Tensor, param: str, slices: Mapping[str, slice]
     ) -> None:
-        """Reads a slice of a parameter, `taken` of each axis by letter, into the array `into`."""
-        # If the tensor is read expert by expert, `into` has no axis E, and the slice one expert.
-        encoding = self.open(tensor, taken["E"].start if "E" in taken else 0)
+        """Reads a part of a parameter, `slices` by the letters of its axes, into an array."""
+        # If the tensor is read expert by expert, the part has one expert, and `into` no axis E.
+        encoding = self.open(tensor, slices["E"].start if "E" in slices else 0)
         letters = self.axes(param)[-into.ndim :]
-        where, stored_letters = _place(tensor, param, taken, self.sizes)
+        stored_index, stored_letters = _place(tensor, param, slices, self.sizes)
         if not isinstance(into, QuantizedArray):
             # A view in the order of the stored axes, which `_copy` fills.
-            _copy(encoding, where, _in_order(into, letters, stored_letters))
+            _copy(encoding, stored_index, _in_order(into, letters, stored_letters))
             return
         is_same = self._format(encoding, tensor, param) == into.format
         if isinstance(encoding, Blockwise) and is_same:
-            parts = encoding.read_parts(where)
+            parts = encoding.read_parts(stored_index)
         else:
-            numbers = encoding.read(where).astype(np.float32)
+            numbers = encoding.read(stored_index).astype(np.float32)
             # Drops any stored axis of experts, which has one entry here.
             numbers = numbers.reshape(numbers.shape[-2:])
             is_transposed = stored_letters[-2:] != letters[-2:]
@@ -347,14 +347,14 @@ class Block:
         self, encoding: Blockwise, tensor: Tensor, arrays: Mapping[str, Any], expert: int | None
     ) -> None:
         """Writes as `write_part`: values and scales of arrays in the tensor's own format."""
-        taken = {letter: slice(0, size) for letter, size in self.sizes.items()}
+        slices = {letter: slice(0, size) for letter, size in self.sizes.items()}
         if expert is not None:
-            taken["E"] = slice(expert, expert + 1)
+            slices["E"] = slice(expert, expert + 1)
         for param, array in arrays.items():
-            where, _ = _place(tensor, param, taken, self.sizes)
+            stored_index, _ = _place(tensor, param, slices, self.sizes)
             # An expert's array lacks the tensor's axis E.
-            lead = (None,) * (len(where) - array.ndim)
-            encoding.write_parts(where, array.values[lead], array.scales[lead])
+            lead = (None,) * (len(stored_index) - array.ndim)
+            encoding.write_parts(stored_index, array.values[lead], array.scales[lead])
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype], others: Mapping[str, np.ndarray] = {}
@@ -399,7 +399,7 @@ class Block:
             format = counterpart.format
             return format.scale_dtype if isinstance(format, Float8) else None
         if tensor.params[0] in MATRICES and self.quantization.is_float8(self.prefix + name):
-            return np.dtype(np.float32)
+            return np.dtype(np.float32)  # as in published models
         return None
 
     def stored(self) -> list[str]:
@@ -535,7 +535,7 @@ def _not_found(directory: Directory, keys: Keys) -> str:
 
 
 def _block(directory: Directory, prefix: str, keys: Keys, like: str | None = None) -> Block:
-    """Makes the `Block` of a prefix such as "model.layers.3.", of the tensors it must have."""
+    """Makes the `Block` whose tensors' names begin with `prefix`, as config.json describes it."""
     row = keys.row
     quantization = quantization_of(keys.config, keys.file.parent)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
@@ -617,10 +617,10 @@ def _size(token: str, sizes: Mapping[str, int]) -> int:
 
 
 def _place(
-    tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
+    tensor: Tensor, param: str, slices: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
     """Finds the slice of a stored tensor that holds a slice of a parameter."""
-    # `taken` is the parameter's slice of each axis, by its letter, and `sizes` are the axes' sizes.
+    # `slices` and `sizes` have the slices and the sizes of the parameter's axes, by their letters.
     # Returns a slice for each axis of the tensor, and the letters of its axes without G.
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
     # and alternate in "FG".
@@ -629,10 +629,10 @@ def _place(
     for token in tensor.axes.split():
         letter = token.replace("G", "")
         # The parameter lacks an axis "1" of the tensor, which has one element.
-        part = taken.get(letter, slice(0, 1))
+        part = slices.get(letter, slice(0, 1))
         if letter == "EF":  # the slice has one expert
-            first = taken["E"].start * sizes["F"]
-            part = slice(first + taken["F"].start, first + taken["F"].stop)
+            first = slices["E"].start * sizes["F"]
+            part = slice(first + slices["F"].start, first + slices["F"].stop)
         if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
         elif token[-1] == "G":

@@ -163,9 +163,9 @@ class Blockwise:
         """Converts a slice in numbers to one in blocks; ValueError unless it has whole blocks."""
         # A parameter that stays quantized has no padding, so it cannot take a partial last block.
         blocks, within = self._blocks(index)
-        for taken, size in zip(within, self._block, strict=True):
+        for axis_slice, size in zip(within, self._block, strict=True):
             # A step of 2 takes one of two parameters whose rows or columns alternate.
-            if taken.start or taken.stop % size or taken.step != 1:
+            if axis_slice.start or axis_slice.stop % size or axis_slice.step != 1:
                 raise ValueError(
                     f"{self.name} must hold each parameter in whole blocks of {self._block} "
                     "numbers to stay quantized, but a block has numbers of several parameters, or "
@@ -177,10 +177,10 @@ class Blockwise:
         """Converts a slice in numbers to the blocks that it touches, and its slices within them."""
         block = self._block
         blocks, within = [], []
-        for taken, n, size in zip(
+        for axis_slice, n, size in zip(
             index[-len(block) :], self.shape[-len(block) :], block, strict=True
         ):
-            start, stop, step = taken.indices(n)
+            start, stop, step = axis_slice.indices(n)
             first = start // size
             blocks.append(slice(first, -(-stop // size)))
             within.append(slice(start - first * size, stop - first * size, step))
@@ -213,7 +213,7 @@ class Blockwise:
     def _load_checked(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads as `_load`; ValueError for scales of float8 that no block can have."""
         values, scales = self._load(blocks)
-        if not self._is_mxfp4:  # whose scales, exponents of two, are all valid
+        if not self._is_mxfp4:  # whose scales are exponents of two, and never negative or 0
             is_zero = scales.astype(np.float32) == 0
             used = is_zero.any() and self._any_of_block(values.astype(np.float32) != 0)
             _check_scales(self.directory, self.scales, scales, used)
@@ -221,7 +221,7 @@ class Blockwise:
 
     def _load(self, blocks: Index) -> tuple[np.ndarray, np.ndarray]:
         """Reads (values, scales) of a slice of blocks, in the form of `format.encode`."""
-        values = self.directory.read(self.name, self._of_values(blocks))
+        values = self.directory.read(self.name, self._index_of_values(blocks))
         scales = self.directory.read(self.scales, blocks).view(self.format.scale_dtype)
         if self._is_mxfp4:  # joins the axis of blocks and that of a block's values
             return values.reshape(*values.shape[:-2], -1), scales
@@ -229,7 +229,7 @@ class Blockwise:
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
         """Writes values and scales, as `_load` returns them, to a slice of blocks."""
-        index = self._of_values(blocks)
+        index = self._index_of_values(blocks)
         if self._is_mxfp4:
             values = values.reshape(*scales.shape, -1)
         else:
@@ -240,7 +240,7 @@ class Blockwise:
         stored_dtype = self.directory.entry(self.scales).dtype
         self.directory.write(self.scales, blocks, scales.view(stored_dtype))
 
-    def _of_values(self, blocks: Index) -> Index:
+    def _index_of_values(self, blocks: Index) -> Index:
         """Converts a slice in blocks to one in values, which stops at the end of the tensor."""
         if self._is_mxfp4:  # whose values have an axis of blocks
             return blocks
@@ -344,8 +344,8 @@ class Scaled:
         # `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
         # For each axis, the block of each number in the slice.
         places = [
-            np.arange(*taken.indices(n)) // (n // count)
-            for taken, n, count in zip(index, self.shape, self._num_blocks(), strict=True)
+            np.arange(*axis_slice.indices(n)) // (n // count)
+            for axis_slice, n, count in zip(index, self.shape, self._num_blocks(), strict=True)
         ]
         blocks = tuple(slice(place[0], place[-1] + 1) for place in places)
         # The scales may lack last axes, along which there is one block.

@@ -131,7 +131,7 @@ def _open_weights(
     opened: dict[str, Encoding] = {}
     for block in blocks:
         opened |= {block.prefix + name: stored for name, stored in block.open_others().items()}
-    in_blocks = {name for block in blocks for name in block.in_its_modules()}
+    in_blocks = {name for block in blocks for name in block.names_in_its_modules()}
     for name in files.files:
         layer = layer_of(name)
         is_wanted = wanted is None or layer is None or layer in wanted

@@ -69,6 +69,7 @@ def _machine(devices: list[jax.Device]) -> dict[str, Any]:
         on_hosts = f"unknown: {environment.NO_HOSTS}"
     kinds = Counter(map(_describe, devices)).items()
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+    # Why this JAX cannot run kernels. "JAX lacks" lists optional names, and what they change.
     of_jax = availability.jax_unavailable_reason(), availability.mosaic_unavailable_reason()
     missing = "; ".join(filter(None, (*of_jax, jax_compat.devices_unavailable_reason())))
     return {
@@ -87,6 +88,7 @@ def _describe(device: jax.Device) -> str:
 
 
 def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
+    """Says which implementations of the exchange run on the devices, and which is the default."""
     problem = Problem(availability.Machine(devices))
     found: dict[str, Any] = {}
     for each in IMPLEMENTATIONS:
@@ -103,6 +105,7 @@ def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
 
 
 def _matmuls() -> dict[str, Any]:
+    """Says which grouped matmul is the default, why others do not run, and how it is compiled."""
     platform = primitives.default_platform()
     problem = backend.Problem((_K, _N), jnp.bfloat16, platform, _ROWS)
     default = primitives.IMPLEMENTATIONS.select(None, problem).name

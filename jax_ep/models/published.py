@@ -89,7 +89,7 @@ def save_params(
     """
     config = dict(published) | {"num_hidden_layers": len(params.moe)}
     config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)
+    config.pop("torch_dtype", None)  # the older name of "dtype"
     config["dtype"] = str(jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype))
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][: len(params.moe)]

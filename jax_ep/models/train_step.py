@@ -170,6 +170,7 @@ def make_train_step(
         # Returns the gradients, the dict of losses and the dict of counts.
         grad_fn = jax.grad(loss_fn, has_aux=True)
         grads, metrics = grad_fn(state.params, state.biases, tokens, quantized)
+        # Each device needs only the gradients of the part of the parameters that it updates.
         return lax.with_sharding_constraint(grads, layout.state.params), *metrics
 
     def accumulate(state: TrainState, batches: jax.Array) -> Any:

@@ -125,6 +125,7 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
         if not _copy_another(load, expert, copies, rank, num_ranks):
             break
     totals = np.bincount(rank, (load / copies)[expert], num_ranks)
+    # Lists the slots rank by rank; each rank has equally many.
     return expert[np.argsort(rank, kind="stable")], float(totals.max())
 
 

@@ -88,7 +88,7 @@ def _take(leaf: Any, index: Array) -> Any:
     def gather_bits(leaf: jax.Array) -> jax.Array:
         return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
 
-    gather_bits.defjvps(lambda tangent, taken, leaf: gather(tangent))
+    gather_bits.defjvps(lambda tangent, out, leaf: gather(tangent))
     return gather_bits(leaf)
 
 
@@ -98,21 +98,21 @@ def _gather(leaf: Any, index: Array) -> Any:
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
 
-    def taken(leaf: Any) -> Any:
+    def gathered(leaf: Any) -> Any:
         entries = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
         if index.min() < 0:
             entries = xp.where(xp.asarray(index) >= 0, entries, xp.zeros((), entries.dtype))
         return entries
 
     if xp is np:
-        return taken(leaf)
+        return gathered(leaf)
     # XLA gathers from the memory of devices, not of the host, so a leaf is moved there and back.
     sharding: Any = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
     if isinstance(sharding, SingleDeviceSharding) and leaf.committed:
         leaf = jax.device_put(leaf, SingleDeviceSharding(*sharding.device_set))
-        return jax.device_put(taken(leaf), sharding)
-    if not isinstance(sharding, NamedSharding):  # JAX chooses the device, as of a new array
-        return taken(leaf)
+        return jax.device_put(gathered(leaf), sharding)
+    if not isinstance(sharding, NamedSharding):  # such as an uncommitted array's
+        return gathered(leaf)
     mesh, spec = sharding.mesh, sharding.spec
     mesh_axes = checks.as_axes((spec[axis] if axis < len(spec) else None) or ())
     unsplit = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
@@ -124,9 +124,9 @@ def _gather(leaf: Any, index: Array) -> Any:
         leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, unsplit))
     if is_traced(leaf):
         is_sharded = any(new_sharding.spec)
-        return jax.sharding.reshard(taken(leaf), new_sharding) if is_sharded else taken(leaf)
+        return jax.sharding.reshard(gathered(leaf), new_sharding) if is_sharded else gathered(leaf)
     leaf = jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
-    return jax.device_put(taken(leaf), new_sharding)
+    return jax.device_put(gathered(leaf), new_sharding)
 
 
 def redistribute(

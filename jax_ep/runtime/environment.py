@@ -162,13 +162,13 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
 
 
 def ranks_along(
-    devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
+    devices: np.ndarray, mesh_axes: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
-    """Splits a mesh's devices into groups along `axis_name`, of which each is in rank order."""
-    along = [axis_names.index(name) for name in axis_name]
-    size = math.prod(devices.shape[axis] for axis in along)
+    """Splits the devices of a mesh into the groups of ranks along `axis_name`, in rank order."""
+    along = [mesh_axes.index(name) for name in axis_name]
+    num_ranks = math.prod(devices.shape[axis] for axis in along)
     ranks_last = np.moveaxis(devices, along, range(-len(along), 0))
-    return [list(ranks) for ranks in ranks_last.reshape(-1, size)]
+    return [list(ranks) for ranks in ranks_last.reshape(-1, num_ranks)]
 
 
 def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:

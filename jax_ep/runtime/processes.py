@@ -143,7 +143,8 @@ class Meeting(contextlib.ExitStack):
             except Refused as reason:
                 self._tell({"failure": str(reason)})
                 raise
-            raise_failure({self._process: message} | {p: m for p, (m, _) in messages.items()})
+            of_others = {process: other for process, (other, _) in messages.items()}
+            raise_failure(of_others | {self._process: message})
             received.pop_all()  # The caller closes the descriptors.
         return messages
 
@@ -233,7 +234,8 @@ class Meeting(contextlib.ExitStack):
                 selector.register(connection, selectors.EVENT_READ, process)
             while missing := [process for process in others if process not in self._from]:
                 gone = [self._gone[process] for process in missing if process in self._gone]
-                ready = [key for key, _ in selector.select(0 if gone else self._left())]
+                timeout_s = 0 if gone else self._left()
+                ready = [key for key, _ in selector.select(timeout_s)]
                 if any(key.fileobj is self._listener for key in ready):
                     self._accept_one(missing)
                     continue

@@ -202,9 +202,10 @@ class RanksOfMesh:
         return offsets
 
     def gpu(self, mesh_index: jax.Array) -> jax.Array:
-        """Returns the number on its host of the GPU with the mesh index `mesh_index`."""
+        """Returns self.gpus[mesh_index], the number on its host of that device's GPU."""
         if self.gpus == tuple(range(len(self.gpus))):
             return mesh_index
+        # A traced number cannot index a tuple, so select one of its entries.
         number = jnp.int32(self.gpus[0])
         for i, other in enumerate(self.gpus[1:], 1):
             number = jnp.where(mesh_index == i, other, number)
@@ -311,8 +312,7 @@ def update_in_place(
 
 def load(ref: Any, vector: int) -> jax.Array:
     """Loads a contiguous 1D array to registers; threads hold vectors of `vector` elements."""
-    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-    return plgpu.load(ref, layout=layout)
+    return plgpu.load(ref, layout=mosaic.strided(ref.shape, vector))
 
 
 def load_slices(fabric: Fabric, where: Any, *loads: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
@@ -342,8 +342,7 @@ def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:
 
 def iota(size: int, vector: int = 1) -> jax.Array:
     """Returns int32 0, 1, … size - 1 in registers; threads hold vectors of `vector` elements."""
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=mosaic.strided((size,), vector))
 
 
 def clear(ref: Any, size: int) -> None:

@@ -173,8 +173,8 @@ class Endpoint:
         num_senders = memory_map.num_senders(num_gpus)
         # The sending GPUs are numbered from GPU receiver + 1 on, modulo the number of GPUs, so that
         # no buffers are needed for the receiver itself.
-        number = lax.rem(sender - receiver + num_senders, jnp.int32(num_senders + 1))
-        set_of_sender = (calls & 1) * num_senders + number
+        sender_number = lax.rem(sender - receiver + num_senders, jnp.int32(num_senders + 1))
+        set_of_sender = (calls & 1) * num_senders + sender_number
         channel = set_of_sender * memory_map.MAX_WORKERS + self._worker
         return channel * memory_map.tiles_of_channel(num_gpus) + index
 

@@ -207,7 +207,7 @@ class Gpus(RanksOfMesh):
             (at.gpu, 8 * memory_map.MAX_BUFFERS),
             (buffer, 8),
         )
-        store64(there, word, release=self._call.reads)
+        store64(there, word, release=at.call.reads)
 
     def connect(self) -> None:
         """Waits until every rank has sent its buffers' addresses; stores offsets for `peer`."""
@@ -253,7 +253,7 @@ class Gpus(RanksOfMesh):
 
         (word,) = mosaic.poll(
             ask,
-            lambda _: mosaic.give_up(self._call.name, self.timeout_s, at.rank, source),
+            lambda _: mosaic.give_up(at.call.name, self.timeout_s, at.rank, source),
             timeout_s=self.timeout_s,
             types=[mosaic.integer_type(64)],
         )
@@ -261,7 +261,7 @@ class Gpus(RanksOfMesh):
         # Within a process, addresses need no delta, and GPUs access all memory.
         in_other_process = mosaic.unequal(delta, 0)
         with mosaic.when(arith.andi(not_shared, in_other_process)):
-            mosaic.refuse(self._call.name, at.rank, source)
+            mosaic.refuse(at.call.name, at.rank, source)
         address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
         address_here = entry_of([mosaic.address(ref) for ref in refs], buffer)
         offset = arith.subi(add(address, delta), address_here)
@@ -478,7 +478,7 @@ class _Call:
 
         def run(table: Value, gpu: Any, rank: Any, *others: Any) -> None:
             gpus = list(map(scalar, others[:num_ranks]))
-            at = _Emitted(table, scalar(gpu), scalar(rank), gpus, len(self.buffers))
+            at = _Emitted(self, table, scalar(gpu), scalar(rank), gpus)
             emit(at, *others[num_ranks:])
 
         mosaic.inline(run, [self.table, self.gpu, self.rank, *self.gpus, *operands])
@@ -487,18 +487,18 @@ class _Call:
 class _Emitted(NamedTuple):
     """The values of a `_Call` in emitted code."""
 
+    call: _Call
     table: Value
     gpu: Value
     rank: Value
     gpus: list[Value]
-    num_buffers: int
 
     def offsets(self) -> Value:
         """Emits the address in shared memory of the offsets in `_Call.table`."""
         return mosaic.address(self.table, 32)
 
     def number_address(self, rank: Value) -> Value:
-        numbers = add(self.offsets(), 8 * self.num_buffers * len(self.gpus))
+        numbers = add(self.offsets(), 8 * len(self.call.buffers) * len(self.gpus))
         return add(numbers, mul(rank, 8))
 
     def number(self, rank: Value) -> Value:

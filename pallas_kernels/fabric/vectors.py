@@ -159,7 +159,7 @@ def times(value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
 
 def constant(size: int, value: float, elements: int) -> jax.Array:
     array = jnp.full((size,), value, jnp.float32)
-    return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=elements))
+    return plgpu.layout_cast(array, mosaic.strided((size,), elements))
 
 
 def rotate(parts: Sequence[jax.Array], first: jax.Array, elements: int) -> list[jax.Array]:
