@@ -247,22 +247,7 @@ class Float8(Format):
         xp = namespace(x)
         with np.errstate(all="ignore"):
             blocks, finite, largest = self._split(x)
-            if divide:
-                scales = largest / np.float32(self.largest)
-            else:
-                scales = largest * np.float32(self.scale_of_largest)
-            if self.power_of_two:
-                scales = self._round_up_to_power(scales, largest)
-            if self.scale_dtype != _FLOAT32:
-                scales = xp.minimum(scales, np.float32(self._most_scale)).astype(self.scale_dtype)
-                # Without the barrier, XLA may leave out the rounding of the scales.
-                if isinstance(scales, jax.Array) and not self.power_of_two:
-                    scales = lax.optimization_barrier(scales)
-                scales = scales.astype(_FLOAT32)
-            if divide:
-                scales = xp.where(scales > 0, scales, np.float32(1))
-            else:
-                scales = xp.maximum(scales, np.float32(self.least_scale))
+            scales = self._scales(largest, divide)
             factors = scales if divide else 1 / scales
             factors = xp.expand_dims(factors, self._axes)
             scaled = blocks / factors if divide else blocks * factors
@@ -272,6 +257,25 @@ class Float8(Format):
                 scaled = xp.clip(scaled, -self.largest, self.largest)
             values = xp.where(finite, scaled, np.float32(np.nan)).astype(self.dtype)
         return self._out_of_blocks(values), scales.astype(self.scale_dtype)
+
+    def _scales(self, largest: Array, divide: bool) -> Array:
+        """Returns the float32 scales of blocks by their largest magnitudes; see `encode`."""
+        xp = namespace(largest)
+        if divide:
+            scales = largest / np.float32(self.largest)
+        else:
+            scales = largest * np.float32(self.scale_of_largest)
+        if self.power_of_two:
+            scales = self._round_up_to_power(scales, largest)
+        if self.scale_dtype != _FLOAT32:
+            scales = xp.minimum(scales, np.float32(self._most_scale)).astype(self.scale_dtype)
+            # Without the barrier, XLA may leave out the rounding of the scales.
+            if isinstance(scales, jax.Array) and not self.power_of_two:
+                scales = lax.optimization_barrier(scales)
+            scales = scales.astype(_FLOAT32)
+        if divide:
+            return xp.where(scales > 0, scales, np.float32(1))
+        return xp.maximum(scales, np.float32(self.least_scale))
 
     def _round_up_to_power(self, scales: Array, largest: Array) -> Array:
         """Rounds scales up to powers of two with which the blocks' `largest` do not overflow."""
@@ -313,6 +317,7 @@ class MXFloat4(Format):
         xp = namespace(x)
         with np.errstate(all="ignore"):
             blocks, finite, largest = self._split(x)
+            # `frexp` gives a fraction below 1, and so one more than floor(log2(largest)).
             exponent = xp.frexp(largest)[1] - 1 - _FLOAT4_LARGEST_EXPONENT
             scales = xp.where(largest > 0, xp.clip(exponent + _E8M0_BIAS, 0, _E8M0_NAN - 1), 0)
             scales = xp.where(xp.all(finite, axis=-1), scales, _E8M0_NAN).astype(np.int32)

@@ -281,10 +281,7 @@ class Block:
         return {t.name: self.open(t, 0) for t in self.tensors if not t.params}
 
     def write(
-        self,
-        params: Mapping[str, Parameter],
-        into: Directory,
-        others: Mapping[str, np.ndarray] = {},
+        self, params: Mapping[str, Parameter], into: Directory, others: Mapping[str, np.ndarray]
     ) -> None:
         """Writes the parameters and the tensors of `others` to a directory that has the tensors."""
         # A `QuantizedArray` in the stored format is written with its own values and scales; another
@@ -623,7 +620,7 @@ def _place(
     # `slices` and `sizes` have the slices and the sizes of the parameter's axes, by their letters.
     # Returns a slice for each axis of the tensor, and the letters of its axes without G.
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
-    # and alternate in "FG".
+    # and alternate in "FG". In "E GF H", wi_1 (g = 1) of expert 2 is [2:3, F:2 * F, 0:H].
     g = tensor.params.index(param)
     letters, index = "", []
     for token in tensor.axes.split():

@@ -356,6 +356,7 @@ class Scaled:
             scales = scales.view(jnp.float8_e8m0fnu)
         scales = scales.astype(np.float32)
         _check_scales(self.directory, self.scales, scales, used=False)
+        # Repeats the scale of each block for its numbers.
         of_numbers = scales[np.ix_(*(place - place[0] for place in places))]
         if not scales.all():
             _check_scales(self.directory, self.scales, of_numbers, values != 0)
@@ -443,6 +444,7 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     values = name if name in directory.files else name + PACKED
     dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
+    # The names that scales may have, such as "<module>.weight_scale".
     names = name + SCALE_SUFFIX, name + "_scale", module + "scale", module + "qscale_weight"
     with_scales = ""  # for the error message
     if scales := next((scale for scale in names if scale in directory.files), None):

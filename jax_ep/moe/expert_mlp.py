@@ -321,10 +321,10 @@ def check_operands(
     matmul_dtype: Any,
 ) -> None:
     """Raises TypeError or ValueError unless dtypes and shapes are those that `expert_mlp` needs."""
-    arrays = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
+    all_weights = {name: getattr(experts, name) for name in _DIMS if name in Experts._fields}
     # wi_0 and wo are required, so they are checked even if they are None.
-    given = {n: w for n, w in arrays.items() if w is not None or n in ("wi_0", "wo")}
-    arrays = given | {"tokens": tokens, "group_sizes": group_sizes}
+    weights = {n: w for n, w in all_weights.items() if w is not None or n in ("wi_0", "wo")}
+    arrays = weights | {"tokens": tokens, "group_sizes": group_sizes}
     for name, array in arrays.items():
         kind = jnp.integer if name == "group_sizes" else jnp.floating
         may_be_quantized = name in EXPERT_MATRICES
@@ -336,7 +336,7 @@ def check_operands(
             len(_DIMS[name]),
             kind,
             f"[{', '.join(_DIMS[name])}]",
-            may_be_empty=name not in given,
+            may_be_empty=name not in weights,
             may_be_quantized=may_be_quantized,
         )
     expert_matmuls.check_same_kind(experts, EXPERT_MATRICES)

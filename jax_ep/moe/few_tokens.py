@@ -138,6 +138,7 @@ def _by_platform(
         out, vjp, aux = jax.vjp(of_arrays, *operands, has_aux=True)
         return (out, aux), vjp
 
+    # The first cotangent is the output's; the other result has no gradient.
     compute.defvjp(compute_and_keep, lambda vjp, cotangents: (None, *vjp(cotangents[0])))
     arrays = experts._replace(**dict.fromkeys(quantized))
     return compute(*match_varying((quantized, arrays, operand), axes))

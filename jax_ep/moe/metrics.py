@@ -135,7 +135,8 @@ def metrics_of(
     where: LayerMesh,
 ) -> MoEMetrics:
     """Computes the metrics of all ranks' tokens; `dropped` [E] int32 are the pairs dropped here."""
-    # `num_sequences` counts this rank's sequences, or all ranks' if the call has `sequence_ids`.
+    # `logits` [T, E] are None if no gate ran. `num_sequences` counts the sequences of this rank, or
+    # of all ranks if the call has `sequence_ids`.
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
     if logits is not None:
@@ -179,7 +180,7 @@ def _balance(
     config: MoEConfig,
     batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, losses.BalanceSums]:
-    """Returns the load-balance loss, 0 without `probs`, and the sums of all ranks, int32 counts."""
+    """Returns the load-balance loss (0 without `probs`), and its sums over all ranks' tokens."""
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:

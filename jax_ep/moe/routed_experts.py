@@ -39,7 +39,9 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    implementation: Implementation
+    """The static arguments of `_routed_experts`."""
+
+    implementation: Implementation  # of dispatch and combine
     matmuls: ExpertMatmuls
     # The dtype in which the backward pass sends the output's cotangents to the experts' ranks. None
     # means the dtype of the cotangents.

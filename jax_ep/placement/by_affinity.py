@@ -59,14 +59,14 @@ def place_by_affinity(
     # Empty slots are treated as experts with ids from num_experts on, which no token chooses.
     visits = [_visits(choices, num_slots) for choices in trace]
     # [P, P] for each layer but the last: how often tokens chose one expert there, then another.
-    together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
+    pairs = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
     load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
     limit = max_imbalance * load.sum(axis=1)  # of all hosts or ranks together, [layers]
     experts = np.tile(np.arange(num_slots), (len(trace), 1))
     of_ranks = []
     ranks_per_host = num_ranks // num_hosts
-    for of_host in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
-        of_ranks += _split(of_host, visits, together, load, ranks_per_host, limit / num_ranks)
+    for of_host in _split(experts, visits, pairs, load, num_hosts, limit / num_hosts):
+        of_ranks += _split(of_host, visits, pairs, load, ranks_per_host, limit / num_ranks)
     expert_of_slot = np.concatenate(of_ranks, axis=1)
     expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
     return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
@@ -82,16 +82,16 @@ def _visits(choices: Array, num_experts: int) -> Any:
 
 
 def _split(
-    experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
+    experts: Array, visits: list[Any], pairs: list[Array], load: Array, parts: int, limit: Array
 ) -> list[Array]:
     """Splits `experts` [layers, n] into parts (hosts or ranks) that tokens seldom leave."""
-    # By layer: `visits` [tokens, P] has how often each token chose each expert, `together` [P, P]
+    # By layer: `visits` [tokens, P] has how often each token chose each expert, `pairs` [P, P]
     # how often a token chose expert e there and f in the next layer, `load` [P] how often each
     # expert was chosen, and `limit` the largest load of a part. Returns [layers, n / parts] each.
     if parts == 1:
         return [experts]
-    # `together` and `load` of the given experts alone, in their order.
-    near = [m[np.ix_(a, b)] for m, a, b in zip(together, experts, experts[1:], strict=False)]
+    # `pairs` and `load` of the given experts alone, in their order.
+    pairs = [m[np.ix_(a, b)] for m, a, b in zip(pairs, experts, experts[1:], strict=False)]
     load = np.take_along_axis(load, experts, 1)
     profile = _profile(visits, experts)
     best: Array = np.zeros(experts.shape, int)
@@ -103,10 +103,10 @@ def _split(
         part[0] = _assign(similarity, load[0], limit[0])
         for layer in range(1, len(experts)):
             # [n, parts]: how often each expert's tokens chose each part in the layer before.
-            gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
+            gain = _of_parts(pairs[layer - 1].T, part[layer - 1], parts)
             part[layer] = _assign(gain, load[layer], limit[layer])
         # `_sweep` updates `part`, and counts the pairs of successive choices that share one.
-        kept = _sweep(part, near, load, limit, parts)
+        kept = _sweep(part, pairs, load, limit, parts)
         if kept > most_kept:
             best, most_kept = part, kept
     order = np.argsort(best, axis=1, kind="stable")
@@ -147,29 +147,29 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
     return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
 
 
-def _sweep(part: Array, near: list[Array], load: Array, limit: Array, parts: int) -> float:
+def _sweep(part: Array, pairs: list[Array], load: Array, limit: Array, parts: int) -> float:
     """Reassigns experts, layer by layer, while more choices share a part with the next layer's."""
-    # Updates `part` [layers, n] by at most four sweeps, which bounds the time. `near` [n, n] counts
-    # pairs of choices, `limit` is a part's largest load. Returns how many pairs then share a part.
+    # Updates `part` [layers, n] by at most four sweeps, which bounds the time. `pairs` and `limit`
+    # are as in `_split`. Returns how many pairs of successive choices then share a part.
 
-    def kept(part: Array) -> float:
+    def num_kept(part: Array) -> float:
         same = (a[:, None] == b[None] for a, b in zip(part, part[1:], strict=False))
-        return float(sum(np.sum(m * s) for m, s in zip(near, same, strict=True)))
+        return float(sum(np.sum(m * s) for m, s in zip(pairs, same, strict=True)))
 
-    best = kept(part)
+    best = num_kept(part)
     for _ in range(4):
         tried = part.copy()
         for layer in range(len(part)):
             gain = np.zeros((part.shape[1], parts))
             if layer:
-                gain += _of_parts(near[layer - 1].T, tried[layer - 1], parts)
+                gain += _of_parts(pairs[layer - 1].T, tried[layer - 1], parts)
             if layer + 1 < len(part):
-                gain += _of_parts(near[layer], tried[layer + 1], parts)
+                gain += _of_parts(pairs[layer], tried[layer + 1], parts)
             tried[layer] = _assign(gain, load[layer], limit[layer])
-        if kept(tried) <= best:
+        if num_kept(tried) <= best:
             break
         part[:] = tried
-        best = kept(tried)
+        best = num_kept(tried)
     return best
 
 

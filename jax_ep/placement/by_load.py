@@ -171,8 +171,8 @@ def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ra
     held = np.zeros((len(load), num_ranks))  # how many copies of each expert each rank holds
     np.add.at(held, (expert, rank), 1)
     totals = (load / copies) @ held
-    victims = np.flatnonzero(copies[expert] > 1)
-    wanted = np.unique(expert[rank == np.argmax(totals)])
+    victims = np.flatnonzero(copies[expert] > 1)  # slots whose experts have other copies, too
+    wanted = np.unique(expert[rank == np.argmax(totals)])  # experts of the busiest rank
     if not len(victims):
         return False
     # Tries each pair of an expert a that loses the copy in a slot of `victims`, and an expert b of

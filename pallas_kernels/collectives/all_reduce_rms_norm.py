@@ -151,11 +151,6 @@ class _Body:
         return tiles.tile_length(self.dtype)
 
     @property
-    def _one_row(self) -> bool:
-        """Whether each block handles one row."""
-        return self.plan.num_blocks == self.num_rows
-
-    @property
     def tiles_per_row(self) -> int:
         return pl.cdiv(self.padded, self.tile)
 
@@ -176,38 +171,40 @@ class _Body:
         fabric.delay_point(0)
         fabric.connect()
         scale = self._load(here.scale)
-        # The residual of the only row is loaded before the waits for peers, which hides the load.
-        only_residual = self._load(here.residual, first_row) if self._one_row else None
-
-        def norm(row: Any, residual: Any, half: Any, signal: Any = None) -> None:
-            sums = self._row_of_sums(refs, row)
-            if signal:
-                fabric.delay_point(1)
-            self._norm(_Row(row, sums, residual, scale), here, half, scratch, signal)
+        # If each block has one row, its residual is loaded before the waits for peers, which hides
+        # the load.
+        has_one_row = self.plan.num_blocks == self.num_rows
+        only_residual = self._load(here.residual, first_row) if has_one_row else None
 
         def norm_row(i: jax.Array, _: None) -> None:
             row = first_row + i
-            norm(row, self._load(here.residual, row), lax.rem(i, jnp.int32(2)))
+            residual, half = self._load(here.residual, row), lax.rem(i, jnp.int32(2))
+            sums = self._row_of_sums(refs, row)
+            self._norm(_Row(row, sums, residual, scale), here, half, scratch)
 
         if self.two_shot:
             self._sum_share(refs, first_row, num_rows)
             fabric.delay_point(1)
             self._meet(scratch)
             self._signal(release=True)
-            self._wait()
+            fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")
             fabric.delay_point(2)
-        if self._one_row:
-            # With one shot, `_norm` signals once all warpgroups have read the row of all ranks.
-            signal = None if self.two_shot else lambda: self._signal(release=False)
-            norm(first_row, only_residual, half=0, signal=signal)
-        else:
+        if only_residual is None:
             lax.fori_loop(0, num_rows, norm_row, None)
-        if not self.two_shot:
-            if not self._one_row:
+            if not self.two_shot:
                 fabric.delay_point(1)
                 self._meet(scratch)
                 self._signal(release=False)
-            self._wait()
+        else:
+            row = _Row(first_row, self._row_of_sums(refs, first_row), only_residual, scale)
+            signal = None
+            if not self.two_shot:
+                fabric.delay_point(1)
+                # `_norm` signals once all warpgroups have read the row of all ranks.
+                signal = functools.partial(self._signal, release=False)
+            self._norm(row, here, 0, scratch, signal)
+        if not self.two_shot:
+            fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")
 
     def one_shot_low_latency(self, endpoint: Endpoint, *arrays: Any, scratch: fb.Scratch) -> None:
         """Runs the body of the one-shot kernel over the low-latency protocol."""
@@ -362,6 +359,3 @@ class _Body:
         @pl.when(lax.axis_index("warpgroup") == 0)
         def signal() -> None:
             self.fabric.signal(_SUMMED, 1, release=release)
-
-    def _wait(self) -> None:
-        self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

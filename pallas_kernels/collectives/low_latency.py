@@ -33,8 +33,7 @@ def one_shot(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
             total = endpoint.sum(index, tiles.load(x_ref.at[where]))
             tiles.store(out_ref.at[where], total)
 
-    name = "ep_all_reduce_one_shot_ll"
-    return _call(body, x, x.shape[-1:], channels, plan, name=name)
+    return _call(body, x, x.shape[-1:], channels, plan, name="ep_all_reduce_one_shot_ll")
 
 
 def two_shot(x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
@@ -101,8 +100,7 @@ def _sums_of_shard(
         endpoint.send(index, [tiles.load(x_ref.at[peer, where]) for peer in endpoint.peers])
     endpoint.delay_point(1)
     for index, where in enumerate(slices):
-        total = endpoint.sum(index, tiles.load(x_ref.at[endpoint.rank, where]))
-        yield where, total
+        yield where, endpoint.sum(index, tiles.load(x_ref.at[endpoint.rank, where]))
 
 
 def _store_what_arrives(

@@ -1,5 +1,9 @@
 """The collectives with signals: kernels that read and write other ranks' memory.
 
+S, the number of elements of an input or of a shard, is a whole number of 16-byte vectors and at
+least one tile of the plan. Sums are computed in float32, in rank order, and rounded once to x's
+dtype. Arrays of stacked ranks have a leading axis of N.
+
 An all-reduce has two algorithms, named as in vLLM and TensorRT-LLM. Each gives every rank the same
 bits.
 
@@ -30,12 +34,7 @@ from pallas_kernels.fabric import fabric as fb
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [S] floating over N ranks by the one-shot algorithm; returns [S] on every rank.
-
-    The sum is computed in float32 and rounded once to x's dtype. S elements must be a whole number
-    of 16-byte vectors, and at least one tile of `plan`. Arrays of stacked ranks have a leading axis
-    of N.
-    """
+    """Sums x [S] floating over N ranks by the one-shot algorithm; returns [S] on every rank."""
 
     def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
         total = tiles.sum_of_ranks(fabric, x_ref, where)
@@ -57,7 +56,7 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] from all N ranks into [N, S]; S as for `one_shot`."""
+    """Gathers x [S] from all N ranks into [N, S]."""
 
     def put_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
         tile = tiles.load(fabric.mine(x_ref).at[where])
@@ -68,10 +67,7 @@ def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sums x [N, S] over N ranks in float32, in rank order; returns shard r, [S], on rank r.
-
-    The sum is rounded once to x's dtype. S as for `one_shot`.
-    """
+    """Sums x [N, S] over N ranks; returns shard r of the sum, [S], on rank r."""
 
     def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
         total = tiles.sum_of_ranks(fabric, x_ref, fabric.rank(), where)
@@ -82,10 +78,7 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Ar
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
-    """Sends shard x[r] of x [N, S] to rank r; returns [N, S] by source rank.
-
-    S as for `one_shot`.
-    """
+    """Sends shard x[r] of x [N, S] to rank r; returns [N, S] by source rank."""
     num_ranks = x.shape[-2]
 
     def put_tile(x_ref: Any, out_ref: Any, shard: Any, where: Any) -> None:

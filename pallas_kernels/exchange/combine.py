@@ -152,13 +152,9 @@ class _Combine:
     plan: Plan
     window: Window
 
-    @functools.cached_property
-    def steps_per_block(self) -> int:
-        return self.plan.steps_per_block(self.num_tokens)
-
     @property
     def receive_steps(self) -> int:
-        return min(self.plan.receive_steps, self.steps_per_block)
+        return min(self.plan.receive_steps, self.plan.steps_per_block(self.num_tokens))
 
     @functools.cached_property
     def step_tokens(self) -> int:
@@ -246,7 +242,7 @@ class _Combine:
 
         def begin(step: jax.Array) -> None:
             """Lists a step's rows, once peers have read the older sums that its sums overwrite."""
-            if self.steps_per_block > self.receive_steps:
+            if self.plan.steps_per_block(self.num_tokens) > self.receive_steps:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
             plgpu.barrier_arrive(scratch.listed.at[lax.rem(step, 2)])
@@ -285,8 +281,8 @@ class _Combine:
         fb.load_slices(fabric, pl.ds(start, self.window.width), *loads)
         half = lax.rem(step, 2)
 
-        # Sum i is for a token of the step and its owner; see `scratch`.
         def list_sum(i: jax.Array, _: None) -> None:
+            """Lists the rows of sum i, for a token of the step and its owner; see `scratch`."""
             step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
             entry = (first_of_step + step_token) * top_k - start
             places = [scratch.window_rows[owner, entry + choice] for choice in range(top_k)]
@@ -299,18 +295,31 @@ class _Combine:
                 place = owner * self.num_tokens + first_of_step + step_token
                 places = [jnp.where(sent, place, fb.NOWHERE)]
                 weights = [jnp.float32(1)]
-            kept = [(place >= 0) & (place < self.capacity) for place in places]
-            count, indices = _indices_in_list(kept)
-            for choice, at in enumerate(indices):
-                scratch.list_rows[half, i, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
-                scratch.list_weights[half, i, at] = jnp.where(kept[choice], weights[choice], 1)
-            for padding in range(len(places), self.listed_rows):
-                scratch.list_rows[half, i, padding] = jnp.int32(fb.NOWHERE)
-                scratch.list_weights[half, i, padding] = jnp.float32(1)
+            count = self._write_list((half, i), places, weights, scratch)
             scratch.list_counts[half, i] = jnp.where(sent, count, fb.NOWHERE)
 
         tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
         lax.fori_loop(0, tokens_of_step * num_ranks, list_sum, None)
+
+    def _write_list(
+        self, index: Any, places: Sequence[Any], weights: Sequence[Any], scratch: fb.Scratch
+    ) -> jax.Array:
+        """Writes the list [*index] of a sum, rows of y first; returns the number of these rows."""
+        kept = [(place >= 0) & (place < self.capacity) for place in places]
+        ones = [is_kept.astype(jnp.int32) for is_kept in kept]
+        count = sum(ones, jnp.int32(0))
+        # A worker loads only the first `count` rows of a list.
+        indices, next_kept, next_other = [], jnp.int32(0), count
+        for is_kept, one in zip(kept, ones, strict=True):
+            indices.append(jnp.where(is_kept, next_kept, next_other))
+            next_kept, next_other = next_kept + one, next_other + (1 - one)
+        for choice, at in enumerate(indices):
+            scratch.list_rows[*index, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
+            scratch.list_weights[*index, at] = jnp.where(kept[choice], weights[choice], 1)
+        for padding in range(len(places), self.listed_rows):
+            scratch.list_rows[*index, padding] = jnp.int32(fb.NOWHERE)
+            scratch.list_weights[*index, padding] = jnp.float32(1)
+        return count
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a worker: sums and sends the rows of each step, and adds up received sums."""
@@ -346,14 +355,14 @@ class _Combine:
         per_token: int,
         body: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Calls `body(token, item)` for this worker's share of `per_token` items of each token."""
+        """Calls `body(i, item)` for this worker's share of `per_token` items of each token i."""
         workers = jnp.int32(self.plan.num_workers)
         _, num_tokens, _ = self._range()
         tokens_of_step = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
-        # Deals items to the workers round-robin, and continues the round from step to step, so that
-        # all workers get equal shares.
-        passed = lax.rem(step * (self.step_tokens * per_token), workers)
-        first = lax.rem(worker + workers - passed, workers)
+        # Items are tiles of sums, for token i of the step. Workers take them round-robin, and go on
+        # with the round from step to step, so that all workers get equal shares.
+        next_worker = lax.rem(step * (self.step_tokens * per_token), workers)
+        first = lax.rem(worker + workers - next_worker, workers)
 
         def call_body(i: jax.Array, _: None) -> None:
             index = first + i * workers
@@ -366,7 +375,7 @@ class _Combine:
         self, step: jax.Array, worker: jax.Array, refs: _Refs, scratch: fb.Scratch
     ) -> None:
         """Sums this worker's tiles of a step, and stores them in the owners' receive buffers."""
-        fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
+        fabric = self.fabric
         rank, block = fabric.rank(), lax.axis_index("block")
         half = lax.rem(step, 2)  # that of the lists
         slot = lax.rem(step, self.receive_steps)  # the step's place in the receive buffer
@@ -375,37 +384,14 @@ class _Combine:
         def put_tile(token: jax.Array, item: jax.Array) -> None:
             """Sums and sends one tile for one owner's token number `token` of the step."""
             owner_number, tile = lax.div(item, self.num_tiles), lax.rem(item, self.num_tiles)
-            owner = lax.rem(owner_number + first_owner, jnp.int32(self.fabric.num_ranks))
-            index = token * self.fabric.num_ranks + owner  # of the sum; see `scratch`
+            owner = lax.rem(owner_number + first_owner, jnp.int32(fabric.num_ranks))
+            index = token * fabric.num_ranks + owner  # of the sum; see `scratch`
             columns_of_y = pl.ds(tile * self.tile, self.tile)
             count = scratch.list_counts[half, index]
 
-            def add_rows(group: jax.Array, total: jax.Array) -> jax.Array:
-                """Adds the next `rows_at_once` rows of the list to `total`, a tile in registers."""
-                places = [group * at_once + i for i in range(self.rows_at_once)]
-                rows = [scratch.list_rows[half, index, place] for place in places]
-                loaded = vectors.load_each(
-                    [fabric.mine(refs.y).at[jnp.maximum(row, 0), columns_of_y] for row in rows],
-                    [row >= 0 for row in rows],
-                    self.vector,
-                    fill=-0.0,
-                    read_only=True,
-                )
-                for place, row in zip(places, loaded, strict=True):
-                    row = row.astype(jnp.float32)
-                    if self.weighted:
-                        weight = scratch.list_weights[half, index, place]
-                        row = vectors.times(row, weight, self.vector)
-                    total = total + row
-                return total
-
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # The sum starts from -0.0, and unused entries of the list add -0.0. Neither changes
-                # a bit of the sum, since x + -0.0 has the bits of x for every x.
-                total = vectors.constant(self.padded_tile, -0.0, self.vector)
-                groups = lax.div(count + (at_once - 1), at_once)
-                total = lax.fori_loop(0, groups, add_rows, total)
+                total = self._sum_tile((half, index), count, columns_of_y, refs.y, scratch)
                 there = [
                     fabric.peer(ref, owner).at[block, slot, rank, token, columns]
                     for ref, columns in zip(refs.received, self._columns(tile), strict=True)
@@ -417,7 +403,38 @@ class _Combine:
 
                     quantized_rows.put_row(self.row.wire, total, there, self.vector)
 
-        self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put_tile)
+        self._each(step, worker, fabric.num_ranks * self.num_tiles, put_tile)
+
+    def _sum_tile(
+        self, index: tuple[Any, Any], count: jax.Array, columns: Any, y: Any, scratch: fb.Scratch
+    ) -> jax.Array:
+        """Sums `columns` of the `count` rows of y in the list [*index], in float32 registers."""
+        at_once = jnp.int32(self.rows_at_once)
+
+        def add_rows(group: jax.Array, total: jax.Array) -> jax.Array:
+            """Adds the next `rows_at_once` rows of the list to `total`."""
+            places = [group * at_once + i for i in range(self.rows_at_once)]
+            rows = [scratch.list_rows[*index, place] for place in places]
+            loaded = vectors.load_each(
+                [self.fabric.mine(y).at[jnp.maximum(row, 0), columns] for row in rows],
+                [row >= 0 for row in rows],
+                self.vector,
+                fill=-0.0,
+                read_only=True,
+            )
+            for place, row in zip(places, loaded, strict=True):
+                row = row.astype(jnp.float32)
+                if self.weighted:
+                    weight = scratch.list_weights[*index, place]
+                    row = vectors.times(row, weight, self.vector)
+                total = total + row
+            return total
+
+        # The sum starts from -0.0, and unused entries of the list add -0.0. Neither changes a bit
+        # of the sum, since x + -0.0 has the bits of x for every x.
+        total = vectors.constant(self.padded_tile, -0.0, self.vector)
+        groups = lax.div(count + (at_once - 1), at_once)
+        return lax.fori_loop(0, groups, add_rows, total)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns the columns of tile `tile` in a sum's values and, if quantized, scales."""
@@ -431,7 +448,7 @@ class _Combine:
 
     def _receive(self, step: jax.Array, worker: jax.Array, refs: _Refs) -> None:
         """Waits for all ranks' sums for this rank's tokens of a step, and adds them."""
-        fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
+        fabric, num_ranks = self.fabric, self.fabric.num_ranks
         block, slot = lax.axis_index("block"), lax.rem(step, self.receive_steps)
         first_token, _, _ = self._range()
         first_of_step = first_token + step * self.step_tokens
@@ -442,22 +459,12 @@ class _Combine:
             """Adds up the tiles that ranks sent for one token of the step; stores the total."""
             token = first_of_step + step_token
             columns_of_out = pl.ds(tile * self.tile, self.tile)
-            experts = [
-                fabric.mine(refs.topk_idx)[token * top_k + choice] for choice in range(top_k)
-            ]
-            # A rank sends a sum if the token chooses one of its experts.
-            sent = [
-                fb.any_of([(e >= low) & (e < low + per_rank) for e in experts])
-                for low in range(0, self.fabric.num_ranks * per_rank, per_rank)
-            ]
+            sent = self._ranks_that_send(token, refs.topk_idx)
             # The values of every rank's sum and, if quantized, their scales.
-            sums = [
-                [
-                    fabric.mine(ref).at[block, slot, source, step_token, columns]
-                    for source in range(self.fabric.num_ranks)
-                ]
-                for ref, columns in zip(refs.received, self._columns(tile), strict=True)
-            ]
+            sums = []
+            for ref, columns in zip(refs.received, self._columns(tile), strict=True):
+                at = [(block, slot, source, step_token, columns) for source in range(num_ranks)]
+                sums.append([fabric.mine(ref).at[indices] for indices in at])
             if not self.row.wire.quantized:
                 # The total starts from 0.0, so that a total of zero is never -0.0.
                 total = vectors.constant(self.padded_tile, 0.0, self.vector)
@@ -474,14 +481,11 @@ class _Combine:
 
         self._each(step, worker, self.num_tiles, add_sums)
 
-
-def _indices_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the number of kept entries, and each entry's new index: kept ones go to the front."""
-    # A worker then loads only the first `count` rows of a list.
-    ones = [is_kept.astype(jnp.int32) for is_kept in kept]
-    count = sum(ones, jnp.int32(0))
-    indices, next_kept, next_other = [], jnp.int32(0), count
-    for is_kept, one in zip(kept, ones, strict=True):
-        indices.append(jnp.where(is_kept, next_kept, next_other))
-        next_kept, next_other = next_kept + one, next_other + (1 - one)
-    return count, indices
+    def _ranks_that_send(self, token: jax.Array, topk_idx: Any) -> list[jax.Array]:
+        """Returns for each rank whether it sends a sum: whether the token chose its experts."""
+        ids, top_k, per_rank = self.fabric.mine(topk_idx), self.top_k, self.num_local_experts
+        experts = [ids[token * top_k + choice] for choice in range(top_k)]
+        return [
+            fb.any_of([(e >= first) & (e < first + per_rank) for e in experts])
+            for first in range(0, self.fabric.num_ranks * per_rank, per_rank)
+        ]

@@ -103,6 +103,7 @@ def expert_dispatch(
             *(jax.ShapeDtypeStruct((buffer.capacity, columns), t) for columns, t in row.parts),
             jax.ShapeDtypeStruct((num_ranks, window.total), jnp.int32),  # rows
             jax.ShapeDtypeStruct((num_ranks, kernel.experts.count_width), jnp.int32),  # counts
+            # group_sizes, expert_counts, num_dropped, rows_needed
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
@@ -172,7 +173,10 @@ def dispatch_like(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What both kernels share: the types of shared memory, and the receiver."""
+    """What both kernels share: the types of shared memory, and the receiver.
+
+    In global memory, `rows` is [N, T·K] int32, and `tokens` are the buffer's values and scales.
+    """
 
     sender: Sender
     experts: ExpertRows
@@ -215,14 +219,14 @@ class _Kernel:
         """Waits for the tokens of peers, and copies each from its first row to its other rows."""
         _, num_tokens = self.sender.range()
 
-        # `begun` counts the rows that earlier steps put into the ring, and gives the next stage.
-        def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
+        # `copied` is the number of tokens that earlier steps copied.
+        def receive_step(step: jax.Array, copied: jax.Array) -> jax.Array:
             self.fabric.wait(PUT, step + 1, "dispatch")
             self.fabric.delay_point(2)
             self.fabric.async_fence()
             count = self._list_copies(step, rows, scratch)
-            self._copy_listed(begun, count, tokens, scratch)
-            return begun + count
+            self._copy_listed(copied, count, tokens, scratch)
+            return copied + count
 
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
@@ -237,84 +241,79 @@ class _Kernel:
     def _list_copies(self, step: jax.Array, rows: Any, scratch: fb.Scratch) -> jax.Array:
         """Lists a step's tokens that have several rows here in `step_copies`; returns the count."""
         first_token, num_tokens = self.sender.range()
-        fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
+        fabric, num_ranks = self.fabric, self.fabric.num_ranks
         step_tokens = self.sender.step_tokens
         first_of_step = first_token + step * step_tokens
         # Without this rank's own tokens, which the sender writes to all their rows.
-        others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
-        if not others:
+        peers = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
+        if not peers:
             return jnp.int32(0)
-        sources = [(source, fabric.mine(rows), source) for source in others]
+        sources = [(peer, fabric.mine(rows), peer) for peer in peers]
         window = self.sender.step_window
-        start = window.start(first_of_step * top_k)
+        start = window.start(first_of_step * self.top_k)
         fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_rows, sources))
 
-        def list_token(i: jax.Array, count: jax.Array) -> jax.Array:
-            """Lists token i of the step, of each other rank, if it has several rows here."""
-            for source in others:
-                places, num_places = [], jnp.int32(0)
-                for choice in range(top_k):
-                    row = scratch.step_rows[source, (first_of_step + i) * top_k - start + choice]
-                    kept = self.kept(row)
-                    places.append(jnp.where(kept, row, fb.NOWHERE))
-                    num_places = num_places + kept.astype(jnp.int32)
-                for choice, place in enumerate(places):
-                    # If the token has at most one row here, `count` stays, and the next token
-                    # overwrites the entry.
-                    scratch.step_copies[count, choice] = place
-                count = count + (num_places > 1).astype(jnp.int32)
+        def list_token_of_peers(i: jax.Array, count: jax.Array) -> jax.Array:
+            entry = (first_of_step + i) * self.top_k - start
+            for peer in peers:
+                count = self._list_token(peer, entry, count, scratch)
             return count
 
         tokens_of_step = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
-        count = lax.fori_loop(0, tokens_of_step, list_token, jnp.int32(0))
+        count = lax.fori_loop(0, tokens_of_step, list_token_of_peers, jnp.int32(0))
         fabric.barrier()
         return count
 
+    def _list_token(
+        self, peer: jax.Array, entry: jax.Array, count: jax.Array, scratch: fb.Scratch
+    ) -> jax.Array:
+        """Lists a peer's token if it has several rows here; returns `count` of listed tokens."""
+        # The rows of the token's choices are step_rows[peer, entry : entry + K].
+        places, num_places = [], jnp.int32(0)
+        for choice in range(self.top_k):
+            row = scratch.step_rows[peer, entry + choice]
+            kept = self.kept(row)
+            places.append(jnp.where(kept, row, fb.NOWHERE))
+            num_places = num_places + kept.astype(jnp.int32)
+        # If the token has at most one row here, the next token overwrites this entry.
+        for choice, place in enumerate(places):
+            scratch.step_copies[count, choice] = place
+        return count + (num_places > 1).astype(jnp.int32)
+
     def _copy_listed(
-        self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: fb.Scratch
+        self, copied: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: fb.Scratch
     ) -> None:
-        """Copies the `count` listed tokens to their other rows; earlier steps copied `begun`."""
+        """Copies `count` listed tokens to their other rows; earlier steps copied `copied`."""
         num_stages = self.sender.plan.num_copy_stages
         values, *scales = (self.fabric.mine(ref) for ref in tokens)
 
-        def begin_copy(i: jax.Array, _: None) -> None:
-            self._begin_copy(i, begun, values, scratch)
+        def fetch(i: jax.Array, _: None) -> None:
+            """Starts to copy the i-th listed token from its first row here into the ring."""
+            first_row = jnp.int32(fb.NOWHERE)
+            for choice in reversed(range(self.top_k)):  # so that the first choice with a row stays
+                place = scratch.step_copies[i, choice]
+                first_row = jnp.where(place >= 0, place, first_row)
+            stage = lax.rem(copied + i, jnp.int32(num_stages))
+            fb.fetch(values.at[first_row], scratch.copies.at[stage], scratch.copy_full.at[stage])
 
-        def copy_row(i: jax.Array, _: None) -> None:
-            self._finish_copy(i, begun, values, scratch)
+        def copy_token(i: jax.Array, _: None) -> None:
+            self._put_copies(i, lax.rem(copied + i, jnp.int32(num_stages)), values, scratch)
 
             @pl.when(i + num_stages < count)
-            def begin_next() -> None:
+            def fetch_next() -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies have read the stage
-                self._begin_copy(i + num_stages, begun, values, scratch)
+                fetch(i + num_stages, None)
 
-        lax.fori_loop(0, jnp.minimum(count, num_stages), begin_copy, None)
-        if scales:
+        lax.fori_loop(0, jnp.minimum(count, num_stages), fetch, None)
+        if scales:  # not by the ring: bulk copies are slow for a few scales
             from pallas_kernels.exchange import quantized_rows
 
             quantized_rows.copy_listed(scales[0], scratch.step_copies, count)
-        lax.fori_loop(0, count, copy_row, None)
+        lax.fori_loop(0, count, copy_token, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _begin_copy(self, i: jax.Array, begun: jax.Array, values: Any, scratch: fb.Scratch) -> None:
-        """Starts to copy the i-th listed token's first row into stage begun + i of the ring."""
-        first_row = jnp.int32(fb.NOWHERE)
-        for choice in reversed(range(self.top_k)):
-            place = scratch.step_copies[i, choice]
-            first_row = jnp.where(place >= 0, place, first_row)
-        stage = lax.rem(begun + i, jnp.int32(self.sender.plan.num_copy_stages))
-        plgpu.copy_gmem_to_smem(
-            values.at[first_row],
-            scratch.copies.at[stage],
-            scratch.copy_full.at[stage],
-            oob_mode=fb.IN_BOUNDS,
-        )
-
-    def _finish_copy(
-        self, i: jax.Array, begun: jax.Array, values: Any, scratch: fb.Scratch
-    ) -> None:
-        """Waits until a listed token's first row is in the ring; copies it to its other rows."""
-        stage = lax.rem(begun + i, jnp.int32(self.sender.plan.num_copy_stages))
+    def _put_copies(self, i: jax.Array, stage: jax.Array, values: Any, scratch: fb.Scratch) -> None:
+        """Waits until the i-th listed token is in `stage` of the ring; copies it to other rows."""
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         # The first choice that has a row is the source; only later choices are destinations.
         has_source = scratch.step_copies[i, 0] >= 0
@@ -367,9 +366,8 @@ class _Dispatch(_Kernel):
         return fb.Scratch(
             **vars(super().scratch()),
             # For each expert of all ranks, how often the tokens of earlier blocks choose it. After
-            # `find_groups`, the next free row in the receive buffer of the expert's rank.
-            # `take_rows` looks up a row for every choice. For a choice whose id names no expert it
-            # uses the extra entry at `count_width`, and the result is ignored.
+            # `find_groups`, the next free row in the receive buffer of the expert's rank. The entry
+            # at `count_width` is for choices whose id names no expert.
             next_rows=plgpu.SMEM((self.experts.count_width + WARPGROUP,), jnp.int32),
             counted=plgpu.Barrier(num_arrivals=_COUNTERS),
             # The receiver has called `fabric.connect`, so the sender may write to peers.
@@ -425,36 +423,36 @@ class _Dispatch(_Kernel):
     def _count(self, choices: Any, warpgroup: jax.Array, scratch: fb.Scratch) -> None:
         """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
         # The sender and the receiver of block 0 together count the choices of all tokens of this
-        # rank, those of another block the choices of the tokens of blocks with lower indices.
+        # rank, those of another block the choices of the tokens of blocks with lower indices. They
+        # count the first `end` of `choices`, in slices that they take alternately.
         fabric, num_tokens = self.fabric, self.sender.num_tokens
         num_choices = self.sender.window.total  # of this rank, with padding
         slice_size = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
         first_token, _ = self.sender.range()
-        earlier = jnp.minimum(first_token, num_tokens)
-        end = jnp.where(lax.axis_index("block") == 0, num_tokens, earlier) * self.top_k
+        tokens_before = jnp.minimum(first_token, num_tokens)
+        end = jnp.where(lax.axis_index("block") == 0, num_tokens, tokens_before) * self.top_k
         bins = self._counts_of(warpgroup, scratch)
         fb.clear(bins, self.experts.count_width)
         fabric.barrier()
 
-        def count(turn: jax.Array, _: None) -> None:
+        def count_slice(i: jax.Array, _: None) -> None:
             # The last slice is moved back until it fits, and skips choices of the slice before.
-            i = turn * _COUNTERS + warpgroup
-            start = jnp.minimum(i * slice_size, num_choices - slice_size)
+            index = i * _COUNTERS + warpgroup
+            start = jnp.minimum(index * slice_size, num_choices - slice_size)
             entries = start + fb.iota(slice_size)
             experts = fb.load(fabric.mine(choices).at[pl.ds(start, slice_size)], 1)
-            is_counted = (entries >= i * slice_size) & (entries < end)
+            is_counted = (entries >= index * slice_size) & (entries < end)
             experts = jnp.where(is_counted, experts, fb.NOWHERE)
             fb.count(bins, experts, self.experts.num_experts)
 
         num_slices = lax.div(end + (slice_size - 1), jnp.int32(slice_size))
-        turns = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
-        lax.fori_loop(0, turns, count, None)
+        slices_here = lax.div(num_slices - warpgroup + (_COUNTERS - 1), jnp.int32(_COUNTERS))
+        lax.fori_loop(0, slices_here, count_slice, None)
         fabric.barrier()
         plgpu.barrier_arrive(scratch.counted)
 
     def _counts_of(self, warpgroup: Any, scratch: fb.Scratch) -> Any:
         """Returns the half of `experts.scan`, [count_width] int32, in which a warpgroup counts."""
-        # `ExpertRows.find_groups` uses `scan` only later.
         width = self.experts.count_width
         return scratch.experts.scan.at[pl.ds(warpgroup * width, width)]
 
@@ -544,10 +542,8 @@ class _NewRoutes(_Routes):
             jnp.where(v, lax.div(e, jnp.int32(expert_rows.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)
         ]
-        return [
-            [
-                jnp.where(owner == rank, row, fb.NOWHERE)
-                for owner, row in zip(owners, found, strict=True)
-            ]
-            for rank in ranks
-        ]
+        lists: list[List] = []
+        for rank in ranks:
+            rows = zip(owners, found, strict=True)
+            lists.append([jnp.where(owner == rank, row, fb.NOWHERE) for owner, row in rows])
+        return lists

@@ -75,12 +75,8 @@ class ExpertRows:
     def fetch_counts(self, counts: Any, scratch: fb.Scratch) -> None:
         """Starts to copy an earlier dispatch's counts, [N, count_width] int32, to shared memory."""
         for rank in range(self.fabric.num_ranks):
-            plgpu.copy_gmem_to_smem(
-                self.fabric.mine(counts).at[rank],
-                scratch.all_counts.at[rank],
-                scratch.counts_full,
-                oob_mode=fb.IN_BOUNDS,
-            )
+            counts_of_rank = self.fabric.mine(counts).at[rank]
+            fb.fetch(counts_of_rank, scratch.all_counts.at[rank], scratch.counts_full)
 
     def receive_counts(self, scratch: fb.Scratch) -> None:
         """Waits for the counts that every rank sends, and copies them to `all_counts`."""
@@ -111,13 +107,13 @@ class ExpertRows:
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(scratch.counts_full)
         per_source = [fb.load(scratch.all_counts.at[source], 1) for source in range(num_ranks)]
-        total = sum(per_source[1:], per_source[0])  # the rows of each expert
+        num_rows = sum(per_source[1:], per_source[0])  # of each expert
         if self.buffer.fair:
             # Rows beyond an expert's quota are dropped.
-            total = jnp.minimum(total, self._quotas(total, scratch))
-        sizes = self._aligned(total)
-        ends = self._ends(sizes, scratch.scan)
-        starts = ends - sizes
+            num_rows = jnp.minimum(num_rows, self._quotas(num_rows, scratch))
+        padded_sizes = self._aligned(num_rows)
+        ends = self._ends(padded_sizes, scratch.scan)
+        starts = ends - padded_sizes
         if next_rows is not None:
             # The rows of a group are sorted by source rank, then by token.
             rows = starts + fb.load(next_rows.at[pl.ds(0, width)], 1)
@@ -127,7 +123,7 @@ class ExpertRows:
             next_rows[pl.ds(0, width)] = rows
         if group_starts is not None:
             group_starts[...] = starts
-        scratch.group_ends[0] = starts + total
+        scratch.group_ends[0] = starts + num_rows
         scratch.group_ends[1] = ends
         fabric.barrier()
         if all_counts_ref is not None:
@@ -161,44 +157,43 @@ class ExpertRows:
             shift *= 2
         return ends
 
-    def _quotas(self, total: Any, scratch: fb.Scratch) -> Any:
-        """Returns the most rows each expert may keep of its `total`; both [count_width] int32."""
+    def _quotas(self, counts: Any, scratch: fb.Scratch) -> Any:
+        """Returns the most rows that each expert may keep of its `counts`, [count_width] int32."""
         # All experts of a rank have the same quota: the largest with which their rows fit in the
         # capacity. One binary search, from the highest bit, finds the quotas of all ranks at once.
-        fabric, num_ranks = self.fabric, self.fabric.num_ranks
-        per_rank, width = self.num_local_experts, self.count_width
-        rank_of_expert = lax.div(fb.iota(width), jnp.int32(per_rank))
+        rank_of_expert = lax.div(fb.iota(self.count_width), jnp.int32(self.num_local_experts))
 
-        def quotas_of_experts(quotas: Sequence[Any]) -> Any:
+        def of_experts(quotas: Sequence[Any]) -> Any:
             """Returns the quota of each expert, [count_width], from those of the N ranks."""
-            each = jnp.full((width,), 0, jnp.int32)
+            each = jnp.full((self.count_width,), 0, jnp.int32)
             for rank, quota in enumerate(quotas):
                 each = jnp.where(rank_of_expert == rank, quota, each)
             return each
-
-        def fit(counts: Any) -> list[Any]:
-            """Returns for each of the N ranks whether its experts' rows fit in the capacity."""
-            # `group_ends` is free, since `find_groups` writes it only later.
-            scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
-            fabric.barrier()
-            # The end of a rank's last group is the number of its rows.
-            ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
-            fabric.barrier()
-            return [end <= self.buffer.capacity for end in ends]
 
         def try_bit(i: Any, quotas: Sequence[Any]) -> tuple[Any, ...]:
             """Sets bit num_bits - 1 - i of the quota of each rank whose rows then still fit."""
             bit = lax.shift_left(jnp.int32(1), num_bits - 1 - i)
             tried = [quota + bit for quota in quotas]
-            fitting = fit(jnp.minimum(total, quotas_of_experts(tried)))
+            fitting = self._fit(jnp.minimum(counts, of_experts(tried)), scratch)
             return tuple(map(jnp.where, fitting, tried, quotas))
 
-        overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
+        overflows = jnp.logical_not(functools.reduce(operator.and_, self._fit(counts, scratch)))
         # A quota never exceeds the capacity, so it has at most as many bits.
         num_bits = jnp.int32(self.buffer.capacity.bit_length())
-        zeros = (jnp.int32(0),) * num_ranks
+        zeros = (jnp.int32(0),) * self.fabric.num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
-        return jnp.where(overflows, quotas_of_experts(quotas), total)
+        return jnp.where(overflows, of_experts(quotas), counts)
+
+    def _fit(self, counts: Any, scratch: fb.Scratch) -> list[Any]:
+        """Returns for each of the N ranks whether its experts' rows fit in the capacity."""
+        num_ranks, per_rank = self.fabric.num_ranks, self.num_local_experts
+        # `group_ends` is free, since `find_groups` writes it only later.
+        scratch.group_ends[1] = self._ends(self._aligned(counts), scratch.scan)
+        self.fabric.barrier()
+        # The end of a rank's last group is the number of its rows.
+        ends = [scratch.group_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
+        self.fabric.barrier()
+        return [end <= self.buffer.capacity for end in ends]
 
     def take_rows(
         self,
@@ -252,21 +247,22 @@ class ExpertRows:
         def describe_group(i: Any, carry: Any) -> Any:
             """Writes sizes of local group i; carries its end, and the rows dropped and needed."""
             start, dropped, needed = carry
-            end_of_rows, end = (scratch.group_ends[j, first_expert + i] for j in range(2))
-            # The rows of the group if none were dropped. `end_of_rows` is after `fair` quotas.
-            wanted = end_of_rows - start
+            end_of_tokens = scratch.group_ends[0, first_expert + i]
+            end = scratch.group_ends[1, first_expert + i]
+            # The rows of the group if none were dropped; a `fair` group ends after its quota.
+            wanted = end_of_tokens - start
             if self.buffer.fair:
                 wanted = jnp.int32(0)
                 for source in range(fabric.num_ranks):
                     wanted = wanted + scratch.all_counts[source, first_expert + i]
             room = jnp.maximum(self.buffer.capacity - start, 0)
-            kept = jnp.minimum(end_of_rows - start, room)
+            kept = jnp.minimum(end_of_tokens - start, room)
             fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
             fabric.mine(expert_counts)[i] = kept
             return end, dropped + (wanted - kept), needed + self._aligned(wanted)
 
         @pl.when(lax.axis_index("block") == 0)
-        def describe() -> None:
+        def write_results() -> None:
             zeros = (jnp.int32(0),) * 3
             _, dropped, needed = lax.fori_loop(0, per_rank, describe_group, zeros)
             fabric.mine(num_dropped)[0] = dropped
@@ -277,31 +273,30 @@ class ExpertRows:
         if self.already_zeroed:
             return
         rank, per_rank = self.fabric.rank(), self.num_local_experts
-        block = lax.axis_index("block")
-        num_blocks = jnp.int32(self.num_blocks)
         for part in scratch.zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()  # copies from shared memory see the zeros
 
-        def zero_row(row: Any) -> None:
-            for part, ref, (width, _) in zip(scratch.zeros, tokens, self.parts, strict=True):
-                plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
-
-        def zero_rows(begin: Any, end: Any) -> None:
-            """Zeroes this block's share of rows `begin` to `end` - 1: every num_blocks-th row."""
-            end = jnp.minimum(end, self.buffer.capacity)
-            count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
-
-            def zero_ith(i: Any, _: None) -> None:
-                zero_row(begin + block + i * num_blocks)
-
-            lax.fori_loop(0, jnp.maximum(count, 0), zero_ith, None)
-
         def zero_padding(expert: Any, _: None) -> None:
-            zero_rows(scratch.group_ends[0, expert], scratch.group_ends[1, expert])
+            begin, end = scratch.group_ends[0, expert], scratch.group_ends[1, expert]
+            self._zero_rows(begin, end, tokens, scratch)
 
         if self.buffer.alignment > 1:
             lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, zero_padding, None)
         if self.buffer.zero_unused:
-            zero_rows(scratch.group_ends[1, (rank + 1) * per_rank - 1], self.buffer.capacity)
+            begin = scratch.group_ends[1, (rank + 1) * per_rank - 1]
+            self._zero_rows(begin, self.buffer.capacity, tokens, scratch)
         plgpu.wait_smem_to_gmem(0)
+
+    def _zero_rows(self, begin: Any, end: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
+        """Zeroes this block's share of rows `begin` to `end` - 1: every num_blocks-th row."""
+        block, num_blocks = lax.axis_index("block"), jnp.int32(self.num_blocks)
+        end = jnp.minimum(end, self.buffer.capacity)
+        count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
+
+        def zero_row(i: Any, _: None) -> None:
+            row = begin + block + i * num_blocks
+            for part, ref, (width, _dtype) in zip(scratch.zeros, tokens, self.parts, strict=True):
+                plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
+
+        lax.fori_loop(0, jnp.maximum(count, 0), zero_row, None)

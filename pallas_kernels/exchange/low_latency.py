@@ -10,7 +10,8 @@ for a signal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -89,62 +90,49 @@ class RowTransfer:
 
     def send(
         self, endpoint: Endpoint, peer_index: int, token: int, tiles: Sequence[jax.Array],
-        goes: jax.Array, *, exact: bool,
+        predicate: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends this warpgroup's tiles of the block's token number `token` to a peer, if `goes`.
+        """Sends this warpgroup's tiles of the block's `token`-th token to a peer, if `predicate`.
 
         `tiles` has one for each of `self.tiles()`; they go to `endpoint.peers[peer_index]`.
         `exact`: NaNs keep their bits. The receiver must pass the same to `receive`.
         """
+        send_to_peer = functools.partial(endpoint.send_to, peer_index, exact=exact)
         for i, (tile, (_, exists)) in enumerate(zip(tiles, self.tiles(), strict=True)):
-
-            @pl.when(goes & exists)
-            def send_tile(i: int = i, tile: jax.Array = tile) -> None:
-                endpoint.send_to(peer_index, self.index(token, i), tile, exact=exact)
-
-    def send_tokens(self, endpoint: Endpoint, x: Any, topk_idx: Any) -> list[list[jax.Array]]:
-        """Sends this warpgroup's tiles of tokens to the peers whose experts they choose.
-
-        Returns the tiles of each token in registers.
-        """
-        sent = [self.load(self.fabric.mine(x), token) for token, _ in self.tokens()]
-        for i, (token, exists) in enumerate(self.tokens()):
-            ranks = self.ranks_of(topk_idx, token)
-            for j, peer in enumerate(endpoint.peers):
-                goes = is_among(ranks, peer) & exists
-                self.send(endpoint, j, i, sent[i], goes, exact=True)
-        return sent
+            index = self.index(token, i)
+            pl.when(predicate & exists)(functools.partial(send_to_peer, index, tile))
 
     def receive(
-        self, endpoint: Endpoint, token: int, comes: Sequence[jax.Array], *, exact: bool
+        self, endpoint: Endpoint, token: int, peer_sends: Sequence[jax.Array], *, exact: bool
     ) -> Iterator[list[jax.Array]]:
         """Waits for the tiles that peers send to this warpgroup for one token of each peer.
 
-        `token` is an index in the block, and `comes` says for each peer whether it sends. Yields
-        for each tile of a row the list of that tile from all peers; undefined for a peer that sends
+        `token` is an index in the block, and `peer_sends` has a [] bool for each peer. Yields for
+        each tile of a row the list of that tile from all peers; undefined for a peer that sends
         none. `exact` is that of `send`.
         """
         plan, tiles = self.plan, self.tiles()
         indices = [self.index(token, i) for i in range(len(tiles))]
-        wanted = [[c & exists for c in comes] for _, exists in tiles]
+        wanted = [[sends & exists for sends in peer_sends] for _, exists in tiles]
         # All tiles of the row if registers can hold them for every peer, else one tile.
-        at_once = len(indices) if len(indices) * len(comes) <= _TILES_AT_ONCE else 1
+        at_once = len(indices) if len(indices) * len(peer_sends) <= _TILES_AT_ONCE else 1
         for first in range(0, len(indices), at_once):
             batch = slice(first, first + at_once)
             yield from endpoint.receive_all(
                 indices[batch], (plan.tile,), plan.dtype, exact=exact, wanted=wanted[batch]
             )
 
-    def send_values(self, ref: Any) -> None:
-        """Sends `ref`, this rank's routing weights [T·K] float32, to all ranks, from block 0."""
-        # The last warpgroup's part is moved back until it ends with `ref`, and may overlap.
-        total = self.fabric.mine(ref).shape[0]
+    def send_weights(self, weights: Any) -> None:
+        """Sends this rank's routing weights, [T·K] float32, to all ranks, from block 0."""
+        # Each warpgroup sends a part. The last part is moved back until it ends with the array, and
+        # may overlap the part before.
+        total = self.fabric.mine(weights).shape[0]
         size = -(-total // self.plan.warpgroups)
         start = jnp.minimum(self.warpgroup * size, total - size)
 
         @pl.when(lax.axis_index("block") == 0)
         def send() -> None:
-            self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
+            self.fabric.send_values(self.fabric.mine(weights).at[pl.ds(start, size)], start)
 
     def zeros(self) -> jax.Array:
         return vectors.constant(self.plan.tile, 0.0, self.plan.vector)
@@ -165,17 +153,17 @@ def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
     return fb.any_of([other == rank for other in ranks])
 
 
-def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Signals that this rank has begun the call, or waits for the signals, in block 0.
+def hello(fabric: fb.Fabric) -> None:
+    """Signals to peers that this rank has begun the call, from block 0.
 
-    `function` is `fabric.signal` or `fabric.wait`, which gets the other arguments.
     The low-latency protocol requires that in every call each rank receives something from each
     peer. Kernels in which a rank might receive nothing else exchange this signal.
     """
+    pl.when(lax.axis_index("block") == 0)(lambda: fabric.signal(_HELLO, 1, release=False))
 
-    @pl.when(lax.axis_index("block") == 0)
-    def signal_or_wait() -> None:
-        function(_HELLO, 1, *args, **options)
+
+def wait_for_hellos(fabric: fb.Fabric, what: str) -> None:
+    pl.when(lax.axis_index("block") == 0)(lambda: fabric.wait(_HELLO, 1, what))
 
 
 def meet(fabric: fb.Fabric, together: Any) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet, wait_for_hellos
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
@@ -69,9 +69,19 @@ def combine(
     return out
 
 
+class _Pair(NamedTuple):
+    """A token that the block handles, and its owner."""
+
+    number: int  # i · N + j for the block's i-th token and its j-th owner
+    i: int
+    token: jax.Array
+    exists: jax.Array  # see `RowTransfer.tokens`
+    owner: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`. A pair is a token of the block and its owner."""
+    """The kernel of `combine`."""
 
     transfer: RowTransfer
     capacity: int  # the number of rows of y
@@ -140,18 +150,18 @@ class _Combine:
 
         @pl.when(warpgroup == warpgroups)
         def scout() -> None:
-            hello(self.fabric.signal, release=False)
+            hello(self.fabric)
             self._scout(y, rows, scratch)
-            hello(self.fabric.wait, "combine")
+            wait_for_hellos(self.fabric, "combine")
 
-    def _pairs(self) -> list[tuple[int, int, jax.Array, jax.Array, jax.Array]]:
-        """Returns (pair, i, token, exists, owner) of each pair, in the order of the ring."""
-        # `pair` is i · N + j for the block's i-th token and its j-th owner, which ascend modulo N.
+    def _pairs(self) -> list[_Pair]:
+        """Returns the pairs of the block, in the order in which their rows are in the ring."""
         fabric = self.fabric
         num_ranks = jnp.int32(fabric.num_ranks)
+        # The peers in the order of `Endpoint.peers`, then this rank.
         owners = [lax.rem(fabric.rank() + 1 + j, num_ranks) for j in range(fabric.num_ranks)]
         return [
-            (i * fabric.num_ranks + j, i, token, exists, owner)
+            _Pair(i * fabric.num_ranks + j, i, token, exists, owner)
             for i, (token, exists) in enumerate(self.transfer.tokens())
             for j, owner in enumerate(owners)
         ]
@@ -160,59 +170,65 @@ class _Combine:
         """Runs the scout warpgroup: lists each pair's rows of y, and copies them into the ring."""
         fabric, top_k = self.fabric, self.top_k
         rows_of_pairs = [
-            [fabric.mine(rows)[owner, token * top_k + choice] for choice in range(top_k)]
-            for _, _, token, _, owner in self._pairs()
+            [fabric.mine(rows)[pair.owner, pair.token * top_k + choice] for choice in range(top_k)]
+            for pair in self._pairs()
         ]
         used = jnp.int32(0)  # the number of the block's next row
-        for (pair, _, token, exists, owner), places in zip(
-            self._pairs(), rows_of_pairs, strict=True
-        ):
-            sent = fb.any_row(places) & exists
-            if self.by_rank:
-                place = owner * self.transfer.plan.num_tokens + token
-                places = [jnp.where(sent, place, fb.NOWHERE)]
-            count = jnp.int32(0)
-            for choice, place in enumerate(places):
-                kept = exists & (place >= 0) & (place < self.capacity)
-                # If the row is not kept, `count` stays, and the next row overwrites the entry.
-                scratch.places[pair, count] = place
-                scratch.choices[pair, count] = jnp.int32(choice)
-
-                @pl.when(kept & (used < self.num_stages))
-                def fetch(place: Any = place, used: Any = used) -> None:
-                    self._fetch(used, place, y, scratch)
-
-                count = count + kept.astype(jnp.int32)
-                used = used + kept.astype(jnp.int32)
-            scratch.num_rows[pair] = jnp.where(sent, count, fb.NOWHERE)
+        for pair, places in zip(self._pairs(), rows_of_pairs, strict=True):
+            used = self._list_pair(pair, places, used, y, scratch)
         fabric.barrier()
         plgpu.barrier_arrive(scratch.listed)
         if not self.all_fit:
             self._fetch_more(y, scratch)
 
+    def _list_pair(
+        self, pair: _Pair, places: Sequence[jax.Array], used: jax.Array, y: Any, scratch: fb.Scratch
+    ) -> jax.Array:
+        """Lists a pair's rows, and fetches those for which stages are free; returns `used`."""
+        # `places` has the row of y, or NOWHERE, of each choice. `used` counts the block's rows.
+        sent = fb.any_row(places) & pair.exists
+        if self.by_rank:
+            place = pair.owner * self.transfer.plan.num_tokens + pair.token
+            places = [jnp.where(sent, place, fb.NOWHERE)]
+        count = jnp.int32(0)
+        for choice, place in enumerate(places):
+            kept = pair.exists & (place >= 0) & (place < self.capacity)
+            # If the row is not kept, `count` stays, and the next row overwrites the entry.
+            scratch.places[pair.number, count] = place
+            scratch.choices[pair.number, count] = jnp.int32(choice)
+
+            @pl.when(kept & (used < self.num_stages))
+            def fetch(place: Any = place, used: Any = used) -> None:
+                self._fetch(used, place, y, scratch)
+
+            count = count + kept.astype(jnp.int32)
+            used = used + kept.astype(jnp.int32)
+        scratch.num_rows[pair.number] = jnp.where(sent, count, fb.NOWHERE)
+        return used
+
     def _fetch(self, stage: jax.Array, place: jax.Array, y: Any, scratch: fb.Scratch) -> None:
         row = self.fabric.mine(y).at[place]
         into = scratch.stages.at[stage, pl.ds(0, row.shape[0])]
-        plgpu.copy_gmem_to_smem(row, into, scratch.full.at[stage], oob_mode=fb.IN_BOUNDS)
+        fb.fetch(row, into, scratch.full.at[stage])
 
     def _fetch_more(self, y: Any, scratch: fb.Scratch) -> None:
         """Copies into the ring those rows of y for which it had no free stage before."""
 
-        def fetch(r: jax.Array, used: jax.Array, pair: int) -> jax.Array:
+        def fetch(r: jax.Array, used: jax.Array, pair: _Pair) -> jax.Array:
             """Fetches the pair's r-th row, number `used`, unless `_scout` has; returns used + 1."""
 
             @pl.when(used >= self.num_stages)
             def fetch_to_used_stage() -> None:
                 stage = self._stage(used)
                 plgpu.barrier_wait(scratch.empty.at[stage])
-                self._fetch(stage, scratch.places[pair, r], y, scratch)
+                self._fetch(stage, scratch.places[pair.number, r], y, scratch)
 
             return used + 1
 
         used = jnp.int32(0)  # the number of the block's next row
-        for pair, *_ in self._pairs():
+        for pair in self._pairs():
             fetch_row = functools.partial(fetch, pair=pair)
-            used = lax.fori_loop(0, scratch.num_rows[pair], fetch_row, used)
+            used = lax.fori_loop(0, scratch.num_rows[pair.number], fetch_row, used)
 
     def _stage(self, number: jax.Array) -> jax.Array:
         return lax.rem(number, jnp.int32(self.num_stages))
@@ -223,95 +239,89 @@ class _Combine:
         fabric.delay_point(0)
         endpoint = transfer.open()
         if self.weighted:
-            transfer.send_values(weights)
+            transfer.send_weights(weights)
         ranks = [transfer.ranks_of(topk_idx, token) for token, _ in transfer.tokens()]
         if self.weighted:
             self._read_weights(scratch)
         plgpu.barrier_wait(scratch.listed)
         fabric.barrier()
-        counts = [jnp.maximum(scratch.num_rows[pair], 0) for pair in range(self.num_pairs)]
-        rows_of_block = functools.reduce(jnp.add, counts)
-        used = jnp.int32(0)  # the number of the block's next row
-        sums_of_own_tokens = []
-        for pair, i, _, _, _ in self._pairs():
-            count = scratch.num_rows[pair]
-            add = functools.partial(
-                self._add, pair=pair, begun=used, rows_of_block=rows_of_block, scratch=scratch
-            )
-            zeros = [transfer.zeros() for _ in transfer.tiles()]
-            sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
-            used = used + jnp.maximum(count, 0)
-            sums = [total.astype(transfer.plan.dtype) for total in sums]
-            # A token's owners are the peers in the order of `endpoint.peers`, then this rank.
-            peer_index = pair % fabric.num_ranks
-            if peer_index < len(endpoint.peers):
-                transfer.send(endpoint, peer_index, i, sums, count >= 0, exact=False)
-            else:
-                sums_of_own_tokens.append(sums)
+        sums_of_own_tokens = self._send_sums(endpoint, scratch)
         fabric.delay_point(1)
-        for i, (token, exists) in enumerate(transfer.tokens()):
-            self._receive(endpoint, i, token, exists, ranks[i], sums_of_own_tokens[i], out)
+        for i, sums in enumerate(sums_of_own_tokens):
+            self._receive(endpoint, i, ranks[i], sums, out)
         fabric.delay_point(2)
         endpoint.close()
 
+    def _send_sums(self, endpoint: Endpoint, scratch: fb.Scratch) -> list[list[jax.Array]]:
+        """Sums the rows of each pair, and sends the sums; returns those of this rank's tokens."""
+        transfer = self.transfer
+        counts = [jnp.maximum(scratch.num_rows[number], 0) for number in range(self.num_pairs)]
+        rows_of_block = functools.reduce(jnp.add, counts)
+        used = jnp.int32(0)  # the number of the block's next row
+        sums_of_own_tokens = []
+        for pair in self._pairs():
+            count = scratch.num_rows[pair.number]
+            sums = self._sum_pair(pair, jnp.maximum(count, 0), used, rows_of_block, scratch)
+            used = used + jnp.maximum(count, 0)
+            sums = [total.astype(transfer.plan.dtype) for total in sums]
+            peer_index = pair.number % self.fabric.num_ranks
+            if peer_index < len(endpoint.peers):
+                transfer.send(endpoint, peer_index, pair.i, sums, count >= 0, exact=False)
+            else:
+                sums_of_own_tokens.append(sums)
+        return sums_of_own_tokens
+
     def _read_weights(self, scratch: fb.Scratch) -> None:
         # Each warpgroup receives the weights of some pairs, and waits for the others.
-        for pair, _, token, _, owner in self._pairs():
+        for pair in self._pairs():
 
-            @pl.when(self.transfer.warpgroup == pair % self.transfer.plan.warpgroups)
-            def read(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
-                start = token * self.top_k
-                self.fabric.read_values(owner, start, scratch.weights.at[pair], self.transfer.what)
+            @pl.when(self.transfer.warpgroup == pair.number % self.transfer.plan.warpgroups)
+            def read(pair: _Pair = pair) -> None:
+                start, weights = pair.token * self.top_k, scratch.weights.at[pair.number]
+                self.fabric.read_values(pair.owner, start, weights, self.transfer.what)
 
         meet(self.fabric, scratch.together)
 
-    def _add(
-        self,
-        r: jax.Array,
-        sums: Sequence[jax.Array],
-        *,
-        pair: int,
-        begun: jax.Array,
-        rows_of_block: jax.Array,
-        scratch: fb.Scratch,
+    def _sum_pair(
+        self, pair: _Pair, count: jax.Array, used: jax.Array, rows_of_block: Any, scratch: Any
     ) -> list[jax.Array]:
-        """Adds row r of a pair, number begun + r of the block, times its weight, to `sums`."""
-        transfer, stage = self.transfer, self._stage(begun + r)
-        plgpu.barrier_wait(scratch.full.at[stage])
-        added = []
-        for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
-            row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
-            row = row.astype(jnp.float32)
-            if self.weighted:
-                weight = scratch.weights[pair, scratch.choices[pair, r]]
-                row = vectors.times(row, weight, transfer.plan.vector)
-            added.append(total + row)
-        if not self.all_fit:
+        """Sums a pair's `count` rows, times their weights; earlier pairs have `used` rows."""
+        transfer = self.transfer
 
-            @pl.when(begun + r + self.num_stages < rows_of_block)
-            def free_stage() -> None:
-                # This fence orders the next copy to the stage after this warpgroup's reads.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch.empty.at[self._stage(begun + r)])
+        def add(r: jax.Array, sums: Sequence[jax.Array]) -> list[jax.Array]:
+            """Adds row r of the pair to `sums`, this warpgroup's tiles."""
+            stage = self._stage(used + r)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            added = []
+            for (columns, _), total in zip(transfer.tiles(), sums, strict=True):
+                row = fb.load(scratch.stages.at[stage, columns], transfer.plan.vector)
+                row = row.astype(jnp.float32)
+                if self.weighted:
+                    weight = scratch.weights[pair.number, scratch.choices[pair.number, r]]
+                    row = vectors.times(row, weight, transfer.plan.vector)
+                added.append(total + row)
+            if not self.all_fit:
 
-        return added
+                @pl.when(used + r + self.num_stages < rows_of_block)
+                def free_stage() -> None:
+                    # This fence orders the next copy to the stage after this warpgroup's reads.
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(scratch.empty.at[self._stage(used + r)])
+
+            return added
+
+        return lax.fori_loop(0, count, add, [transfer.zeros() for _ in transfer.tiles()])
 
     def _receive(
-        self,
-        endpoint: Endpoint,
-        i: int,
-        token: jax.Array,
-        exists: jax.Array,
-        ranks: Sequence[jax.Array],
-        own_sums: Sequence[jax.Array],
-        out: Any,
+        self, endpoint: Endpoint, i: int, ranks: Sequence[Any], own_sums: Sequence[Any], out: Any
     ) -> None:
-        """Waits for peers' sums of this rank's token, adds them to `own_sums`, stores the total."""
-        # `token` is the block's i-th token; `ranks` has the rank of each of its K experts.
+        """Waits for peers' sums of this rank's i-th token, and stores their total to `out`."""
+        # `ranks` has the rank of each of the token's K experts; `own_sums` are tiles in registers.
         fabric, transfer = self.fabric, self.transfer
-        comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
+        token, exists = transfer.tokens()[i]
+        peer_sends = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
-        received = transfer.receive(endpoint, i, comes, exact=False)
+        received = transfer.receive(endpoint, i, peer_sends, exact=False)
         for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
             # Puts the sums, which begin with this rank's, into rank order.
             parts = [own_sum, *arrived]

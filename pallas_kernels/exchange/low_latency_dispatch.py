@@ -31,11 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.low_latency import RowTransfer, hello, meet
+from pallas_kernels.exchange.low_latency import RowTransfer, hello, is_among, meet, wait_for_hellos
 from pallas_kernels.exchange.plan import LowLatencyPlan, ReceiveBuffer, count_width, pad_last
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import WARPGROUP, align_up
-from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
 # A warpgroup loads this many top-k choices into registers at a time, to count them by expert.
 _COUNTED_AT_ONCE = 1024
@@ -57,12 +57,13 @@ def low_latency_dispatch(
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
-    of_ranks = [(num_ranks, num_tokens * top_k), (num_ranks, count_width(num_experts))]
-    shapes = [*of_ranks, (per_rank,), (per_rank,), (1,), (1,)]
+    rows_and_counts = [(num_ranks, num_tokens * top_k), (num_ranks, count_width(num_experts))]
+    # group_sizes, expert_counts, num_dropped, rows_needed
+    groups_shapes = [(per_rank,), (per_rank,), (1,), (1,)]
     tokens, rows, counts, *groups = _run(
         "ep_dispatch_ll",
         [x, topk_idx.reshape(*lead, num_tokens * top_k)],
-        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in rows_and_counts + groups_shapes],
         RowTransfer(fabric, channels, plan, "dispatch"),
         buffer,
         routes_known=False,
@@ -170,8 +171,7 @@ class _Dispatch:
             # For each source rank, the experts that its tokens choose.
             choices=plgpu.SMEM((ranks, align_up(self.num_choices, WARPGROUP)), jnp.int32),
             # For each source rank and expert, the receive-buffer row of the rank's next token that
-            # chooses the expert. `take_rows` looks up a row for every choice. For a choice of
-            # another rank's expert it uses the extra element at `width`, and the result is ignored.
+            # chooses the expert. The entry at `width` is for choices of other ranks' experts.
             next_rows_from=plgpu.SMEM((ranks, width + WARPGROUP), jnp.int32),
             # The first row of each expert in the receive buffer of the expert's rank.
             group_starts=plgpu.SMEM((width,), jnp.int32),
@@ -204,7 +204,7 @@ class _Dispatch:
         """Runs the planner: finds where each expert's rows are, and zeroes unused rows."""
         fabric, expert_rows = self.fabric, self.experts
         if self.routes_known:
-            hello(fabric.signal, release=False)
+            hello(fabric)
             expert_rows.fetch_counts(refs.counts, scratch.experts)
             expert_rows.find_groups(scratch.experts)
         else:
@@ -216,7 +216,7 @@ class _Dispatch:
         fabric.delay_point(3)
         expert_rows.fill([refs.tokens], scratch.experts)
         if self.routes_known:
-            hello(fabric.wait, "dispatch")
+            wait_for_hellos(fabric, "dispatch")
 
     def _move(self, refs: _Refs, scratch: fb.Scratch) -> None:
         """Runs a mover: sends tiles of this rank's tokens, and stores tiles it receives."""
@@ -225,35 +225,48 @@ class _Dispatch:
         endpoint = transfer.open()
         if not self.routes_known:
             self._send_choices(refs.topk_idx)
-        sent = transfer.send_tokens(endpoint, refs.x, refs.topk_idx)
+        sent = [transfer.load(fabric.mine(refs.x), token) for token, _ in transfer.tokens()]
+        for i, (token, exists) in enumerate(transfer.tokens()):
+            ranks = transfer.ranks_of(refs.topk_idx, token)
+            for j, peer in enumerate(endpoint.peers):
+                is_chosen = is_among(ranks, peer) & exists
+                transfer.send(endpoint, j, i, sent[i], is_chosen, exact=True)
         fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(refs, scratch)
-        sources = [endpoint.rank, *endpoint.peers]
-        for i, (token, exists) in enumerate(transfer.tokens()):
-
-            def places_of(j: int, i: int = i, token: Any = token, exists: Any = exists):
-                """Returns the row here of each choice of the block's i-th token of sources[j]."""
-                source, choices = sources[j], range(self.top_k)
-                if self.routes_known:
-                    rows = fabric.mine(refs.rows)
-                    places = [rows[source, token * self.top_k + choice] for choice in choices]
-                else:
-                    places = [scratch.token_rows[source, i, choice] for choice in choices]
-                return [jnp.where(exists, place, fb.NOWHERE) for place in places]
-
-            # Places in global memory are read once. Those in shared memory are read wherever they
-            # are needed, since registers cannot hold those of all ranks.
-            if self.routes_known:
-                places_of = functools.cache(places_of)
-            for number, tile in enumerate(sent[i]):
-                self._store(refs.tokens, number, tile, places_of(0))
-            comes = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
-            for number, arrived in enumerate(transfer.receive(endpoint, i, comes, exact=True)):
-                for j, tile in enumerate(arrived, start=1):
-                    self._store(refs.tokens, number, tile, places_of(j))
+        for i, tiles in enumerate(sent):
+            self._receive(endpoint, i, tiles, refs, scratch)
         fabric.delay_point(2)
         endpoint.close()
+
+    def _receive(
+        self, endpoint: Endpoint, i: int, sent: Sequence[Any], refs: _Refs, scratch: fb.Scratch
+    ) -> None:
+        """Stores the tiles of the block's i-th token of every rank; `sent` are this rank's."""
+        token, exists = self.transfer.tokens()[i]
+        sources = [endpoint.rank, *endpoint.peers]
+
+        def places_of(j: int) -> list[jax.Array]:
+            """Returns the row here of each choice of the token of sources[j]."""
+            source, choices = sources[j], range(self.top_k)
+            if self.routes_known:
+                rows = self.fabric.mine(refs.rows)
+                places = [rows[source, token * self.top_k + choice] for choice in choices]
+            else:
+                places = [scratch.token_rows[source, i, choice] for choice in choices]
+            return [jnp.where(exists, place, fb.NOWHERE) for place in places]
+
+        # Places in global memory are read once. Those in shared memory are read wherever they are
+        # needed, since registers cannot hold those of all ranks.
+        if self.routes_known:
+            places_of = functools.cache(places_of)
+        for number, tile in enumerate(sent):
+            self._store(refs.tokens, number, tile, places_of(0))
+        peer_sends = [fb.any_row(places_of(j)) for j in range(1, len(sources))]
+        received = self.transfer.receive(endpoint, i, peer_sends, exact=True)
+        for number, tile_of_peers in enumerate(received):
+            for j, tile in enumerate(tile_of_peers, start=1):
+                self._store(refs.tokens, number, tile, places_of(j))
 
     def _send_choices(self, topk_idx: Any) -> None:
         """Sends the experts that this rank's tokens choose to all ranks, from block 0."""
@@ -284,10 +297,10 @@ class _Dispatch:
             """Calls `function` with each source rank whose tokens this mover handles."""
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
                 source = first + self.transfer.warpgroup
-                all_have_one = first + plan.warpgroups <= self.fabric.num_ranks
-                pl.when(all_have_one or source < self.fabric.num_ranks)(
-                    lambda source=source: function(source)
-                )
+                # Without a branch, unless there are too few sources left for all movers.
+                all_exist = first + plan.warpgroups <= self.fabric.num_ranks
+                is_source = True if all_exist else source < self.fabric.num_ranks
+                pl.when(is_source)(functools.partial(function, source))
 
         each_source(lambda source: self._count(source, scratch))
         plgpu.barrier_arrive(scratch.experts.counts_full)
@@ -306,7 +319,7 @@ class _Dispatch:
         choices = scratch.choices.at[source, pl.ds(0, num_choices)]
         fabric.read_halves(source, choices, "dispatch")
         fabric.barrier()
-        earlier = lax.axis_index("block") * self.transfer.plan.tokens_per_block * self.top_k
+        first_entry = lax.axis_index("block") * self.transfer.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, _COUNTED_AT_ONCE):
             size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, WARPGROUP))
             experts = fb.load(scratch.choices.at[source, pl.ds(start, size)], 1)
@@ -314,7 +327,7 @@ class _Dispatch:
             if start + size > num_choices:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
             fb.count(all_counts.at[source], experts, expert_rows.num_experts)
-            experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
+            experts = jnp.where(entries < first_entry, experts, fb.NOWHERE)
             bins = next_rows.at[source, pl.ds(0, width)]
             fb.count(bins, experts, expert_rows.num_experts)
         fabric.barrier()
@@ -323,26 +336,15 @@ class _Dispatch:
         """Writes the rows of `source`'s tokens of this block to `token_rows` and `rows`."""
         fabric, expert_rows, top_k = self.fabric, self.experts, self.top_k
         width, per_rank = expert_rows.count_width, expert_rows.num_local_experts
-        entries = pl.ds(0, width)
-        next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
-        next_rows = next_rows + fb.load(scratch.group_starts, 1)
-        # The rows of a group are sorted by source rank, then by token.
-        for rank in range(fabric.num_ranks - 1):
-            counted = fb.load(scratch.experts.all_counts.at[rank], 1)
-            next_rows = next_rows + jnp.where(rank < source, counted, jnp.zeros_like(counted))
-        scratch.next_rows_from[source, entries] = next_rows
-        fabric.barrier()
+        self._find_next_rows(source, scratch)
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.transfer.tokens()):
             experts = [scratch.choices[source, token * top_k + k] for k in range(top_k)]
             is_local = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(ok, e, width) for e, ok in zip(experts, is_local, strict=True)]
+            last = i + 1 == self.transfer.plan.tokens_per_block
             found = expert_rows.take_rows(
-                experts,
-                scratch.next_rows_from,
-                scratch.experts,
-                leading=(source,),
-                last=i + 1 == self.transfer.plan.tokens_per_block,
+                experts, scratch.next_rows_from, scratch.experts, leading=(source,), last=last
             )
             places = [
                 jnp.where(ok, place, fb.NOWHERE) for ok, place in zip(is_local, found, strict=True)
@@ -354,3 +356,15 @@ class _Dispatch:
             def write_rows(token: Any = token, places: Any = places) -> None:
                 for choice, place in enumerate(places):
                     fabric.mine(rows)[source, token * top_k + choice] = place
+
+    def _find_next_rows(self, source: jax.Array, scratch: fb.Scratch) -> None:
+        """Turns the counts in `next_rows_from` into the rows of this block's first choices."""
+        entries = pl.ds(0, self.experts.count_width)
+        next_rows = fb.load(scratch.next_rows_from.at[source, entries], 1)
+        next_rows = next_rows + fb.load(scratch.group_starts, 1)
+        # The rows of a group are sorted by source rank, then by token. No source follows the last.
+        for rank in range(self.fabric.num_ranks - 1):
+            counted = fb.load(scratch.experts.all_counts.at[rank], 1)
+            next_rows = next_rows + jnp.where(rank < source, counted, jnp.zeros_like(counted))
+        scratch.next_rows_from[source, entries] = next_rows
+        self.fabric.barrier()

@@ -24,8 +24,6 @@ from pallas_kernels.fabric.hardware import (
 )
 from pallas_kernels.formats import PLAIN, RowFormat
 
-Parts = list[tuple[int, jax.typing.DTypeLike]]
-
 # The size of a row that is sent must be a multiple of this many bytes.
 ROW_BYTES = 128
 # A quantized row must have a multiple of this many columns: each of a warpgroup's 4 warps then
@@ -141,7 +139,7 @@ class Row:
     wire: RowFormat = PLAIN
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> list[tuple[int, jax.typing.DTypeLike]]:
         """(columns, dtype) of a sent row's values and, if it is quantized, of its scales."""
         return self.wire.row_parts(self.hidden, self.dtype)
 
@@ -257,8 +255,8 @@ class LowLatencyPlan(Sizes):
         # A combine keeps 4 words for each choice of each token of a block, for every rank: weight,
         # and entries in lists of row numbers.
         lists = 4 * self.num_ranks * self.tokens_per_block * self.top_k
-        # A dispatch counts each expert's choices and finds where the expert's rows start and end,
-        # in arrays of one word per expert. The number of arrays is rounded up.
+        # A dispatch has arrays of one word per expert: for each source rank, counts of choices and
+        # the next rows; and 5 for the starts and ends of groups, here rounded up to 7.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + WARPGROUP)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, lists)) // row.stage_bytes)
@@ -271,11 +269,11 @@ class LowLatencyPlan(Sizes):
 
     def fits(self) -> bool:
         """Returns whether the low-latency protocol and shared memory have room for this plan."""
+        tiles_for_peer = self.tokens_per_block * self.tiles_of_worker  # that a warpgroup sends
         return (
             1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
-            and self.hidden >= self.tile
-            and self.tokens_per_block * self.tiles_of_worker
-            <= memory_map.tiles_of_channel(self.num_gpus)
+            and self.hidden >= self.tile  # a row has at least one whole tile
+            and tiles_for_peer <= memory_map.tiles_of_channel(self.num_gpus)
             and self.num_tokens * self.top_k <= _FEW_CHOICES
             and self.num_experts <= 2**15  # expert ids are sent as 16-bit integers
             and self.num_stages > 0
@@ -303,8 +301,7 @@ def for_low_latency(
 
 def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window]:
     """Returns the slices of routing data that a dispatch's sender and receiver load at a time."""
-    # A token has `num_words` words of routing data. Both windows have the same `total`, that of the
-    # padded array.
+    # A token has `num_words` words of routing data. Both slice arrays of the same length, `total`.
     both = [
         Window.of(tokens, plan, num_tokens, num_words)
         for tokens in (plan.window_tokens, plan.step_tokens)
@@ -328,8 +325,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     # One for each expert, and some for choices that name none; see `dispatch._Dispatch.scratch`.
     next_rows = count_width(num_experts) + WARPGROUP
-    # Of `ExpertRows`: counts by source rank, workspace of a prefix sum, ends of groups without and
-    # with padding.
+    # Of `ExpertRows`: for each expert, counts by source rank, and ends without and with padding.
     counts, prefix_sum, ends = num_ranks, 2, 2
     groups = (counts + prefix_sum + ends) * count_width(num_experts)
     return groups + next_rows + choices + lists
@@ -338,23 +334,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the `Plan` of the kernels of `expert_dispatch` and `dispatch.dispatch_like`."""
     few_tokens = sizes.num_tokens <= FEW_TOKENS
-    # A step is the tokens between two signals. With few tokens it is short, so that receivers start
-    # early. Else its rows take about _DISPATCH_BYTES, and its routing data, K words for each token,
-    # fits in WARPGROUP words.
-    step_tokens = 2
-    if not few_tokens:
-        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, WARPGROUP // sizes.top_k))
-
-    def room_for_rows(step_tokens: int) -> int:
-        words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
-        return row.room(words)
-
-    # The longer a step is, the longer are its lists in shared memory, and the fewer rows fit there.
-    # Two rows must fit, one in the sender's ring and one in the receiver's, so steps are shortened
-    # until they do. With 2 tokens they do, as `fits_shared_memory` requires.
-    while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
-        step_tokens -= 1
-    room = room_for_rows(step_tokens)
+    step_tokens, room = _dispatch_step(row, sizes)
     # The receiver's ring gets up to two thirds of the rows that fit if there are few tokens, else
     # one third, and the sender's ring the remaining room. The limits of 8 and _COPY_STAGES rows
     # leave the rest to the sender's ring where many rows fit.
@@ -375,6 +355,23 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         step_tokens=step_tokens,
     )
     return _checked_plan(plan, sizes.num_tokens)
+
+
+def _dispatch_step(row: Row, sizes: Sizes) -> tuple[int, int]:
+    """Returns the tokens that a dispatch sends between two signals, and the bytes left for rows."""
+    # With few tokens, steps are short, so that receivers start early. Else a step's rows take about
+    # _DISPATCH_BYTES, and its routing data, K words for each token, fits in WARPGROUP words.
+    most = 2
+    if sizes.num_tokens > FEW_TOKENS:
+        most = max(2, min(_DISPATCH_BYTES // row.sent_bytes, WARPGROUP // sizes.top_k))
+    # The longer a step is, the longer are its lists in shared memory, and the fewer rows fit there.
+    # Two rows must fit, one in the sender's ring and one in the receiver's, so steps are shortened
+    # until they do. With 2 tokens they do, as `fits_shared_memory` requires.
+    for step_tokens in range(most, 1, -1):
+        words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
+        if row.room(words) >= 2 * row.stage_bytes:
+            break
+    return step_tokens, row.room(words)
 
 
 def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
@@ -422,11 +419,13 @@ def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
     """Returns how many tokens a step of a combine has; 0 if not even one token's lists fit."""
+    # Workers load rows into registers, so all shared memory is for lists.
     room_words = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
     row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
-    most = max(1, min(_STEP_BYTES // row_bytes, _WINDOW_TOKENS))
-    fitting = (n for n in range(most, 0, -1) if _combine_words(n, num_ranks, top_k) <= room_words)
-    return next(fitting, 0)
+    step_tokens = max(1, min(_STEP_BYTES // row_bytes, _WINDOW_TOKENS))
+    while step_tokens and _combine_words(step_tokens, num_ranks, top_k) > room_words:
+        step_tokens -= 1
+    return step_tokens
 
 
 def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
@@ -443,14 +442,13 @@ def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 def combine_tile(row: Row) -> int:
     """Returns how many columns of a row a warpgroup of a combine sums at a time."""
     vector = vector_length(row.dtype)
-    units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
-    least = -(-row.hidden // (_TILE_VECTORS * WARPGROUP * vector))
-    # All tiles have the same length, so their number must divide `units`, the length of a row in
-    # tiles of the smallest size. With `least` tiles or more, a thread holds at most _TILE_VECTORS
-    # vectors of a tile, so these are tried first. With more than 4 · `least`, over half of the
-    # threads would have no vector of a tile.
-    numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
-    return row.hidden // next(number for number in numbers if units % number == 0)
+    # All tiles have equally many columns, so their number divides that of the smallest tiles.
+    max_tiles = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
+    # With `enough` tiles or more, a thread holds at most _TILE_VECTORS vectors of a tile, so these
+    # are tried first. With more than 4 · `enough`, over half of the threads would have no vector.
+    enough = -(-row.hidden // (_TILE_VECTORS * WARPGROUP * vector))
+    numbers = [*range(enough, 4 * enough + 1), *range(enough, 0, -1)]
+    return row.hidden // next(number for number in numbers if max_tiles % number == 0)
 
 
 def combine_receive_buffer(

@@ -59,9 +59,10 @@ def quantize_row(wire: RowFormat, source: Any, values: Any, scales: Any) -> None
         for first in range(0, num_blocks, _AT_ONCE):
             loaded = [load(i) for i in range(first, min(first + _AT_ONCE, num_blocks))]
             results = [_quantize(wire, numbers, WARP) for _, _, numbers in loaded]
-            for (block, column, _), ((quantized,), scale) in zip(loaded, results, strict=True):
+            for (block, column, _), (words, scale) in zip(loaded, results, strict=True):
+                (word,) = words  # this thread's 4 float8 values
                 values_at = mosaic.element_pointer(pointers[1], column, mosaic.integer_type(8))
-                llvm.store(quantized, values_at, alignment=_VALUES)
+                llvm.store(word, values_at, alignment=_VALUES)
                 with mosaic.when(is_first):
                     llvm.store(scale, mosaic.element_pointer(pointers[2], block, f32))
 
@@ -102,10 +103,11 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
 
 def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[Value], Value]:
     """Quantizes a thread's float32 numbers; returns float8 values, 4 to a word, and their scale."""
-    # `threads` neighbouring threads hold the 128 numbers that share the scale.
+    # `threads` neighbouring threads hold the 128 numbers that share the scale. Their magnitudes are
+    # compared as integers, by their bits.
     assert isinstance(wire, Float8)
-    finite, sizes = zip(*map(float8.magnitude, values), strict=True)
-    largest = functools.reduce(arith.maxui, sizes, mosaic.i32(0))
+    finite, magnitudes = zip(*map(float8.magnitude, values), strict=True)
+    largest = functools.reduce(arith.maxui, magnitudes, mosaic.i32(0))
     # `warp_max` is one instruction, but takes the whole warp; smaller groups need a butterfly. All
     # threads of the warp must execute either, so no thread may branch around it.
     if threads == WARP:
@@ -144,8 +146,8 @@ def add_rows(
     num_rows = len(values)
 
     def emit(*args: Any) -> Any:
-        # For each row a flag, then for each row its values, then its scales.
-        taken = [mosaic.unequal(mosaic.scalar(flag), 0) for flag in args[:num_rows]]
+        # For each row a flag, then for each row its values, then for each row its scales.
+        flags = [mosaic.unequal(mosaic.scalar(flag), 0) for flag in args[:num_rows]]
         rows, scales_of_rows = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (WARPGROUP * elements)
         thread = mosaic.warpgroup_thread()
@@ -156,7 +158,7 @@ def add_rows(
             column = mosaic.add(first, i * WARPGROUP * elements)
             return [
                 _load_quantized(row, scales_of_row, column, elements, was_sent)
-                for row, scales_of_row, was_sent in zip(rows, scales_of_rows, taken, strict=True)
+                for row, scales_of_row, was_sent in zip(rows, scales_of_rows, flags, strict=True)
             ]
 
         narrow = mosaic.vector_type(elements, mosaic.element_type(dtype))
@@ -184,9 +186,10 @@ def elements_of_sum(hidden: int) -> int:
 
 
 def _load_quantized(
-    values: Value, scales: Value, column: Value, elements: int, taken: Value
+    values: Value, scales: Value, column: Value, elements: int, was_sent: Value
 ) -> tuple[list[Value], Value]:
-    """Loads a thread's float8 values, 4 to an int32, and their scale; zeros unless `taken`."""
+    """Loads a thread's float8 values, 4 to an int32, and their scale; zeros unless `was_sent`."""
+    # Values that were not sent are loaded, too, and then replaced by zeros: without a branch.
     i32, f32 = mosaic.integer_type(32), mosaic.float_type()
     block = arith.divui(column, mosaic.i32(BLOCK))
 
@@ -200,8 +203,8 @@ def _load_quantized(
     loaded = llvm.load(mosaic.vector_type(elements // 4, i32), values_at, alignment=elements)
     words = [llvm.extractelement(loaded, mosaic.i32(i)) for i in range(elements // 4)]
     scale = llvm.load(f32, scale_at)
-    words = [arith.select(taken, word, mosaic.i32(0)) for word in words]
-    return words, arith.select(taken, scale, mosaic.f32(0.0))
+    words = [arith.select(was_sent, word, mosaic.i32(0)) for word in words]
+    return words, arith.select(was_sent, scale, mosaic.f32(0.0))
 
 
 # -------------------------------------------------------------------------------- rows of scales
@@ -216,7 +219,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
     NOWHERE among `rows` is skipped. n is a multiple of 4, of a 32-bit dtype. The caller needs a
     barrier before it writes to `source` again.
     """
-    num_vectors = _vectors_of(ref)
+    num_vectors = ref.shape[1] // _WORDS  # of a row
 
     def emit(source_ref: Value, out: Value, *row_numbers: Any) -> None:
         from_row, to_rows = mosaic.pointer(source_ref), mosaic.pointer(out)
@@ -225,7 +228,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
             unit = mosaic.add(mosaic.warpgroup_thread(), first)
             i, part = mosaic.divided(unit, num_vectors)
-            row = mosaic.i32(fb.NOWHERE)
+            row = mosaic.i32(fb.NOWHERE)  # becomes row_numbers[i], which are in registers
             for j, number in enumerate(row_numbers):
                 row = arith.select(mosaic.equal(i, j), mosaic.scalar(number), row)
             with mosaic.when(_is_row(row)):
@@ -242,7 +245,7 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
     [`count` or more, K] int32 in shared memory, rows of `ref` or NOWHERE.
     """
     top_k = lists.shape[1]
-    num_vectors = _vectors_of(ref)
+    num_vectors = ref.shape[1] // _WORDS  # of a row
 
     def emit(array: Value, lists_ref: Value, number: Any) -> None:
         i32 = mosaic.integer_type(32)
@@ -268,11 +271,6 @@ def copy_listed(ref: Any, lists: Any, count: jax.Array) -> None:
                         mosaic.store_numbers(words, _vector_at(rows_at, row, num_vectors, part))
 
     mosaic.inline(emit, [ref, lists, count])
-
-
-def _vectors_of(ref: Any) -> int:
-    """Returns the number of vectors of 16 bytes in a row of `ref`, [R, n] of a 32-bit dtype."""
-    return ref.shape[1] // _WORDS
 
 
 def _is_row(row: Value) -> Value:

@@ -63,15 +63,14 @@ def rank_dispatch(
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    choices = topk_idx
+    words = topk_idx
     if topk_weights is not None:
         bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
-        choices = jnp.concatenate([topk_idx, bits], axis=-1)
-    width = choices.shape[-1]
+        words = jnp.concatenate([topk_idx, bits], axis=-1)
+    num_words = words.shape[-1]
     row = Row(x.shape[-1], x.dtype, wire)
-    sender = Sender(fabric, plan, num_tokens, row, num_words=width)
+    sender = Sender(fabric, plan, num_tokens, row, num_words=num_words)
     kernel = _RankDispatch(num_experts, top_k, sender)
-    num_rows = num_ranks * num_tokens
     *parts, lists = fb.kernel(
         fabric,
         kernel,
@@ -79,14 +78,17 @@ def rank_dispatch(
         num_blocks=plan.num_blocks,
         num_warpgroups=1 + sender.num_warpgroups,
         out_type=[
-            *(jax.ShapeDtypeStruct((num_rows, columns), t) for columns, t in row.parts),
+            *(
+                jax.ShapeDtypeStruct((num_ranks * num_tokens, columns), t)
+                for columns, t in row.parts
+            ),
             jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
         # Peers write to all results, which follow the 2 operands.
         shared=tuple(range(2, 3 + len(row.parts))),
-    )(x, sender.window.pad(choices.reshape(*lead, num_tokens * width), fb.NOWHERE))
-    lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
+    )(x, sender.window.pad(words.reshape(*lead, num_tokens * num_words), fb.NOWHERE))
+    lists = lists[..., : num_tokens * num_words].reshape(*lead, num_ranks, num_tokens, num_words)
     if topk_weights is None:
         return tuple(parts), lists, None
     weights = lax.bitcast_convert_type(lists[..., top_k:], jnp.float32)
@@ -142,8 +144,9 @@ class _RankDispatch:
 
     def _receive(self, lists: Any, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
         """Runs the receiver: waits for tokens, and zeroes rows of tokens not sent here."""
+        # `lists` are [N, T·num_words], and `tokens` the receive buffer's values and scales.
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
-        num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
+        num_ranks, step_tokens, num_words = fabric.num_ranks, sender.step_tokens, sender.num_words
         first_token, num_tokens = sender.range()
         for part in scratch.zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
@@ -154,13 +157,13 @@ class _RankDispatch:
             fabric.delay_point(2)
             first_of_step = first_token + step * step_tokens
             sources = ((source, fabric.mine(lists), source) for source in range(num_ranks))
-            start = window.start(first_of_step * width)
+            start = window.start(first_of_step * num_words)
             fb.load_slices(fabric, pl.ds(start, window.width), (scratch.step_lists, sources))
 
             def zero_if_not_sent(pair: jax.Array, _: None) -> None:
-                """Zeroes the row of the step's token i of `source` if it has no expert here."""
+                """Zeroes the row of the step's i-th token of `source` if it has no expert here."""
                 source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
-                entry = (first_of_step + i) * width - start
+                entry = (first_of_step + i) * num_words - start
                 ids = [scratch.step_lists[source, entry + choice] for choice in range(self.top_k)]
                 row = source * sender.num_tokens + first_of_step + i
                 for part, ref, (columns, _dtype) in zip(
@@ -208,9 +211,9 @@ class _Routes:
             local_ids = [expert - rank * per_rank for expert in experts]
             is_local = [(i >= 0) & (i < per_rank) for i in local_ids]
             ids = [jnp.where(ok, i, fb.NOWHERE) for ok, i in zip(is_local, local_ids, strict=True)]
-            # Without weights, `weights` is empty.
-            bits = [jnp.where(ok, w, 0) for ok, w in zip(is_local, weights, strict=False)]
-            lists.append([*ids, *bits])
+            if weights:
+                ids += [jnp.where(ok, w, 0) for ok, w in zip(is_local, weights, strict=True)]
+            lists.append(ids)
         return lists
 
     def row(self, words: List, i: jax.Array) -> jax.Array:

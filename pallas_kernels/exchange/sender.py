@@ -58,7 +58,7 @@ class Sender:
     """Sends a block's tokens to all ranks that get them, by one or two warpgroups of a kernel.
 
     The kernel calls `send` and what must precede it in one warpgroup, the sender, and `quantize` in
-    another, the quantizer, if the wire format is quantized.
+    another, the quantizer, if the wire format is quantized. x is this rank's tokens [T, H].
     """
 
     fabric: fb.Fabric
@@ -89,10 +89,10 @@ class Sender:
         return fb.Scratch(
             # A slice of each array of `Routes.sources`, for the tokens to be sent next.
             words=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
-            # Rows as they are sent: values and, if quantized, scales; rows before they are
-            # quantized; the list for each rank.
+            # Rows as they are sent: values and, if quantized, scales.
             stages=[plgpu.SMEM((num_stages, columns), t) for columns, t in row.parts],
-            wide_stages=wide,
+            wide_stages=wide,  # rows before they are quantized; None if they are not
+            # The list for each rank.
             lists=plgpu.SMEM((num_stages, self.fabric.num_ranks, self.num_words), jnp.int32),
             # An input row has arrived; the quantizer has written a row; the sender no longer reads
             # it. Without a quantizer, the last two are None.
@@ -166,12 +166,11 @@ class Sender:
         """Sends all tokens of this block to the ranks that get them, with a signal for each step.
 
         Before, call `fetch_first`, and `open_window` for the block's first token. The quantizer
-        calls `quantize`. x is [T, H]. `tokens` are the receive buffer's values and, if quantized,
-        scales. `lists`, [N, T·num_words] int32, gets the words that arrive with each token of each
-        rank; None: none are sent.
+        calls `quantize`. `tokens` are the receive buffer's values and, if quantized, scales.
+        `lists`, [N, T·num_words] int32, gets the words that arrive with each token of each rank;
+        None: none are sent.
         """
-        fabric, plan, window = self.fabric, self.plan, self.window
-        lag, num_stages, step_tokens = plan.store_lag, plan.num_stages, self.step_tokens
+        fabric, window, step_tokens = self.fabric, self.window, self.step_tokens
         ready = scratch.quantized if self.row.wire.quantized else scratch.full
         rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
@@ -181,7 +180,7 @@ class Sender:
             in_window = lax.rem(i, jnp.int32(window.tokens))  # the token's index in the window
             # The kernel has opened the window of the first token.
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
-            stage = lax.rem(i, jnp.int32(num_stages))
+            stage = lax.rem(i, jnp.int32(self.plan.num_stages))
             # The index of the token's first word in a flat array of routing data.
             entry = (first_token + i) * self.num_words
 
@@ -192,25 +191,15 @@ class Sender:
             rows = [routes.row(words, i) for words in lists_of_peers]
             further = routes.further_rows(list_here)
             if lists is not None:
-                self._put_lists(stage, entry, lists, peers, lists_of_peers, scratch)
+                by_peer = list(zip(peers, lists_of_peers, strict=True))
+                self._put_lists(stage, entry, lists, by_peer, scratch)
             plgpu.barrier_wait(ready.at[stage])
             for peer, row in zip(peers, rows, strict=True):
                 for part, ref in zip(scratch.stages, tokens, strict=True):
                     fb.put_if(row >= 0, part.at[stage], fabric.peer(ref, peer).at[row])
             self._put_further(stage, further, tokens, scratch)
             plgpu.commit_smem_to_gmem_group()
-
-            # A stage may be refilled once the copies that send its row have read it. After this
-            # wait, only the copies of the last `lag` tokens may still be reading.
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            ahead = i - lag + num_stages
-
-            @pl.when((i >= lag) & (ahead < num_tokens))
-            def refill() -> None:
-                if self.row.wire.quantized:
-                    plgpu.barrier_arrive(scratch.sent.at[lax.rem(i - lag, jnp.int32(num_stages))])
-                else:
-                    self._fetch(x, first_token + ahead, ahead, scratch)
+            self._refill(i, x, scratch)
 
         def send_step(step: jax.Array, _: None) -> None:
             begin = step * step_tokens
@@ -222,6 +211,22 @@ class Sender:
         plgpu.wait_smem_to_gmem(0)
         fabric.delay_point(1)
         fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
+
+    def _refill(self, i: jax.Array, x: Any, scratch: fb.Scratch) -> None:
+        """Refills the stage of the token that was sent `store_lag` tokens before the i-th."""
+        lag, num_stages = self.plan.store_lag, self.plan.num_stages
+        first_token, num_tokens = self.range()
+        # A stage may be refilled once the copies that send its row have read it. After this wait,
+        # only the copies of the last `lag` tokens may still be reading.
+        plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+        ahead = i - lag + num_stages  # the next token whose row the stage gets
+
+        @pl.when((i >= lag) & (ahead < num_tokens))
+        def refill() -> None:
+            if self.row.wire.quantized:  # the quantizer fetches the row
+                plgpu.barrier_arrive(scratch.sent.at[lax.rem(i - lag, jnp.int32(num_stages))])
+            else:
+                self._fetch(x, first_token + ahead, ahead, scratch)
 
     def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
         """Signals to all peers that the tokens of all steps before `step` have been written."""
@@ -251,41 +256,27 @@ class Sender:
             quantized_rows.store_each(scratch.stages[1].at[stage], scales[0], rows)
 
     def _put_lists(
-        self,
-        stage: jax.Array,
-        entry: jax.Array,
-        lists_ref: Any,
-        peers: Sequence[jax.Array],
-        lists_of_peers: Sequence[List],
-        scratch: fb.Scratch,
+        self, stage: Any, entry: Any, ref: Any, by_peer: Sequence[tuple[Any, List]], scratch: Any
     ) -> None:
-        """Writes a token's list for each peer to the peer's lists_ref[this rank, entry:]."""
+        """Writes a token's list for each peer to the peer's `ref` [this rank, entry:]."""
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
         # The size of a bulk copy must be a multiple of 16 bytes, that is, of 4 words.
         if num_words % 4:
-            for peer, words in zip(peers, lists_of_peers, strict=True):
+            for peer, words in by_peer:
                 for i, word in enumerate(words):
-                    fabric.peer(lists_ref, peer)[rank, entry + i] = word
+                    fabric.peer(ref, peer)[rank, entry + i] = word
             return
-        for peer, words in zip(peers, lists_of_peers, strict=True):
+        for peer, words in by_peer:
             for i, word in enumerate(words):
                 scratch.lists[stage, peer, i] = word
         plgpu.commit_smem()
-        for peer in peers:
-            plgpu.copy_smem_to_gmem(
-                scratch.lists.at[stage, peer],
-                fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
-                commit_group=False,
-            )
+        for peer, _ in by_peer:
+            there = fabric.peer(ref, peer).at[rank, pl.ds(entry, num_words)]
+            plgpu.copy_smem_to_gmem(scratch.lists.at[stage, peer], there, commit_group=False)
 
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: fb.Scratch) -> None:
         """Starts to copy row `token` of x, the row of the block's i-th token, into the ring."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
         ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
-        plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token],
-            ring.at[stage],
-            scratch.full.at[stage],
-            oob_mode=fb.IN_BOUNDS,
-        )
+        fb.fetch(self.fabric.mine(x).at[token], ring.at[stage], scratch.full.at[stage])

@@ -32,8 +32,6 @@ from pallas_kernels.fabric.mosaic import Value, arith, ir, llvm, scf
 
 # Stands for "no row" or "no expert" in arrays of row or expert indices.
 NOWHERE = -1
-# With it, copies of contiguous rows are plain bulk copies: no TMA descriptor, no check of bounds.
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 @jax.tree_util.register_pytree_node_class
@@ -333,6 +331,13 @@ def load_slices(fabric: Fabric, where: Any, *loads: tuple[Any, Iterable[tuple[An
         for (buffer, _), (row, values) in zip(loads, of_one_source, strict=True):
             buffer[row] = values
     fabric.barrier()
+
+
+def fetch(row: Any, destination: Any, arrived: Any) -> None:
+    """Starts a bulk copy of a contiguous row to shared memory; its end counts as an arrival."""
+    # The promise makes it a plain bulk copy: no TMA descriptor, no check of bounds.
+    promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+    plgpu.copy_gmem_to_smem(row, destination, arrived, oob_mode=promise)
 
 
 def put_if(predicate: jax.Array, source: Any, destination: Any) -> None:

@@ -32,7 +32,7 @@ _THREADS = 256
 _WARPS = _THREADS // WARP
 # A thread reads this many numbers of a row of the gate at a time.
 _COLUMNS = 4
-# How many numbers of tokens a thread loads before it multiplies.
+# A thread loads at most this many numbers of tokens, and of the gate, before it multiplies.
 _AHEAD = 32
 # The most tokens; their sums are in registers.
 MOST_TOKENS = 16
@@ -101,17 +101,15 @@ class _Logits:
         """Returns a thread's sums over its rows: [token][j] is its part of logit column + j."""
         sums = [[mosaic.f32(0.0)] * _COLUMNS for _ in range(self.num_tokens)]
         steps = -(-self.hidden // _THREADS)
-        # At most _AHEAD numbers of tokens and 8 * _COLUMNS of the gate are loaded ahead.
-        steps_at_once = max(1, min(8, _AHEAD // self.num_tokens))
+        steps_at_once = _AHEAD // max(self.num_tokens, _COLUMNS)
         for start in range(0, steps, steps_at_once):
             of_steps = range(start, min(start + steps_at_once, steps))
             rows = [self.row(thread, step) for step in of_steps]
             loaded = [self.load(x_ref, gate_ref, row, exists, column) for row, exists in rows]
             for numbers, gate in loaded:
-                sums = [
-                    [llvm.intr_fma(x, w, total) for w, total in zip(gate, of_token, strict=True)]
-                    for x, of_token in zip(numbers, sums, strict=True)
-                ]
+                for token, x in enumerate(numbers):
+                    pairs = zip(gate, sums[token], strict=True)
+                    sums[token] = [llvm.intr_fma(x, w, total) for w, total in pairs]
         return sums
 
     def add_up(

@@ -47,6 +47,7 @@ _MULTIPLY = Elementwise(lambda a, b: a * b, 2)
 _EXPONENT = Elementwise(lambda logit: jnp.minimum(logit, np.float32(0)), 1)
 _FACTOR = Elementwise(lambda logit: jax.nn.sigmoid(jnp.abs(logit)), 1)
 _SIGMOID = Elementwise(jax.nn.sigmoid, 1)
+# The bits of -inf are 0xFF800000; `_key` flips the bits of negative numbers.
 _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
@@ -111,19 +112,16 @@ def top_k(
         given=tuple(given),
         has_one_bias=has_one_bias,
     )
-    return Chosen(
-        *compiler.kernel(
-            kernel,
-            out_type=out_type,
-            num_blocks=pl.cdiv(rows, _ROWS),
-            kernel_name="top_k",
-        )(*given.values())
-    )
+    num_blocks = pl.cdiv(rows, _ROWS)
+    launch = compiler.kernel(kernel, out_type=out_type, num_blocks=num_blocks, kernel_name="top_k")
+    return Chosen(*launch(*given.values()))
 
 
-# A column or a group of columns: the key of its number, and the complement of its index. A pair of
-# zeros stands for one that is chosen already.
-_Pair = tuple[Value, Value]
+class _Pair(NamedTuple):
+    """A column or a group of columns; zeros stand for one that is chosen already."""
+
+    key: Value  # of its number
+    complement: Value  # of its index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,19 +176,19 @@ class _TopK:
         if self.groups is not None:
             is_kept = self.is_kept(lanes, self.groups, [key for key, _ in pairs])
             excluded = mosaic.i32(_KEY_OF_MINUS_INFINITY)
-            pairs = [(arith.select(is_kept, key, excluded), index) for key, index in pairs]
+            pairs = [pair._replace(key=arith.select(is_kept, pair.key, excluded)) for pair in pairs]
         zero = mosaic.i32(0)
         # Lanes from k on hold column 0.
-        chosen = zero, _complement(zero)
+        chosen = _Pair(zero, _complement(zero))
         for step in range(self.k):
             best = _warp_best(_best(pairs))
             pairs = [_without(pair, best) for pair in pairs]
             chosen = _selected(mosaic.equal(lanes.lane, step), best, chosen)
-        column = _complement(chosen[1])
+        column = _complement(chosen.complement)
         if "compared" in operands or self.sigmoid or "bias" in operands:
             return column, lanes.gather(operands["logits"], row, column)
         # The logits themselves were compared.
-        return column, _bits(chosen[0])
+        return column, _bits(chosen.key)
 
     def compared(self, lanes: _Lanes, row: Value, operands: Mapping[str, Value]) -> Sequence[Value]:
         """Returns the numbers by which the columns that a lane holds are compared, as bits."""
@@ -204,6 +202,20 @@ class _TopK:
 
     def is_kept(self, lanes: _Lanes, groups: Groups, keys: Sequence[Value]) -> Value:
         """Returns whether a lane's columns, which have these keys, belong to a chosen group."""
+        key = self.group_key(groups, keys)
+        group = arith.divui(lanes.lane, mosaic.i32(WARP // groups.number))
+        # This lane's group; zeros once it is chosen.
+        pair = _Pair(key, _complement(group))
+        kept: Value | None = None
+        for _ in range(groups.kept):
+            best = _warp_best(pair)
+            is_best = mosaic.equal(pair.complement, best.complement)
+            kept = is_best if kept is None else arith.ori(kept, is_best)
+            pair = _without(pair, best)
+        return kept
+
+    def group_key(self, groups: Groups, keys: Sequence[Value]) -> Value:
+        """Returns the key of a lane's group: of the sum of the group's `best` largest numbers."""
         lanes_of_group = WARP // groups.number
         # The two largest keys of this lane's columns, and then of all lanes of its group.
         largest: Value = keys[0]
@@ -216,21 +228,11 @@ class _TopK:
             other_second = None if second is None else mosaic.shuffle(second, distance)
             largest, second = _two_largest(largest, second, other, other_second)
             distance *= 2
-        group_key = largest
-        if groups.best == 2:
-            # A group has at least two columns (see `unavailable_reason`).
-            assert second is not None
-            group_key = _key(_apply(_ADD, _bits(largest), _bits(second)))
-        group = arith.divui(lanes.lane, mosaic.i32(lanes_of_group))
-        # This lane's group; zeros once it is chosen.
-        pair = group_key, _complement(group)
-        kept: Value | None = None
-        for _ in range(groups.kept):
-            best = _warp_best(pair)
-            is_best = mosaic.equal(pair[1], best[1])
-            kept = is_best if kept is None else arith.ori(kept, is_best)
-            pair = _without(pair, best)
-        return kept
+        if groups.best == 1:
+            return largest
+        # A group has at least two columns (see `unavailable_reason`).
+        assert second is not None
+        return _key(_apply(_ADD, _bits(largest), _bits(second)))
 
     def weigh(self, lanes: _Lanes, chosen: Value) -> Value:
         """Returns the bits of the weight of the i-th best column in lane i; see `Weighing`."""
@@ -240,6 +242,7 @@ class _TopK:
         if not weighing.normalize:
             return _apply(_MULTIPLY, chosen, scale)
         is_choice = mosaic.below(lanes.lane, self.k)
+        # A column's score is e^exponent, times _FACTOR if it is a sigmoid.
         exponent = _apply(_EXPONENT, chosen) if weighing.sigmoid else chosen
         key = mosaic.warp_max(arith.select(is_choice, _key(exponent), mosaic.i32(0)))
         # Terms are the scores, and `epsilon`, divided by e^largest, so that none overflows.
@@ -259,13 +262,13 @@ class _TopK:
     def softmax(self, lanes: _Lanes, values: Sequence[Value], other: Value) -> list[Value]:
         """Returns the softmax of a row's logits `values`, and then the probability of `other`."""
         # `other` is, in each lane, the logit of any column of the row.
-        keys = lanes.within_row([_key(value) for value in values])
+        keys = lanes.zero_past_row([_key(value) for value in values])
         while len(keys) > 1:
             first, second, *rest = keys
             keys = [*rest, _larger(first, second)]
         largest = _bits(mosaic.warp_max(keys[0]))
         terms = [_apply(_EXP, value, largest) for value in (*values, other)]
-        total = functools.reduce(functools.partial(_apply, _ADD), lanes.within_row(terms[:-1]))
+        total = functools.reduce(functools.partial(_apply, _ADD), lanes.zero_past_row(terms[:-1]))
         total = _sum_of_lanes(total, WARP)
         return [_apply(_DIVIDE, term, total) for term in terms]
 
@@ -297,7 +300,7 @@ def _apply(function: Elementwise, *words: Value) -> Value:
 
 
 def _selected(condition: Value, a: _Pair, b: _Pair) -> _Pair:
-    return arith.select(condition, a[0], b[0]), arith.select(condition, a[1], b[1])
+    return _Pair(*(arith.select(condition, x, y) for x, y in zip(a, b, strict=True)))
 
 
 def _larger(a: Value, b: Value) -> Value:
@@ -316,20 +319,22 @@ def _best(columns: Sequence[_Pair]) -> _Pair:
 
 def _is_larger(a: _Pair, b: _Pair) -> Value:
     # Of two complements, the smaller one is that of the larger index.
-    lower_index = arith.andi(mosaic.equal(a[0], b[0]), mosaic.below(b[1], a[1]))
-    return arith.ori(mosaic.below(b[0], a[0]), lower_index)
+    is_tie = mosaic.equal(a.key, b.key)
+    wins_tie = arith.andi(is_tie, mosaic.below(b.complement, a.complement))
+    return arith.ori(mosaic.below(b.key, a.key), wins_tie)
 
 
 def _warp_best(pair: _Pair) -> _Pair:
-    key = mosaic.warp_max(pair[0])
-    index = arith.select(mosaic.equal(pair[0], key), pair[1], mosaic.i32(0))
-    return key, mosaic.warp_max(index)
+    key = mosaic.warp_max(pair.key)
+    complement = arith.select(mosaic.equal(pair.key, key), pair.complement, mosaic.i32(0))
+    return _Pair(key, mosaic.warp_max(complement))
 
 
 def _without(pair: _Pair, taken: _Pair) -> _Pair:
     """Returns `pair`, or zeros if it is `taken`, so that it is not chosen again."""
-    none = mosaic.i32(0)
-    return _selected(mosaic.equal(pair[1], taken[1]), (none, none), pair)
+    zero = mosaic.i32(0)
+    is_taken = mosaic.equal(pair.complement, taken.complement)
+    return _selected(is_taken, _Pair(zero, zero), pair)
 
 
 def _two_largest(
@@ -386,17 +391,17 @@ class _Lanes:
         # Columns past the last have the lowest key and the highest indices, so none is chosen.
         first = mosaic.mul(self.lane, self.width)
         columns = [mosaic.add(first, i) for i in range(self.width)]
-        keys = self.within_row(keys)
-        return [(key, _complement(column)) for key, column in zip(keys, columns, strict=True)]
+        keys = self.zero_past_row(keys)
+        return [_Pair(key, _complement(column)) for key, column in zip(keys, columns, strict=True)]
 
-    def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns the words of this lane's columns, with zeros past the last column."""
+    def zero_past_row(self, words: Sequence[Value]) -> list[Value]:
+        """Returns the words of this lane's columns, but 0 for columns past the row's last one."""
         if self.columns % WARP == 0:
             return list(words)
-        first, last = mosaic.mul(self.lane, self.width), mosaic.i32(self.columns)
+        first, end = mosaic.mul(self.lane, self.width), mosaic.i32(self.columns)
         columns = [mosaic.add(first, i) for i in range(self.width)]
         return [
-            arith.select(mosaic.below(column, last), word, mosaic.i32(0))
+            arith.select(mosaic.below(column, end), word, mosaic.i32(0))
             for column, word in zip(columns, words, strict=True)
         ]
 
