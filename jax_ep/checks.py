@@ -118,13 +118,13 @@ def check_not_sharded(name: str, array: Any, *, only_last: bool = False) -> None
     spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
     checked = spec[-1:] if only_last else spec
     if any(checked):
-        # The spec that the error suggests: without mesh axes for the checked dimensions.
-        whole = spec[: len(spec) - len(checked)] + (None,) * len(checked)
+        # Without mesh axes for the checked dimensions.
+        suggested = spec[: len(spec) - len(checked)] + (None,) * len(checked)
         along = "along its last axis " if only_last else ""
         raise ValueError(
             f"{name} must not be sharded {along}over Explicit axes of the mesh here, but is "
             f"{jax.typeof(array)}. Call this inside a jax.shard_map over them, where each rank has "
-            f"its own part, or gather it first: jax.sharding.reshard({name}, jax.P{whole})."
+            f"its own part, or gather it first: jax.sharding.reshard({name}, jax.P{suggested})."
         )
 
 

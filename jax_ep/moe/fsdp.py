@@ -239,7 +239,7 @@ def gather(
 def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> QuantizedExperts:
     """Gathers the float8 matrices along their FSDP axes, and transposes the gathered ones."""
 
-    def whole(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
+    def gather_one(name: str, matrices: QuantizedMatrices | None) -> QuantizedMatrices | None:
         if matrices is None or not (dims := _dims(name, where)):
             return matrices
 
@@ -249,7 +249,7 @@ def gather_quantized(quantized: QuantizedExperts, where: LayerMesh) -> Quantized
         transposed = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), gathered)
         return QuantizedMatrices(gathered, transposed)
 
-    return QuantizedExperts(*(whole(*item) for item in quantized._asdict().items()))  # type: ignore
+    return QuantizedExperts(*(gather_one(*item) for item in quantized._asdict().items()))  # type: ignore
 
 
 def _dims(name: str, where: LayerMesh) -> _Dims:

@@ -103,7 +103,7 @@ def _select(weights: jax.Array, num: int, where: LayerMesh) -> jax.Array:
 
 def counts_by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Sums `counts`, one for each slot of this rank, over the slots of each expert; [E] int32."""
-    expert_of_slot = _held_here(counts.shape[0], placement, axes)
+    expert_of_slot = _experts_in_slots(counts.shape[0], placement, axes)
     experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
     counts = jnp.where(expert_of_slot[None] == experts[:, None], counts[None], 0)
     return jnp.sum(counts, axis=1, dtype=jnp.int32)
@@ -116,8 +116,8 @@ def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]
 
 
 def _equal_copies_bwd(axes, placement, grad):
-    # `grad` has a row for each slot of this rank. The ranks exchange the sums of the experts with
-    # several copies alone. P slots hold second copies of at most P - E experts, in any placement.
+    # `grad` has a row for each slot of this rank. The ranks along `axes` exchange only the sums of
+    # experts with copies. P slots hold second copies of at most P - E experts, in any placement.
     num_experts = placement.num_copies.shape[0]
     most_copied = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)
     if most_copied == 0:
@@ -140,7 +140,7 @@ def _row_of_slot(
     is_copied = jnp.asarray(placement.num_copies) > 1
     among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
     row_of_expert = jnp.where(is_copied, among_copied, most_copied)
-    experts = _held_here(num_slots, placement, axes)
+    experts = _experts_in_slots(num_slots, placement, axes)
     return jnp.where(experts >= 0, row_of_expert[jnp.maximum(experts, 0)], most_copied)
 
 
@@ -160,7 +160,7 @@ def _sum_by_row(values: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
 equal_copies.defvjp(lambda weights, placement, axes: (weights, placement), _equal_copies_bwd)
 
 
-def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def _experts_in_slots(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Returns the id of the expert in each of this rank's `num_slots` slots; -1 if it is empty."""
     expert_of_slot = jnp.asarray(placement.expert_of_slot)
     first_slot = lax.axis_index(axes) * num_slots if axes else 0

@@ -135,7 +135,8 @@ def metrics_of(
     where: LayerMesh,
 ) -> MoEMetrics:
     """Computes the metrics of all ranks' tokens; `dropped` [E] int32 are the pairs dropped here."""
-    # `num_sequences` counts this rank's sequences, or all ranks' if the call has `sequence_ids`.
+    # `logits` [T, E] are None if no gate ran. `num_sequences` counts the sequences of this rank, or
+    # of all ranks if the call has `sequence_ids`.
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
     if logits is not None:

@@ -162,16 +162,15 @@ def _specs_of(operands: Operands, tokens_spec: PartitionSpec, where: LayerMesh) 
     params, call, placement, quantized = operands
     of_quantized = None
     if quantized is not None:
+        # As `quantize_experts` has split them.
         split = fsdp.mesh_of_quantized(where, params)
         specs = {name: split.spec_of(name) for name in EXPERT_MATRICES}
         of_quantized = specs_of_quantized(quantized, specs)
-    of_params: dict[str, Any] = {
-        name: array.specs(where.spec_of(name))
-        if isinstance(array, QuantizedArray)
-        else where.spec_of(name)
-        for name, array in params._asdict().items()
-        if array is not None
-    }
+    of_params: dict[str, Any] = {}
+    for name, array in params._asdict().items():
+        if array is not None:
+            spec = where.spec_of(name)
+            of_params[name] = array.specs(spec) if isinstance(array, QuantizedArray) else spec
     return Operands(
         MoEParams.of(**of_params),
         jax.tree.map(lambda _: tokens_spec, call),

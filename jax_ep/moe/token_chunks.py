@@ -97,7 +97,8 @@ def _all_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `experts` on each chunk, and stacks the results; `in_sum_dtype` gets their gradients."""
 
-    # `in_sum_dtype` are the same arrays, cast to the dtypes in which their gradients are summed.
+    # A gradient has the dtype of its operand. So the weights are also given as `in_sum_dtype`, cast
+    # to the dtypes in which their gradients are summed.
     def of_chunk(_: None, chunk: RoutedTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, few_tokens.run(experts, chunk, config, where)
 

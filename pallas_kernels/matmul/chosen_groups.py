@@ -76,12 +76,10 @@ def chosen_groups(choices: jax.Array, num_groups: int) -> tuple[ChosenGroups, ja
     return ChosenGroups(table, height), rows
 
 
-def _distinct_groups(choices: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the group of each tile [S], the tile of each choice [T, K], and the number of tiles.
-
-    Tiles past the last have any group, and choices of no group any tile.
-    """
-    # Tile i belongs to the i-th chosen group. ends[g] counts the chosen groups among groups 0 to g.
+def _distinct_groups(choices: jax.Array, num_groups: int) -> tuple[jax.Array, ...]:
+    """Returns each tile's group [S], each choice's tile [T, K], and the number of tiles []."""
+    # Tile i belongs to the i-th chosen group, and tiles past the last to any. ends[g] is the number
+    # of chosen groups among groups 0 to g.
     every_group = jnp.arange(num_groups, dtype=jnp.int32)
     is_chosen = jnp.any(choices.reshape(-1) == every_group[:, None], axis=1)
     ends = jnp.cumsum(is_chosen, dtype=jnp.int32)

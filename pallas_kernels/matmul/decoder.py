@@ -106,7 +106,7 @@ class Decoder:
 
     @property
     def _loaded_bytes(self) -> int:
-        """The number of codes, each a byte, that a thread loads at once: 2, 4 or 8."""
+        """The number of scales' codes, each a byte, that a thread loads at once: 2, 4 or 8."""
         return math.gcd(SCALES * self.pieces, self.matrices[0].scales.shape[2], 8)
 
     @property

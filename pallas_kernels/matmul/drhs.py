@@ -127,8 +127,8 @@ def drhs_of_each(
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns how the sum over each group's rows is cut into steps of 64 rows, [L, 4] int32."""
     # The columns are the number of steps, the first row of the first step (a multiple of 8), the
-    # group's first row, and the row after its last. An empty group has a step, too: all rows of it
-    # are cleared, so that the group's matrix becomes zero. This step's first row must exist.
+    # group's first row, and the row after its last. An empty group has a step, too, whose rows are
+    # all cleared, so that the group's matrix becomes zero. This step's first row must exist.
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // STEP), 1)
@@ -242,21 +242,23 @@ class _Loader(Loader):
 
         def load_tile(tile: _Tile, _: Any, carry: Any) -> Any:
             def load_step(i: jax.Array, carry: Any) -> Any:
-                used, uncleared = carry
-                feeder.load_released(tile, i, number=used, ahead=())
-                return used + 1, self._clear_oldest(used - lag, uncleared, tile.rows_of_group(i))
+                filled, uncleared = carry
+                feeder.load_released(tile, i, number=filled, ahead=())
+                return filled + 1, self._clear_oldest(
+                    filled - lag, uncleared, tile.rows_of_group(i)
+                )
 
             return lax.fori_loop(0, tile.steps, load_step, carry)
 
         # The carry: the number of steps filled so far, and the ranges of the uncleared steps.
         carry = jnp.int32(0), (all_rows,) * lag
-        used, uncleared = feeder.tiles.walk(self.find, load_tile, carry)
+        filled, uncleared = feeder.tiles.walk(self.find, load_tile, carry)
 
         def clear_rest(i: jax.Array, uncleared: Any) -> Any:
-            return self._clear_oldest(used - lag + i, uncleared, all_rows)
+            return self._clear_oldest(filled - lag + i, uncleared, all_rows)
 
         lax.fori_loop(0, lag, clear_rest, uncleared)
-        drain(self.ring.empty, used, self.ring.num_stages)
+        drain(self.ring.empty, filled, self.ring.num_stages)
 
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range

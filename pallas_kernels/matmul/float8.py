@@ -351,7 +351,7 @@ class Float8Kernel(Kernel):
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
         """Returns references to a step's `num_scales` scales of blocks of the right operands."""
-        # `scales` are arrays, one of each right operand; `at(array, i)` refers to block i's scale.
+        # `scales` has an array of each right operand; `at(array, i)`: for columns from 128 * i on.
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.num_matrices > 1:
             return [at(array, block) for array in scales]
@@ -445,7 +445,7 @@ class Float8Kernel(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _RowLoader:
-    """Copies tiles of the rows and of their groups' matrices into the ring, pair by pair."""
+    """An `operand_ring.Loader`: copies tiles of rows and of groups' matrices, pair by pair."""
 
     kernel: Float8Kernel
     scratch: Any
@@ -474,7 +474,7 @@ class _RowLoader:
         return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_pass))
 
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, the pair's step), for step number `step` of a pass."""
+        """Returns body(operands of a pair, step of the pair), for step number `step` of a pass."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.

@@ -8,7 +8,7 @@ operands are given transposed, with each group's rows padded to blocks of 128:
   128 of K x 128 rows  times   2 x [128 of N x 128 rows]    =    2 x [128 of K x 128 of N]
 
 A step multiplies the rows of one block. `float8` describes how a thread block multiplies and sums;
-here 128 rows by 128 columns of an operand share a scale. Bulk copies store a tile during the next.
+here 128 rows by 128 columns of an operand share a scale. A tile is stored during the next one.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """Copies the operand tiles of a block of 128 rows into the ring in each step."""
+    """An `operand_ring.Loader`: copies the operand tiles of a block of 128 rows in each step."""
 
     kernel: _Drhs
     scratch: Any

@@ -96,11 +96,9 @@ def gate_gradient(
     num_row_blocks, tile_columns = blocks.shape[0], width // BLOCK
     height = num_row_blocks * BLOCK
 
-    sizes = dict(num_rows=num_rows, width=width, height=height)
-
     def emit(memrefs: Any, tile: Tile) -> None:
-        tile_of_block = _Tile(**vars(tile), gating=gating, **sizes)
-        tile_of_block.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
+        thread = _Tile(**vars(tile), gating=gating, num_rows=num_rows, width=width, height=height)
+        thread.emit(memrefs[:6], memrefs[6:-1], memrefs[-1])
 
     rows = jax.ShapeDtypeStruct((num_rows, width), gate.values.dtype)
     # The next matmuls take the scales of rows transposed. The sums of rows have the same shape.
@@ -185,9 +183,8 @@ class _Tile(Tile):
         self, largest: Any, sums: Any, row_outs: Any, shared: Any, top: Value, column: Value
     ) -> None:
         """Stores scales and sums of the rows of a turn, and keeps 1 / scale of rows in `shared`."""
-        # `largest`, for dgate and for dup, and `sums` have a word for each row of the patch. The
-        # threads whose patches have the same rows combine theirs. The first `_ROWS` of these
-        # threads then have the results of a row each.
+        # `largest`, for dgate and dup, and `sums` have a word for each row of the patch. Threads
+        # with the same rows combine theirs; the first `_ROWS` of them then have a row's result.
         sizes = [_combined_row(of_rows, arith.maxui) for of_rows in largest]
         total = _combined_row(sums, _sum_of_words)
         across = arith.divui(column, mosaic.i32(_COLUMNS))
@@ -349,13 +346,13 @@ def _sum_of_words(a: Value, b: Value) -> Value:
 
 def _combined_row(words: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combines each row's word over the `_ACROSS` threads that share rows; returns one result."""
-    # `words` has a word for each row of this thread's patch. `_index_of_combined_row` tells which
-    # row's result a thread gets. At each distance, two threads exchange half of their rows.
+    # `words` has a word for each of the patch's four rows. After distance 1 a thread goes on with
+    # two of them, after distance 2 with one, whose index `_index_of_combined_row` tells.
     across = arith.remui(mosaic.thread(), mosaic.i32(_ACROSS))
     distance = 1
     while distance < _ACROSS:
         if len(words) > 1:
-            # One thread goes on with the first half of the rows, the other with the second.
+            # Of two threads, one goes on with the first half of the rows, the other with the rest.
             half = len(words) // 2
             has_upper = _is_odd(across, distance)
             pairs = list(zip(words[:half], words[half:], strict=True))

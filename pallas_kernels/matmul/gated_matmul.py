@@ -188,7 +188,7 @@ class _OneProduct(Computer):
 
     Warpgroup 1 passes the first rows of its product through shared memory to warpgroup 0, which
     applies the gating function to these rows, and stores the results. If a tile has more than 128
-    rows, warpgroup 0 also passes the other half of its product's rows to warpgroup 1, likewise.
+    rows, warpgroup 0 passes the other half of its product's rows to warpgroup 1 in turn.
     """
 
     kernel: _GatedProduct

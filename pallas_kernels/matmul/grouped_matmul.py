@@ -98,7 +98,7 @@ class Tiles:
         There are at most 6 stages, and at most 8 buffers for each compute warpgroup. `mxfp4_depth`
         is K of matrices in MXFP4, or None. Their step is the longest of which 3 stages fit.
         """
-        # All sizes are in bytes. Unquantized numbers have two.
+        # Room is counted in bytes. An unquantized number has two.
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
         column_bytes = 2 * STEP  # of a matrix's column in 64 of K
         steps = [STEP]
@@ -261,18 +261,15 @@ class Product(Kernel):
     def __call__(
         self, *refs: Any, ring: OperandRing, buffers: Any, staged: Any = None, **scratch: Any
     ) -> None:
-        # The references are operands, biases, the table of row tiles, and outputs. `staged` is
-        # what a format of matrices keeps in shared memory besides the ring; `scratch` is what a
-        # subclass adds to `scratch_types` for its `computer`.
+        # The references are operands, biases, the table of row tiles, and outputs. `staged` is what
+        # a format of matrices adds to shared memory, `scratch` what a subclass's `computer` takes.
         *others, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         num_operands = len(others) - self.num_biases
         operands, biases = others[:num_operands], others[num_operands:]
         # The table's last entry, with the numbers of row tiles and of rows in groups.
-        totals = table.shape[0] - 1
-        row_tiles = RowTiles(
-            table, self.tiles.heights, count=table[totals, 0], num_rows=table[totals, 1]
-        )
+        count, num_rows = (table[table.shape[0] - 1, i] for i in range(2))
+        row_tiles = RowTiles(table, self.tiles.heights, count, num_rows)
         matrices = self.matrices(self, ring, operands, staged)
         tiles = self.block_tiles(row_tiles.count * self.tile_columns)
         loader = matrices.loader(row_tiles)
@@ -361,10 +358,8 @@ class Loader(operand_ring.Loader):
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
         index = (columns, rhs_inner) if self.kernel.transpose_rhs else (rhs_inner, columns)
         # A copy's shape is static, so there is a candidate for each height.
-        lhs_tiles = [
-            lhs.at[pl.ds(aligned(tile.first_row), height), inner]
-            for height in self.row_tiles.heights
-        ]
+        top, heights = aligned(tile.first_row), self.row_tiles.heights
+        lhs_tiles = [lhs.at[pl.ds(top, height), inner] for height in heights]
         rights = [TileSource([matrix.at[tile.group, *index]]) for matrix in rhs]
         self.ring.fill(number, TileSource(lhs_tiles, tile.height_index), rights)
 

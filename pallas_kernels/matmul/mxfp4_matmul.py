@@ -98,9 +98,8 @@ class Mxfp4Matrices(Matrices):
                 """Decodes part by part, while the tensor cores multiply the part before."""
                 loaded = load(stage, parts[0])
                 for i, part in enumerate(parts):
-                    # The tensor cores may read registers until their matmul is complete. Before a
-                    # part is decoded to registers, all matmuls but the last one must be complete;
-                    # with one part in a step also the last one, which reads the same registers.
+                    # Decoding overwrites registers of parts whose matmuls must be complete before:
+                    # all but the last one's or, with one part in a step, all.
                     plgpu.wgmma_wait(min(len(parts) - 1, 1))
                     columns = decoder.decode(loaded)
                     products = accumulator.at[
@@ -121,7 +120,7 @@ class Mxfp4Matrices(Matrices):
         self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> jax.Array:
         """Computes the sums of `sum_products` by instructions of single warps."""
-        tiles = self.kernel.tiles
+        tiles, left, decoder = self.kernel.tiles, self.ring.left, self.decoder
         # In the order of their products in the sums: from left to right, then from top to bottom.
         columns = [
             (matrix, first_column + top)
@@ -131,9 +130,7 @@ class Mxfp4Matrices(Matrices):
 
         def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
             def of_height(height: int) -> jax.Array:
-                return warp_products.add_products(
-                    totals, self.ring.left, stage, self.decoder, columns, height
-                )
+                return warp_products.add_products(totals, left, stage, decoder, columns, height)
 
             branches = [functools.partial(of_height, height) for height in tiles.heights]
             return lax.switch(height_index, branches)

@@ -170,7 +170,7 @@ class Steps(NamedTuple):
 
     used: jax.Array  # the number of steps that this block has multiplied before
     count: Any  # the number of steps to multiply: 0, or at least `least`
-    # They load another step while one is multiplied; see `Feeder.follow`.
+    # `feeder` loads another step while one is multiplied; see `Feeder.follow`.
     feeder: Feeder
     feed: Feed | None
     # `meanwhile(step)` runs during a step's matmuls and, if `count` is 0, `least` times without.

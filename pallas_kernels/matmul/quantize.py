@@ -115,8 +115,8 @@ def quantize_rows(
         ],
         emit,
         width=width,
-        num_warps=_num_warps(_rows_of(packed), _COLUMNS),
-        num_shared=_SIDES * BLOCK + _num_warps(_rows_of(packed), _COLUMNS),
+        num_warps=_num_warps(_patch_rows(packed), _COLUMNS),
+        num_shared=_SIDES * BLOCK + _num_warps(_patch_rows(packed), _COLUMNS),
     )
     quantized = Scaled(row_results[0], row_results[1].T) if return_rows else None
     return quantized, TransposedRows(values, scales)
@@ -162,8 +162,8 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
         ],
         emit=emit,
         width=width,
-        num_warps=_num_warps(_rows_of(packed), _COLUMNS),
-        num_shared=_SIDES * BLOCK + _num_warps(_rows_of(packed), _COLUMNS),
+        num_warps=_num_warps(_patch_rows(packed), _COLUMNS),
+        num_shared=_SIDES * BLOCK + _num_warps(_patch_rows(packed), _COLUMNS),
     )
     # The rows of all matrices follow each other in a result.
     values, transposed, scales, transposed_scales = (
@@ -172,7 +172,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     return Scaled(values, scales), Scaled(transposed, transposed_scales)
 
 
-def _rows_of(packed: Packed) -> int:  # a patch
+def _patch_rows(packed: Packed) -> int:
     return _REGISTERS * 4 // (packed.size * _COLUMNS)
 
 
@@ -189,20 +189,16 @@ class _Place(NamedTuple):
     column: Value
 
 
-def _sides_of(num_columns: int) -> int:
-    """Returns how many warps lie side by side, with patches of `num_columns`."""
-    return BLOCK // (num_columns * _ACROSS)
-
-
 def _num_warps(num_rows: int, num_columns: int) -> int:
-    return _sides_of(num_columns) * BLOCK // (num_rows * _DOWN)
+    """Returns how many warps cover a tile, if a thread's patch has `num_rows` by `num_columns`."""
+    return BLOCK * BLOCK // (num_rows * num_columns * WARP)
 
 
 def _place_of(num_rows: int, num_columns: int) -> _Place:
     """Returns where the patch of this thread lies, if it has `num_rows` by `num_columns`."""
     thread = mosaic.thread()
     warp, lane = mosaic.divided(thread, WARP)
-    strip, side = mosaic.divided(warp, _sides_of(num_columns))
+    strip, side = mosaic.divided(warp, BLOCK // (num_columns * _ACROSS))
     down, across = mosaic.divided(lane, _ACROSS)
     row = mosaic.mul(mosaic.add(mosaic.mul(strip, _DOWN), down), num_rows)
     column = mosaic.add(mosaic.mul(side, _ACROSS), across)
@@ -220,14 +216,14 @@ class _Patch:
     def __init__(self, tile: Tile, packed: Packed, width: int, *, is_full: bool = False) -> None:
         # `is_full` is whether the tile has 128 rows in any case.
         self.tile, self.packed, self.width, self.is_full = tile, packed, width, is_full
-        self.place = _place_of(_rows_of(packed), _COLUMNS)
+        self.place = _place_of(_patch_rows(packed), _COLUMNS)
         # The first column of the patch, counted in the input.
         self.left = mosaic.add(mosaic.mul(tile.column, BLOCK), self.place.column)
 
     def load(self, source: Any) -> list[list[Value]]:
         """Loads the words of each row, with NaN for infinities, and zeros past the tile's rows."""
         rows = []
-        for i in range(_rows_of(self.packed)):
+        for i in range(_patch_rows(self.packed)):
             row = mosaic.add(self.place.row, i)
             if self.is_full:
                 exists, source_row = None, mosaic.add(self.tile.first, row)
@@ -248,7 +244,7 @@ class _Patch:
     def scale_of_tile(self, shared: Any) -> tuple[Value, Value]:
         """Returns the tile's scale and 1 / scale, from the largest magnitudes of all warps."""
         starts = (
-            _SIDES * BLOCK + i for i in range(0, _num_warps(_rows_of(self.packed), _COLUMNS), 4)
+            _SIDES * BLOCK + i for i in range(0, _num_warps(_patch_rows(self.packed), _COLUMNS), 4)
         )
         fours = [shared_words(shared, mosaic.i32(start), count=4) for start in starts]
         return scale_of(max_of(size for four in fours for size in four))
@@ -265,6 +261,7 @@ class _Patch:
 
     def finish_rows(self, shared: Any, scales: Any, num_rows: int) -> None:
         """Stores the scale of each row to `scales`, [K / 128, R], and 1 / scale to `shared`."""
+        # Thread i finishes row i of the tile.
         with mosaic.when(mosaic.below(self.place.thread, BLOCK)):
             sides = [mosaic.add(self.place.thread, side * BLOCK) for side in range(_SIDES)]
             scale, factor = scale_of(max_of(word_at(shared, at) for at in sides))
@@ -277,7 +274,7 @@ class _Patch:
         """Loads 1 / scale of each of the patch's rows, which `finish_rows` has stored."""
         return [
             factor
-            for i in range(0, _rows_of(self.packed), 4)
+            for i in range(0, _patch_rows(self.packed), 4)
             for factor in shared_numbers(shared, mosaic.add(self.place.row, i), count=4)
         ]
 

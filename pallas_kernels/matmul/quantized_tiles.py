@@ -68,6 +68,7 @@ def on_tiles(
             first, count = block * BLOCK, jnp.int32(BLOCK)
             mosaic.inline(emit_tile, [*memrefs, block, column, first, count])
         else:
+            # The reference of `blocks` follows those of the operands. `emit` takes only the others.
             block_rows = memrefs.pop(len(operands))
             first, count = block_rows[block, 0], block_rows[block, 1]
 

@@ -71,65 +71,74 @@ def store_rows_through(room: Any, out: Any, values: jax.Array, target: Target) -
       values: [64, columns] in the layout WGMMA, of `out`'s dtype, or float32 if `out` is float8.
     """
     num_rows, columns = values.shape
-    size = jnp.dtype(out.dtype).itemsize
-    assert num_rows == 64 and columns * size == 128, (values.shape, out.dtype)
-    out_dtype = out.dtype
+    dtype = jnp.dtype(out.dtype)
+    assert num_rows == 64 and columns * dtype.itemsize == 128, (values.shape, dtype)
 
     def emit(room: Value, out: Value, values: Array, *scalars: Array) -> None:
-        top, left, begin, end = map(mosaic.scalar, scalars)
-        byte, half, word, wide = map(mosaic.integer_type, (8, 16, 32, 64))
-        unit_type, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
-        four, seven, fifteen = map(mosaic.i32, (4, 7, 15))
-
-        def in_room(row: Value, column: Value) -> Value:
-            # Returns where `room` has byte `column` of a row. Row r has its unit u at place u XOR
-            # (r mod 8), so that a warp's threads access different banks.
-            unit = arith.xori(arith.shrui(column, four), arith.andi(row, seven))
-            offset = arith.ori(arith.shli(unit, four), arith.andi(column, fifteen))
-            return mosaic.add(mosaic.mul(row, 128), offset)
-
-        registers = list(mosaic.placed_registers(values))
-        offsets = [in_room(row, mosaic.mul(column, size)) for _, (row, column) in registers]
-        # A register has a pair of neighbouring numbers of a row, float32 if `out` is float8.
-        for (pair, _), offset in zip(registers, offsets, strict=True):
-            if size == 1:
-                numbers = [vector.extract(pair, [], [i]) for i in range(2)]
-                kind = float8.PTX_TYPES[jnp.dtype(out_dtype)]
-                text = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
-                pair = mosaic.asm(text, "=h,f,f", *numbers, returns=half)
-            pointer = mosaic.element_pointer(start_of_room, offset, byte)
-            llvm.store(pair, pointer, alignment=2 * size)
+        _fill_room(room, values, dtype)
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
-
-        # A warp copies four rows at a time, and a thread 16 bytes of one of them. All copies are
-        # loaded before the first is stored, and no branch is in between, so that a warp waits once.
-        thread = mosaic.warpgroup_thread()
-        # The thread's first row is 16 * its warp + its lane / 8, and its unit number lane mod 8.
-        first = arith.shli(arith.shrui(thread, mosaic.i32(5)), mosaic.i32(4))
-        first = mosaic.add(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
-        column = arith.shli(arith.andi(thread, mosaic.i32(7)), mosaic.i32(4))
-        stride = mosaic.width_of(out) * size
-        offset = mosaic.mul(arith.extui(wide, mosaic.add(top, first)), stride)
-        left_bytes = mosaic.add(mosaic.mul(left, size), column)
-        start = mosaic.add(offset, arith.extui(wide, left_bytes))
-        start = llvm.ptrtoint(wide, mosaic.pointer_at(out, start, byte))
-        rows = [mosaic.add(first, i) for i in range(0, 16, 4)]
-        offsets = [in_room(row, column) for row in rows]
-        places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
-        units = [llvm.load(unit_type, place, alignment=16) for place in places]
-        for i, (row, unit) in enumerate(zip(rows, units, strict=True)):
-            mosaic.asm(
-                "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
-                " @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
-                "l,r,r,r,r,r",
-                mosaic.add(start, 4 * i * stride),
-                arith.extui(word, mosaic.within(row, begin, end)),
-                *[vector.extract(unit, [], [j]) for j in range(4)],
-            )
+        _copy_from_room(room, out, dtype.itemsize, *map(mosaic.scalar, scalars))
         # The warp's next call overwrites its rows in `room`.
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
 
     mosaic.inline(emit, [room, out, (values, plgpu.Layout.WGMMA), *target])
+
+
+def _place_in_room(row: Value, column: Value) -> Value:
+    """Emits where the `room` of `store_rows_through` has byte `column` of a row."""
+    # Row r has its unit u at place u XOR (r mod 8), so a warp's threads access different banks.
+    four, seven, fifteen = map(mosaic.i32, (4, 7, 15))
+    unit = arith.xori(arith.shrui(column, four), arith.andi(row, seven))
+    offset = arith.ori(arith.shli(unit, four), arith.andi(column, fifteen))
+    return mosaic.add(mosaic.mul(row, 128), offset)
+
+
+def _fill_room(room: Value, values: Array, dtype: Any) -> None:
+    """Emits the stores of this thread's numbers, rounded if `dtype` is float8."""
+    byte, half = map(mosaic.integer_type, (8, 16))
+    start_of_room, size = mosaic.pointer(room), dtype.itemsize
+    registers = list(mosaic.placed_registers(values))
+    offsets = [_place_in_room(row, mosaic.mul(column, size)) for _, (row, column) in registers]
+    # A register has a pair of neighbouring numbers of a row.
+    for (pair, _), offset in zip(registers, offsets, strict=True):
+        if size == 1:
+            numbers = [vector.extract(pair, [], [i]) for i in range(2)]
+            text = f"cvt.rn.satfinite.{float8.PTX_TYPES[dtype]}x2.f32 $0, $2, $1;"
+            pair = mosaic.asm(text, "=h,f,f", *numbers, returns=half)
+        pointer = mosaic.element_pointer(start_of_room, offset, byte)
+        llvm.store(pair, pointer, alignment=2 * size)
+
+
+def _copy_from_room(
+    room: Value, out: Value, size: int, top: Value, left: Value, begin: Value, end: Value
+) -> None:
+    """Emits the copies of this warp's rows, of elements of `size` bytes, to `out`."""
+    # A warp copies four rows at a time, and a thread a unit of one of them. All copies are loaded
+    # before the first is stored, and no branch is in between, so that a warp waits once.
+    byte, word, wide = map(mosaic.integer_type, (8, 32, 64))
+    unit_type, start_of_room = mosaic.vector_type(4, word), mosaic.pointer(room)
+    thread = mosaic.warpgroup_thread()
+    # The thread's first row is 16 * its warp + its lane / 8, and its unit number lane mod 8.
+    first = arith.shli(arith.shrui(thread, mosaic.i32(5)), mosaic.i32(4))
+    first = mosaic.add(first, arith.andi(arith.shrui(thread, mosaic.i32(3)), mosaic.i32(3)))
+    column = arith.shli(arith.andi(thread, mosaic.i32(7)), mosaic.i32(4))
+    stride = mosaic.width_of(out) * size
+    offset = mosaic.mul(arith.extui(wide, mosaic.add(top, first)), stride)
+    left_bytes = mosaic.add(mosaic.mul(left, size), column)
+    start = mosaic.add(offset, arith.extui(wide, left_bytes))
+    start = llvm.ptrtoint(wide, mosaic.pointer_at(out, start, byte))
+    rows = [mosaic.add(first, i) for i in range(0, 16, 4)]
+    offsets = [_place_in_room(row, column) for row in rows]
+    places = [mosaic.element_pointer(start_of_room, offset, byte) for offset in offsets]
+    units = [llvm.load(unit_type, place, alignment=16) for place in places]
+    for i, (row, unit) in enumerate(zip(rows, units, strict=True)):
+        mosaic.asm(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }",
+            "l,r,r,r,r,r",
+            mosaic.add(start, 4 * i * stride),
+            arith.extui(word, mosaic.within(row, begin, end)),
+            *[vector.extract(unit, [], [j]) for j in range(4)],
+        )
 
 
 def store_column(out: Any, values: jax.Array, target: Target, *, to_row: bool = False) -> None:

@@ -111,14 +111,11 @@ def _emit_start_of_float8_product(
     # The operands of the PTX: the product's registers, and both descriptors.
     registers = [f"${i}" for i in range(_PER_PRODUCT)]
     left, right = (f"${_PER_PRODUCT + i}" for i in range(2))
-    text = [
-        "{ .reg .b64 a, b; .reg .pred nothing, more;",
-        *_multiply(kinds, registers, left, right),
-    ]
+    text = _multiply(kinds, registers, left, right)
     values = _inline_asm(
         _PER_PRODUCT,
         [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)],
-        " ".join([*text, "}"]),
+        " ".join(["{ .reg .b64 a, b; .reg .pred nothing, more;", *text, "}"]),
         [*["=f"] * _PER_PRODUCT, "l", "l"],
     )
     return _products_of(values)[0]
@@ -224,9 +221,8 @@ def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: 
     text = ["setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;"]  # false and true
     text.append(f"mov.b64 a, {left}; mov.b64 b, {right};")
     text.append("wgmma.fence.sync.aligned;")
-    # An element of the product is a sum over 128 columns, and an instruction sums over 32 of them.
-    # If its predicate is true, it adds to the registers, else it overwrites them, as the first must
-    # do. Descriptors count 16 bytes, so 32 columns further is 2.
+    # An instruction sums over 32 of the 128 columns: 2 of the units of 16 bytes in a descriptor. It
+    # adds to the registers if its predicate is true; the first one must overwrite them.
     for i in range(4):
         text.append(
             f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "

@@ -79,26 +79,23 @@ def add_products(
     """
     block_m, pieces, totals_shape = left.shape[1], decoder.pieces, totals.shape
 
-    def emit(*operands: Any) -> Any:
+    def emit(values: Any, scales: Any, table: Any, rows: Any, stage: Any, *arrays: Any) -> Any:
         # The sums stay in registers from the first piece to the last one of the step.
-        *memrefs, stage = operands[:5]
-        *first_columns, totals = operands[5:]
-        thread = _Thread(decoder, memrefs, mosaic.scalar(stage), block_m)
+        *first_columns, totals = arrays
+        thread = _Thread(decoder, (values, scales, table, rows), mosaic.scalar(stage), block_m)
         registers = mosaic.registers(totals)
         numbers = [vector.extract(each, [], [i]) for each in registers for i in range(2)]
         # The sums of a thread for each part and, in it, each tile of 8 rows: rows 2q and 2q + 1 of
         # the thread's first column, and then of its second, 8 later.
         sums = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
-        tiles_of_part = block_m // _ROWS
+        tiles, tiles_of_part = range(height // _ROWS), block_m // _ROWS
         # The thread's first column in each part.
         columns = [mosaic.add(mosaic.scalar(c), mosaic.tensor_core_row()) for c in first_columns]
         for piece in range(pieces):
             # part_scales[part][i][block] is the scale of a block of column i of the thread's two.
             part_scales = [thread.load_scales(column, piece) for column in columns]
             for block in range(_BLOCKS):
-                row_words = [
-                    thread.load_rows(tile, piece, block) for tile in range(height // _ROWS)
-                ]
+                row_words = [thread.load_rows(tile, piece, block) for tile in tiles]
                 for part, column in enumerate(columns):
                     column_pairs = [thread.load_pairs(column, piece, block, i) for i in range(2)]
                     block_scales = [part_scales[part][i][block] for i in range(2)]
