@@ -112,11 +112,11 @@ class Loop:
             link = self._varying(after(link, [leaf for leaf in jax.tree.leaves(out) if leaf.size]))
             return link, out if carry_outputs else None
 
-        nothing = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(self.step, state) if carry_outputs else None,
-        )
-        carry = self._varying((jnp.float32(0), nothing))
+        before_first = None
+        if carry_outputs:
+            types = jax.eval_shape(self.step, state)
+            before_first = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), types)
+        carry = self._varying((jnp.float32(0), before_first))
         return lax.fori_loop(0, self.iterations, body, carry, unroll=unroll)
 
     def _varying(self, tree: Any) -> Any:

@@ -41,7 +41,7 @@ class XlaCollectives:
 
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Calls `function` with the mesh's Explicit axes made Auto; shards the result like x."""
-    # JAX cannot lower psum_scatter, nor all_gather's transpose, which it is, over Explicit axes.
+    # JAX cannot lower psum_scatter, which is also all_gather's transpose, over Explicit axes.
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
         spec = jax.typeof(x).sharding.spec

@@ -151,7 +151,7 @@ def _select(config: Config, program: Program, operands: Sequence[Any], most_toke
 def _define(
     name: str,
     results: Callable[..., Any],  # (*operands, config) -> a pytree of shapes and dtypes
-    function: Callable[[Any], Callable[..., Any]],  # implementation -> its function
+    function: Callable[[Any], Callable[..., Any]],  # what `load` returned -> its function
     most_tokens: int = _MOST_TOKENS,
 ) -> Callable[..., Any]:
     """Defines the primitive of a function; returns the function (*operands, config) that binds it.
@@ -181,11 +181,11 @@ def _define(
                 "is one exchange between ranks. Fold the batch axis into the tokens "
                 "(x [B, T, H] -> [B * T, H]), or loop with jax.lax.map or jax.lax.scan."
             )
-        results = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
+        stacked = one_by_one(functools.partial(primitive.bind, **params), operands, dims)
         # Routes and counts follow from the choices alone, so they are equal for the whole batch.
-        shared = [_is_integer(result) for result in results]
-        results = [r[0] if same else r for r, same in zip(results, shared, strict=True)]
-        return results, [None if same else 0 for same in shared]
+        is_shared = [_is_integer(array) for array in stacked]
+        outputs = [x[0] if shared else x for x, shared in zip(stacked, is_shared, strict=True)]
+        return outputs, [None if shared else 0 for shared in is_shared]
 
     primitive = define_primitive(
         name,

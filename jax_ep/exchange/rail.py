@@ -71,7 +71,7 @@ class Rail:
         """Returns `sent_tokens`: the first `capacity` tokens that chose experts of each host."""
         num_tokens = topk_idx.shape[0]
         chosen, position = self._positions(topk_idx)
-        # The scatter drops positions from `capacity` on, also T, that of a token without the host.
+        # Tokens that did not choose a host get position T. The scatter drops all >= `capacity`.
         position = jnp.where(chosen, position, num_tokens)
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], position.shape)
         sent_tokens = jnp.full_like(position, num_tokens, shape=(self.num_hosts, capacity))
@@ -102,8 +102,8 @@ class Rail:
             return topk_idx
         _, position = self._positions(topk_idx)
         host = self._host_of(topk_idx)
-        # For each choice [T, K]: how many earlier tokens go to its host. A choice of no expert has
-        # the host -1, for which 0 is read, and which is never dropped.
+        # For each choice [T, K]: how many earlier tokens chose its host. A choice of no expert has
+        # the host -1, for which host 0 is read; it is never dropped.
         earlier_tokens = jnp.take_along_axis(position, jnp.maximum(host, 0), axis=1)
         is_dropped = (host >= 0) & (host != self.host) & (earlier_tokens >= capacity)
         return jnp.where(is_dropped, -1, topk_idx)

@@ -91,11 +91,10 @@ def _multiply_bwd(options, implementation, operands, cotangents):
         products = []
         for each in matrices:
             numbers, is_transposed = dequantized_as_stored(each, rows.dtype)
-            products.append(
-                unquantized.product_of_arrays(
-                    rows, numbers, groups, implementation, transpose_rhs=is_transposed
-                )
+            product = unquantized.product_of_arrays(
+                rows, numbers, groups, implementation, transpose_rhs=is_transposed
             )
+            products.append(product)
         return _finished(products, operands._replace(biases=biases), options)
 
     drows, dbiases = jax.vjp(by_dequantized, rows, biases)[1](cotangents)
@@ -119,7 +118,7 @@ def _compute(operands, *, options, implementation, platform):
     rows, matrices, _, groups = operands
     shape = matrices[0].shape[1:]
     backend = select(implementation, platform, shape, rows.dtype, rows.shape[0])
-    if backend.name == "pallas" and options.num_rows is not None:
+    if backend.name == "pallas" and options.num_rows is not None:  # rows that choose groups
         out = _few_rows_by_kernel(operands, options.num_rows, options.gating)
         if out is not None:
             return (out,)
@@ -153,8 +152,8 @@ def _gated(
         # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
         if both_biases is not None and isinstance(groups, ChosenGroups):
             return None
-    both = [_operand(backend, rows, each, groups) for each in matrices]
-    (gate, _, groups_of_both), (up, _, _) = both
+    gate, _, groups_of_both = _operand(backend, rows, matrices[0], groups)
+    up, _, _ = _operand(backend, rows, matrices[1], groups)
     return backend.gated_product(
         rows,
         (gate, up),

@@ -70,6 +70,7 @@ def all_reduce_rms_norm(
     operands = x, residual, scale
     scratch_types = dict(scratch=body.scratch())
     if isinstance(fabric, Channels):
+        # Of each tile of a row: one shot sends all rows of a block, two shots a row and a sum.
         sends_per_tile = 2 if two_shot else body.rows_per_block
         results = low_latency.call(
             body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
@@ -231,6 +232,7 @@ class _Body:
         ranks = [endpoint.rank, *endpoint.peers]
         rows = [jnp.minimum(first_row + rank, self.num_rows - 1) for rank in ranks]
         row_here, *rows_of_peers = rows
+        # A warpgroup first sends a peer `num_tiles` tiles of x, and then as many of the sum.
         parts = [self._load(refs.x, row) for row in rows_of_peers]
         for j in range(num_tiles):
             endpoint.send(j, [part[j] for part in parts])

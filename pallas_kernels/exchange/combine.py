@@ -150,7 +150,7 @@ class _Combine:
     by_rank: bool
     fabric: fb.Fabric
     plan: Plan
-    window: Window
+    window: Window  # of a step's choices
 
     @property
     def receive_steps(self) -> int:
@@ -304,7 +304,7 @@ class _Combine:
     def _write_list(
         self, index: Any, places: Sequence[Any], weights: Sequence[Any], scratch: fb.Scratch
     ) -> jax.Array:
-        """Writes the list [*index] of a sum, rows of y first; returns the number of these rows."""
+        """Writes list `index` = (half, sum), with rows of y first; returns how many these are."""
         kept = [(place >= 0) & (place < self.capacity) for place in places]
         ones = [is_kept.astype(jnp.int32) for is_kept in kept]
         count = sum(ones, jnp.int32(0))

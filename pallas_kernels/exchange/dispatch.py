@@ -469,7 +469,7 @@ class _Dispatch(_Kernel):
         """Sends the counts of this rank's choices to all ranks, itself included, from block 0."""
         fabric, width = self.fabric, self.experts.count_width
 
-        # Block 0 sends, since a GPU starts it first.
+        # Block 0, which a GPU starts first, has counted the choices of all tokens in `next_rows`.
         @pl.when(lax.axis_index("block") == 0)
         def send() -> None:
             fabric.send_values(scratch.next_rows.at[pl.ds(0, width)], 0)

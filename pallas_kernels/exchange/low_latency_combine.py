@@ -247,8 +247,8 @@ class _Combine:
         fabric.barrier()
         sums_of_own_tokens = self._send_sums(endpoint, scratch)
         fabric.delay_point(1)
-        for i, sums in enumerate(sums_of_own_tokens):
-            self._receive(endpoint, i, ranks[i], sums, out)
+        for i, (token, exists) in enumerate(transfer.tokens()):
+            self._receive(endpoint, i, token, exists, ranks[i], sums_of_own_tokens[i], out)
         fabric.delay_point(2)
         endpoint.close()
 
@@ -313,16 +313,15 @@ class _Combine:
         return lax.fori_loop(0, count, add, [transfer.zeros() for _ in transfer.tiles()])
 
     def _receive(
-        self, endpoint: Endpoint, i: int, ranks: Sequence[Any], own_sums: Sequence[Any], out: Any
+        self, endpoint: Endpoint, i: int, token: Any, exists: Any, ranks: Any, sums: Any, out: Any
     ) -> None:
-        """Waits for peers' sums of this rank's i-th token, and stores their total to `out`."""
-        # `ranks` has the rank of each of the token's K experts; `own_sums` are tiles in registers.
+        """Waits for peers' sums of this rank's token, adds them to `sums`, and stores the total."""
+        # `token` is the block's i-th, and `ranks` has the rank of each of its experts.
         fabric, transfer = self.fabric, self.transfer
-        token, exists = transfer.tokens()[i]
         peer_sends = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
         received = transfer.receive(endpoint, i, peer_sends, exact=False)
-        for j, (own_sum, arrived) in enumerate(zip(own_sums, received, strict=True)):
+        for j, (own_sum, arrived) in enumerate(zip(sums, received, strict=True)):
             # Puts the sums, which begin with this rank's, into rank order.
             parts = [own_sum, *arrived]
             parts = vectors.rotate(parts, endpoint.rank, transfer.plan.vector)

@@ -320,6 +320,8 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     """Returns how many 32-bit words of shared memory a dispatch needs besides its rows."""
     # The default of `step_tokens` is that of the shortest steps; see `for_dispatch`.
     of_sender, of_step = (align_up(n * top_k, WARPGROUP) for n in (_WINDOW_TOKENS, step_tokens))
+    # The rows of choices in both windows; `dispatch_like` reads those of this rank's tokens at
+    # every rank.
     choices = num_ranks * (of_sender + of_step)
     # The lists in the sender's ring, and those of the receiver, `step_copies`.
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k

@@ -71,6 +71,7 @@ def rank_dispatch(
     row = Row(x.shape[-1], x.dtype, wire)
     sender = Sender(fabric, plan, num_tokens, row, num_words=num_words)
     kernel = _RankDispatch(num_experts, top_k, sender)
+    num_rows = num_ranks * num_tokens
     *parts, lists = fb.kernel(
         fabric,
         kernel,
@@ -78,11 +79,8 @@ def rank_dispatch(
         num_blocks=plan.num_blocks,
         num_warpgroups=1 + sender.num_warpgroups,
         out_type=[
-            *(
-                jax.ShapeDtypeStruct((num_ranks * num_tokens, columns), t)
-                for columns, t in row.parts
-            ),
-            jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
+            *(jax.ShapeDtypeStruct((num_rows, columns), t) for columns, t in row.parts),
+            jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),  # lists
         ],
         scratch_types=dict(scratch=kernel.scratch()),
         # Peers write to all results, which follow the 2 operands.

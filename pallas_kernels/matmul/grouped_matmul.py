@@ -49,6 +49,7 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
+    choose,
     launch,
     swizzled,
     transposed,
@@ -423,7 +424,7 @@ class Matrices:
 
             # The shape of an instruction is static.
             heights = self.kernel.tiles.heights
-            lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
+            choose(height_index, [functools.partial(of_height, each) for each in heights])
 
         return self.ring.accumulate(steps, len(starts), shape, multiply)
 

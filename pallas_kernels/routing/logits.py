@@ -32,7 +32,8 @@ _THREADS = 256
 _WARPS = _THREADS // WARP
 # A thread reads this many numbers of a row of the gate at a time.
 _COLUMNS = 4
-# A thread loads at most this many numbers of tokens, and of the gate, before it multiplies.
+# A thread loads at most this many numbers of tokens, and of the gate, before it multiplies, so that
+# the loads overlap.
 _AHEAD = 32
 # The most tokens; their sums are in registers.
 MOST_TOKENS = 16
