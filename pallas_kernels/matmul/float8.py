@@ -426,6 +426,7 @@ class Float8Kernel(Kernel):
             carry = zeros_of_halves, feed, first_scales
             return lax.fori_loop(0, steps, step, carry)[:2]
 
+        # Without a step, as in an empty group's sum, no operands arrive for which to wait.
         if isinstance(steps, int):
             return all_steps(feed)
         return lax.cond(steps > 0, all_steps, lambda feed: (zeros_of_halves, feed), feed)
