@@ -415,6 +415,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
     """Returns the formats of the parameters that become a `QuantizedArray`, by name."""
     quantized = NAMED_FORMATS.get(quantized, quantized)
     if isinstance(quantized, Format):
+        # Matrices of routed experts are stored as [out, in], as published ones are.
         format = quantized if isinstance(quantized, Transposed) else Transposed.of(quantized)
         return {n: format for n in block.params() if n in MATRICES and n in ROUTED_WEIGHTS}
     if quantized is None:

@@ -619,10 +619,10 @@ def _place(
     """Finds the slice of a stored tensor that holds a slice of a parameter."""
     # `slices` and `sizes` have the slices and the sizes of the parameter's axes, by their letters.
     # Returns a slice for each axis of the tensor, and the letters of its axes without G.
+    letters, index = "", []
     # An axis with G has two parameters, of which this is number g: they follow each other in "GF",
     # and alternate in "FG". In "E GF H", wi_1 (g = 1) of expert 2 is [2:3, F:2 * F, 0:H].
     g = tensor.params.index(param)
-    letters, index = "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
         # The parameter lacks an axis "1" of the tensor, which has one element.

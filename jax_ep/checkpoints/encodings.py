@@ -342,6 +342,7 @@ class Scaled:
     def _scales_of(self, index: Index, values: np.ndarray) -> np.ndarray:
         """Returns the scale of each number in a slice, in float32, and checks the scales."""
         # `values` are the slice's numbers without scales. Where they are 0, a scale may be 0, too.
+        num_axes = len(self.directory.entry(self.scales).shape)
         # For each axis, the block of each number in the slice.
         places = [
             np.arange(*axis_slice.indices(n)) // (n // count)
@@ -349,7 +350,6 @@ class Scaled:
         ]
         blocks = tuple(slice(place[0], place[-1] + 1) for place in places)
         # The scales may lack last axes, along which there is one block.
-        num_axes = len(self.directory.entry(self.scales).shape)
         scales = self.directory.read(self.scales, blocks[:num_axes])
         scales = scales.reshape([block.stop - block.start for block in blocks])
         if scales.dtype == np.uint8:

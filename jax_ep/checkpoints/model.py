@@ -385,16 +385,13 @@ def _publish(path: Path, config: Mapping[str, Any], files: dict[str, list[_Entry
     """Writes the index and config.json, without which no model can be loaded."""
     total = sum(entry.num_bytes for group in files.values() for entry in group)
     weight_map = {entry.name: file for file, group in files.items() for entry in group}
-    scratch = path / ".writing-index"
-    scratch.mkdir(exist_ok=True)
-    (scratch / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
-    safetensors.write_index(
-        scratch, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    )
-    # config.json comes last: with it, and without an index, an old model of one file would load.
-    for name in (INDEX, CONFIG):
-        os.replace(scratch / name, path / name)
-    scratch.rmdir()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with safetensors.scratch_folder(path) as scratch:
+        (scratch / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+        safetensors.write_index(scratch, index)
+        # config.json comes last: with it and without an index, an old model of one file would load.
+        for name in (INDEX, CONFIG):
+            os.replace(scratch / name, path / name)
 
 
 def _gathered(sharding: Sharding, split_axes: int) -> Sharding:

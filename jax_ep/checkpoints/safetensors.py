@@ -271,7 +271,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
     cache, is replaced by a file; its target stays unchanged.
     """
     files = sorted({directory.files[name] for name in names})
-    with _scratch(directory.path) as scratch:
+    with scratch_folder(directory.path) as scratch:
         for file in files:
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(directory.path / file, scratch / file)
@@ -307,7 +307,7 @@ def adding(
     index = _read_index(index_file) if index_file.exists() else {}
     index["metadata"] = _metadata_after(directory, dict(index.get("metadata") or {}), kept, tensors)
     index["weight_map"] = kept | dict.fromkeys(tensors, file)
-    with _scratch(directory.path) as scratch:
+    with scratch_folder(directory.path) as scratch:
         create(scratch / file, tensors)
         write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})
         yield Directory(scratch, writable=True)
@@ -339,7 +339,7 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
+def scratch_folder(path: Path) -> Iterator[Path]:
     """Makes a temporary folder in `path`, and removes it in the end."""
     scratch = Path(tempfile.mkdtemp(prefix=".rewriting-", dir=path))
     try:

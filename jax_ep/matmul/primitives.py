@@ -105,7 +105,7 @@ def define(
 
     def lower(program: jax_compat.Program, *leaves, **params):
         # The rule for all other platforms may also be that of a program for several platforms.
-        platform, *further = program.platforms
+        platform, *further = program.platforms or (_OTHER_PLATFORM,)
         if further or platform not in _PLATFORMS:
             platform = _OTHER_PLATFORM
         return program.lower(functools.partial(run, platform), *leaves, **params)

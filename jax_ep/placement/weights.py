@@ -368,8 +368,10 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], *, size_name: 
 
 def _of_experts(path: Any) -> bool:
     """Returns whether a key in the path of a leaf names one of `ROUTED_WEIGHTS`."""
-    # A key may also be a tuple of names, or names joined by "/" or ".", in flattened dictionaries.
-    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))
-    names = (name for part in parts if isinstance(part, str) for name in re.split(r"[./]", part))
+    names: list[str] = []
+    for entry in path:
+        key = getattr(entry, "key", getattr(entry, "name", None))  # of a dict, or an attribute
+        # In a flattened dict, a key may be a tuple of names, or names joined by "/" or ".".
+        for part in key if isinstance(key, tuple) else (key,):
+            names += re.split(r"[./]", part) if isinstance(part, str) else []
     return any(name in ROUTED_WEIGHTS for name in names)

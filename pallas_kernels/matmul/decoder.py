@@ -272,7 +272,7 @@ class Decoder:
 
 def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     """Returns the Mosaic transforms of the values in the ring's stages."""
-    # Swizzled, for the banks of a warp's threads. Columns of one or three pieces need no swizzle.
+    # Swizzled, so that a warp's threads load from different banks; not for one or three pieces.
     if pieces not in (2, 4):
         return ()
     column_bytes = pieces * NUMBER_BYTES

@@ -18,8 +18,7 @@ are adjacent columns of one matrix; in `float8_gated_matmul` they are the same c
 matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
 of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
 tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
-of one half, whose totals and accumulators leave a loader its third of the registers. A gated tile
-is then computed in two *passes* over K, each for 64 columns of both matrices.
+of one half, whose totals and accumulators leave a loader its third of the registers.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the halves; in `float8_gated_matmul` the second one has no work.
@@ -52,7 +51,7 @@ from pallas_kernels.matmul.kernel import (
     Kernel,
     aligned,
     launch,
-    quotient_and_rest,
+    stage_of,
     swizzled,
     zeros,
 )
@@ -84,20 +83,21 @@ class Float8Tiles:
     band: int = 8
     # Columns of an output tile: 128 of each matrix, or 256 of one matrix.
     block_n: int = BLOCK
-    # How often a tile's steps run over K, each time for another part of its columns.
-    passes: int = 1
+    # Whether a computer waits for a step's operands and scales while it multiplies the step before.
+    waits_ahead: bool = True
 
     @classmethod
-    def of(cls, num_matrices: int, narrow_stages: int = 4, few_rows: bool = False) -> Float8Tiles:
+    def of(cls, num_matrices: int, few_rows: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
-        `narrow_stages` is `num_stages` of narrow tiles; `few_rows`: less than `_FEW_ROWS` a group.
+        `few_rows` is whether groups have fewer than `_FEW_ROWS` rows on average.
         """
-        if REGISTERS_MOVE or few_rows:
-            return cls(block_n=HALVES * BLOCK // num_matrices)
-        # Totals of two halves would leave no registers for a loader. A band of narrow tiles has as
-        # many columns as one of the tiles above.
-        return cls(num_stages=narrow_stages, band=16 // num_matrices, passes=num_matrices)
+        if REGISTERS_MOVE or few_rows or num_matrices > 1:
+            # With few rows, a computer waits for memory, and should release a stage before.
+            return cls(block_n=HALVES * BLOCK // num_matrices, waits_ahead=not few_rows)
+        # Totals of two halves would leave no registers for a loader. A band of these narrow tiles
+        # has as many columns as one of the tiles above.
+        return cls(num_stages=6, band=16)
 
 
 def float8_matmul(
@@ -241,29 +241,15 @@ class Float8Kernel(Kernel):
     @property
     def halves(self) -> int:
         """The number of tiles of 128 columns that a compute warpgroup multiplies its rows by."""
-        return self.num_matrices * self.step_columns // BLOCK
-
-    @property
-    def step_columns(self) -> int:
-        """The number of columns of each right operand that a step multiplies by."""
-        return self.tiles.block_n // self.tiles.passes
-
-    @property
-    def num_scales(self) -> int:
-        """The number of scales of blocks of the right operands in a step."""
-        return max(self.halves, self.num_matrices)
+        return self.num_matrices * self.tiles.block_n // BLOCK
 
     @property
     def fits_beside_loader(self) -> bool:
         return self.halves == 1
 
     @property
-    def steps_of_pass(self) -> int:
-        return sum(self.depths) // BLOCK
-
-    @property
     def steps(self) -> int:
-        return self.tiles.passes * self.steps_of_pass
+        return sum(self.depths) // BLOCK
 
     @property
     def chunk(self) -> int:
@@ -279,7 +265,7 @@ class Float8Kernel(Kernel):
             right=plgpu.SMEM(
                 (stages, self.halves * BLOCK, BLOCK), self.dtype, transforms=transforms
             ),
-            block_scales=plgpu.SMEM((stages, self.num_scales), jnp.float32),
+            block_scales=plgpu.SMEM((stages, self.halves), jnp.float32),
             # The rows that a computer is storing; see `store_rows_through`.
             staged=plgpu.SMEM((COMPUTERS, ROWS, self.chunk), self.out_dtype),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
@@ -344,14 +330,14 @@ class Float8Kernel(Kernel):
 
     def columns_of(self, left_edge: Any) -> Any:
         """Returns the range of columns of each right operand that a step multiplies by."""
-        columns = self.step_columns
-        return pl.ds(pl.multiple_of(left_edge, min(columns, BLOCK)), columns)
+        return pl.ds(pl.multiple_of(left_edge, BLOCK), self.tiles.block_n)
 
     def block_scales(
         self, scales: Sequence[Any], left_edge: Any, at: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Returns references to a step's `num_scales` scales of blocks of the right operands."""
-        # `scales` has an array of each right operand; `at(array, i)`: for columns from 128 * i on.
+        """Returns references to the scale of each half's block of the right operands in a step."""
+        # `scales` has an array for each right operand. `at(array, i)` refers to the scale of the
+        # 128 columns from 128 * i on.
         block = lax.div(left_edge, jnp.int32(BLOCK))
         if self.num_matrices > 1:
             return [at(array, block) for array in scales]
@@ -370,13 +356,13 @@ class Float8Kernel(Kernel):
     ) -> None:
         """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
         # References in global memory: `left` [128, 128], `left_scales` [128], or None if not
-        # `rows_have_scales`, and `rights` [step_columns, 128]. `block_scales` are `num_scales`.
-        stage = lax.rem(number, jnp.int32(self.tiles.num_stages))
+        # `rows_have_scales`, and `rights` [block_n, 128]. `block_scales` has one of each half.
+        stage = stage_of(number, self.tiles.num_stages)
         full = scratch["full"].at[stage]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
         if self.rows_have_scales:
             plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
-        width = self.step_columns
+        width = self.tiles.block_n
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, destination, full)
@@ -400,42 +386,56 @@ class Float8Kernel(Kernel):
         columns, from half `first_half` on. `used` is the number of steps before. Returns `halves`
         sums, [64, 128] float32, the first for `first_half`, zero if not computed; and the new feed.
         """
-        num_stages, scratch = jnp.int32(self.tiles.num_stages), computer.scratch
-        zero = zeros((ROWS, BLOCK), jnp.float32)
+        scratch, num_stages = computer.scratch, self.tiles.num_stages
+        zeros_of_halves = (zeros((ROWS, BLOCK), jnp.float32),) * self.halves
 
-        def step(n, carry):
-            totals, feed = carry
-            stage = lax.rem(used + n, num_stages)
+        def wait_for(n):
+            # Waits for the operands of step n; returns the scales of its rows, None if they have
+            # none, and those of its blocks.
+            stage, row_scales = stage_of(used + n, num_stages), None
             plgpu.barrier_wait(scratch["full"].at[stage])
-            product = tensor_cores.start_float8_product(
-                scratch["left"], scratch["right"], stage, row, first_half
-            )
-            # While the tensor cores compute the first product, load stages and scales.
-            feed = computer.feeder.follow(used + n, feed)
-            row_scales = None
             if self.rows_have_scales:
                 of_rows = scratch["row_scales"].at[stage, pl.ds(row, ROWS)]
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 row_scales = plgpu.load(of_rows, layout=layout, optimized=False)
-            # A half has one scale, and the half of a narrow gated tile two, for 64 columns each. If
-            # `first_half` is 1, the last index is past the end, and that half is not computed.
-            block_scales = [
-                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.num_scales - 1)]
-                for i in range(self.num_scales)
+            # If `first_half` is 1, the last half would be past the end, and is not computed.
+            return row_scales, [
+                scratch["block_scales"][stage, jnp.minimum(first_half + i, self.halves - 1)]
+                for i in range(self.halves)
             ]
-            totals = tensor_cores.add_float8_products(
-                totals, product, num_halves, row_scales, block_scales
-            )
-            plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, feed
 
-        return lax.fori_loop(0, steps, step, ((zero,) * self.halves, feed))
+        def step(n, carry):
+            totals, feed, scales = carry
+            if not self.tiles.waits_ahead:
+                scales = wait_for(n)
+            stage = stage_of(used + n, num_stages)
+            product = tensor_cores.start_float8_product(
+                scratch["left"], scratch["right"], stage, row, first_half
+            )
+            # While the tensor cores compute the first product, load a stage, and wait for the next.
+            feed, next_scales = computer.feeder.follow(used + n, feed), None
+            if self.tiles.waits_ahead:
+                wait_for_next = functools.partial(wait_for, n + 1)
+                next_scales = lax.cond(n + 1 < steps, wait_for_next, lambda: scales)
+            totals = tensor_cores.add_float8_products(totals, product, num_halves, *scales)
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
+            return totals, feed, next_scales
+
+        def all_steps(feed):
+            first_scales = wait_for(jnp.int32(0)) if self.tiles.waits_ahead else None
+            carry = zeros_of_halves, feed, first_scales
+            return lax.fori_loop(0, steps, step, carry)[:2]
+
+        # Without a step, as in an empty group's sum, no operands arrive for which to wait.
+        if isinstance(steps, int):
+            return all_steps(feed)
+        return lax.cond(steps > 0, all_steps, lambda feed: (zeros_of_halves, feed), feed)
 
     def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
         """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
 
         def step(i, feed):
-            stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
+            stage = stage_of(used + i, self.tiles.num_stages)
             plgpu.barrier_wait(computer.scratch["full"].at[stage])
             plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
             return computer.feeder.follow(used + i, feed)
@@ -467,14 +467,8 @@ class _RowLoader:
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
-    def _pass_of(self, step: jax.Array) -> tuple[Any, jax.Array]:
-        """Returns the pass that step number `step` of a tile is in, and its number in that pass."""
-        if self.kernel.tiles.passes == 1:
-            return 0, step
-        return quotient_and_rest(step, jnp.int32(self.kernel.steps_of_pass))
-
     def _of_pair(self, step: jax.Array, body: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-        """Returns body(operands of a pair, step of the pair), for step number `step` of a pass."""
+        """Returns body(operands of a pair, step of the pair), for step number `step` of a tile."""
         per_pair = 2 * (1 + self.kernel.num_matrices)
 
         # A tile's steps run through the depth of one pair after the other.
@@ -498,14 +492,12 @@ class _RowLoader:
 
             return [each[...] for each in self.kernel.block_scales(operands[3::2], left_edge, at)]
 
-        _, step = self._pass_of(jnp.minimum(step, self.kernel.steps - 1))
-        return self._of_pair(step, read)
+        return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
 
     def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
-        pass_index, step = self._pass_of(step)
-        columns = self.kernel.columns_of(left_edge + pass_index * self.kernel.step_columns)
+        columns = self.kernel.columns_of(left_edge)
 
         def fill(operands: Sequence[Any], i: jax.Array) -> None:
             values, scales, *matrices_and_scales = operands
@@ -593,60 +585,22 @@ class _GatedProduct(Float8Kernel):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
-    def scratch_types(self) -> dict[str, Any]:
-        types = super().scratch_types()
-        if self.tiles.passes > 1:
-            shape = COMPUTERS, HALVES, ROWS, self.step_columns
-            types["first_pass"] = plgpu.SMEM(shape, jnp.float32, transforms=swizzled(jnp.float32))
-        return types
-
-    def multiply(
-        self, computer: Computer, used: jax.Array, feed: Feed | None, row: Any
-    ) -> tuple[Sequence[Callable[[int], jax.Array]], Feed | None]:
-        """Multiplies 64 rows by both matrices; returns, for each pass, a function, and the feed.
-
-        function(i) returns the pass's columns of the product with matrix i, [64, columns] float32.
-        """
-        steps = self.steps_of_pass
-        totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
-        if self.tiles.passes == 1:
-            return [lambda i: totals[i]], feed
-        # A total has 64 columns of each product. Those of the first pass wait in shared memory.
-        first_pass, columns = computer.scratch["first_pass"].at[computer.number], self.step_columns
-        of_product = [slice(i * columns, (i + 1) * columns) for i in range(HALVES)]
-        for i in range(HALVES):
-            first_pass[i] = totals[0][:, of_product[i]]
-        (second,), feed = self.accumulate_halves(computer, used + steps, feed, row, 0, 1, steps)
-
-        def load(i: int) -> jax.Array:
-            return plgpu.load(first_pass.at[i], layout=plgpu.Layout.WGMMA)
-
-        return [load, lambda i: second[:, of_product[i]]], feed
-
     def compute_tile(self, computer, tile: Position, used, feed):
         first, begin, end, left_edge = tile
         row = pl.multiple_of(computer.number * ROWS, ROWS)
         top = first + row
 
         def compute(feed: Feed | None) -> Feed | None:
-            passes, feed = self.multiply(computer, used, feed, row)
+            products, feed = self.accumulate_halves(
+                computer, used, feed, row, 0, HALVES, self.steps
+            )
             target = Target(top, left_edge, begin - top, end - top)
             of_scales = target._replace(left=lax.div(left_edge, jnp.int32(BLOCK)))
             store = functools.partial(self.store_quantized, computer, target, of_scales)
-
-            def store_product(i: int) -> None:
-                store(side_by_side([product(i) for product in passes]), index=1 + i)
-
-            # After two passes, registers are fewest if one product is stored before the gated one,
-            # and if the last pass is gated first, because it is in registers.
-            num_before = int(self.keep and self.tiles.passes > 1)
-            for i in range(num_before):
-                store_product(i)
-            hidden = [self.gating(product(0), product(1)) for product in reversed(passes)]
-            store(side_by_side(hidden[::-1]), index=0)
+            store(self.gating(*products), index=0)
             if self.keep:
-                for i in range(num_before, HALVES):
-                    store_product(i)
+                for i, product in enumerate(products):
+                    store(product, index=1 + i)
             return feed
 
         # A short tile has no rows for the second warpgroup.
@@ -664,21 +618,6 @@ class _GatedProduct(Float8Kernel):
         register_tiles.store_rows_through(room, out, values, target)
         # The scales of the gated product, result 0, are transposed.
         register_tiles.store_column(out_scales, scales, of_scales, to_row=index == 0)
-
-
-def side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
-    """Joins the columns of all passes, [64, n] float32 each, to [64, n * passes]."""
-    if len(parts) == 1:
-        return parts[0]
-    shape, layout = (ROWS, sum(part.shape[1] for part in parts)), plgpu.Layout.WGMMA
-
-    def emit(*arrays: mosaic.Array) -> mosaic.Array:
-        # A thread's registers are in the order of columns.
-        registers = [register for array in arrays for register in mosaic.registers(array)]
-        return mosaic.tensor_core_array(registers, shape, mosaic.float_type())
-
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
-    return mosaic.inline(emit, [(part, layout) for part in parts], result)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

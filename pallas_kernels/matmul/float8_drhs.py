@@ -76,7 +76,7 @@ def drhs_of_each(
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = group_blocks.shape[0]
     kernel = _Drhs(
-        tiles=tiles or Float8Tiles.of(len(grads), narrow_stages=6),
+        tiles=tiles or Float8Tiles.of(len(grads)),
         num_blocks=num_blocks,
         width=width,
         depths=(padded,),

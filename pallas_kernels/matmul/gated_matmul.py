@@ -215,7 +215,7 @@ class _OneProduct(Computer):
         return 0
 
     @property
-    def _column_starts(self) -> Starts:
+    def _starts(self) -> Starts:
         return [(self.number, 0)]
 
     def _compute_tile(
@@ -229,9 +229,7 @@ class _OneProduct(Computer):
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)
         steps = Steps(used, self.kernel.steps, self.feeder, feed)
-        total, feed = self.matrices.sum_products(
-            self._column_starts, height_index, self._shape, steps
-        )
+        total, feed = self.matrices.sum_products(self._starts, height_index, self._shape, steps)
         product = total.astype(self.kernel.dtype)
         # The product is transposed: its columns are rows of the tile.
         num_first = self.passed.product.shape[1]

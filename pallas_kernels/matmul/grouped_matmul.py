@@ -49,6 +49,7 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     aligned,
+    choose,
     launch,
     swizzled,
     transposed,
@@ -310,7 +311,7 @@ class OperandTile(NamedTuple):
     group: jax.Array
     first_row: jax.Array  # of lhs
     left_edge: jax.Array  # the first column
-    height_index: jax.Array  # in `heights`
+    height_index: jax.Array  # in `Tiles.heights`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,7 +424,7 @@ class Matrices:
 
             # The shape of an instruction is static.
             heights = self.kernel.tiles.heights
-            lax.switch(height_index, [functools.partial(of_height, each) for each in heights])
+            choose(height_index, [functools.partial(of_height, each) for each in heights])
 
         return self.ring.accumulate(steps, len(starts), shape, multiply)
 
@@ -493,7 +494,7 @@ class Computer:
         return self.number * self.kernel.tiles.part
 
     @property
-    def _column_starts(self) -> Starts:
+    def _starts(self) -> Starts:
         return [(i, self._first_column) for i in range(self.kernel.num_matrices)]
 
     def _look_up(self, index: jax.Array) -> tuple[Position, jax.Array, jax.Array]:
@@ -528,7 +529,7 @@ class Computer:
             steps = steps._replace(meanwhile=store_held, least=steps_of_tile)
         part, block_m = self._shape
         shape = part, self.kernel.num_matrices * block_m
-        total, feed = self.matrices.sum_products(self._column_starts, height_index, shape, steps)
+        total, feed = self.matrices.sum_products(self._starts, height_index, shape, steps)
         results = functools.partial(self.kernel.results, total, biases)
         if self.kernel.holds:
             held = results(*(slice(0, size) for size in self._shape))

@@ -176,6 +176,19 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
+def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int = 0) -> None:
+    """Runs `functions[index - first]` in a kernel; past either end, the nearest of them."""
+    # In each step of a ring, a few comparisons take less time than the jump table of a switch.
+    if len(functions) == 1:
+        return functions[0]()
+    half = len(functions) // 2
+    return lax.cond(
+        index < first + half,
+        lambda: choose(index, functions[:half], first),
+        lambda: choose(index, functions[half:], first + half),
+    )
+
+
 def launch(
     kernel: Kernel, scratch_types: dict[str, Any], out_type: Any, name: str
 ) -> Callable[..., Any]:
@@ -186,6 +199,10 @@ def launch(
         scratch_types=scratch_types,
         num_blocks=kernel.all_blocks,
         num_warpgroups=COMPUTERS + kernel.has_loader,
+        # Pallas would add a barrier before each copy to a stage, which computer 0 waits for if it
+        # feeds the ring. Stages have barriers of their own, and each write to shared memory is
+        # between a wait for the copies from it and `commit_smem`, which are barriers, too.
+        auto_barriers=False,
         kernel_name=name,
     )
 
@@ -217,6 +234,13 @@ def swizzled(dtype: Any) -> tuple[Any, ...]:
 def aligned(row: jax.Array) -> jax.Array:
     """Returns `row`, and tells the compiler that it is a multiple of 8."""
     return pl.multiple_of(row, ROW_ALIGNMENT)
+
+
+def stage_of(number: jax.Array, num_stages: int) -> jax.Array:
+    """Returns the stage of a ring for step `number`, which is at least 0."""
+    # Without signs, the rest of a division takes fewer instructions.
+    stage = lax.rem(number.astype(jnp.uint32), jnp.uint32(num_stages))
+    return stage.astype(jnp.int32)
 
 
 def quotient_and_rest(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
 from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Starts, Tiles
-from pallas_kernels.matmul.kernel import CHUNK, STEP, transposed, zeros
+from pallas_kernels.matmul.kernel import CHUNK, STEP, choose, transposed, zeros
 from pallas_kernels.matmul.operand_ring import Feed, Steps
 
 
@@ -98,8 +98,9 @@ class Mxfp4Matrices(Matrices):
                 """Decodes part by part, while the tensor cores multiply the part before."""
                 loaded = load(stage, parts[0])
                 for i, part in enumerate(parts):
-                    # Decoding overwrites registers of parts whose matmuls must be complete before:
-                    # all but the last one's or, with one part in a step, all.
+                    # The tensor cores may read registers until their matmul is complete. Before a
+                    # part is decoded to registers, all matmuls but the last one must be complete;
+                    # with one part in a step also the last one, which reads the same registers.
                     plgpu.wgmma_wait(min(len(parts) - 1, 1))
                     columns = decoder.decode(loaded)
                     products = accumulator.at[
@@ -110,7 +111,7 @@ class Mxfp4Matrices(Matrices):
                     if i + 1 < len(parts):
                         loaded = load(stage, parts[i + 1])
 
-            lax.switch(height_index, [functools.partial(of_height, each) for each in tiles.heights])
+            choose(height_index, [functools.partial(of_height, each) for each in tiles.heights])
 
         # When `multiply` returns, the matmuls of its last two parts may still run.
         matmuls = min(len(parts), 2)

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, swizzled
+from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, choose, stage_of, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TileSource:
         def start(tile: Any) -> None:
             plgpu.copy_gmem_to_smem(tile, destination.at[: tile.shape[0]], full)
 
-        lax.switch(self.index, [functools.partial(start, tile) for tile in self.candidates])
+        choose(self.index, [functools.partial(start, tile) for tile in self.candidates])
 
 
 class Loader(Protocol):
@@ -120,7 +120,7 @@ class Feeder:
 
         @pl.when(number >= self.num_stages)
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[lax.rem(number, jnp.int32(self.num_stages))])
+            plgpu.barrier_wait(self.empty.at[stage_of(number, self.num_stages)])
 
         self.loader.load(tile, step, number, ahead)
 
@@ -128,7 +128,9 @@ class Feeder:
         """Fills all stages but one, still without a wait; returns the feed, None with a loader."""
         if self.has_loader:
             return None
-        feed = self._first_step_of(jnp.int32(0))
+        # Past the last tile, there is nothing to feed for computer 1.
+        is_first = lax.axis_index("warpgroup") == 0
+        feed = self._first_step_of(jnp.where(is_first, 0, self.tiles.count))
         return lax.fori_loop(0, self.num_stages - 1, self._load, feed)
 
     def follow(self, number: jax.Array, feed: Feed | None) -> Feed | None:
@@ -156,8 +158,7 @@ class Feeder:
             is_left = next_step < self.loader.steps_of(feed.tile)
             return lax.cond(is_left, of_same_tile, of_next_tile)
 
-        is_to_load = (lax.axis_index("warpgroup") == 0) & (feed.turn < self.tiles.count)
-        return lax.cond(is_to_load, load, lambda feed: feed, feed)
+        return lax.cond(feed.turn < self.tiles.count, load, lambda feed: feed, feed)
 
     def _first_step_of(self, turn: jax.Array) -> Feed:
         tile = self.loader.find(self.tiles.index(turn))
@@ -223,7 +224,7 @@ class OperandRing:
         )
 
     def stage_of(self, number: jax.Array) -> jax.Array:
-        return lax.rem(number, jnp.int32(self.num_stages))
+        return stage_of(number, self.num_stages)
 
     def right_tile(self, stage: jax.Array, matrix: Any) -> Any:
         tile = self.right.at[stage]

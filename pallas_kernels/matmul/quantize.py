@@ -3,7 +3,7 @@
 Tensor cores require float8 operands whose contraction dimension is innermost. The gradient of the
 rows needs the matrices transposed, and the gradient of the matrices the rows and their gradients.
 Tensor cores add 128 products before the sum is multiplied by a scale, so 128 of these rows share a
-scale. `transpose_rows` rounds values that are quantized already again, with their largest scale.
+scale. `transpose_rows` rounds quantized values again, with the largest of their scales.
 
 A thread block handles a tile of 128 rows by 128 columns, and a thread a patch of 8 columns, and 8
 rows of 16-bit elements, or 4 of float32:

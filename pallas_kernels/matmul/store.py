@@ -122,7 +122,7 @@ class Store:
 
     def _copy(self, buffers: Sequence[Any], target: Target) -> None:
         """Copies each output's chunk from its buffer."""
-        # The last chunks of a tile may have fewer rows. TMA copies a chunk if all rows are stored.
+        # The last chunks of a tile may have fewer rows. TMA copies a chunk if all rows are needed.
         heights = {STORED_ROWS, self.block_m % STORED_ROWS or STORED_ROWS}
         at_once = [(target.begin == 0) & (target.end == height) for height in heights]
         for height, whole in zip(heights, at_once, strict=True):

@@ -45,7 +45,7 @@ class StartedProduct(NamedTuple):
 
     # [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
     product: jax.Array
-    # Both tiles, as operands of `mosaic.inline`, their offsets in bytes, and their types in PTX.
+    # Both tiles, as operands of `mosaic.inline`, their offsets in 16 bytes, and their types in PTX.
     operands: list[Any]
     kinds: list[str]
 
@@ -62,9 +62,9 @@ def start_float8_product(
       first: the block of right[stage] to multiply by.
     """
     tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
-    # In bytes: a row of a tile has 128.
+    # In units of 16 bytes: a row of a tile has 8.
     offsets = [
-        jnp.int32(stage * (ref.shape[1] * 128) + begin * 128)
+        jnp.int32(stage * (ref.shape[1] * 8) + begin * 8)
         for ref, begin in ((left, row), (right, first * _COLUMNS))
     ]
     operands = [(left, tile), (right, tile), *offsets]
@@ -90,13 +90,13 @@ def add_float8_products(
       started: the product with the first block.
       count: how many blocks to multiply by, from the first on: at least 1, at most one a total.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of its block, or several, of equal parts.
+      block_scales: for each total, the float32 scale of its block.
 
     Returns:
       The new totals. Those of blocks below `count` grew by the products times both scales.
     """
     num, layout = len(totals), plgpu.Layout.WGMMA
-    emit = functools.partial(_emit_float8_products, num, len(block_scales), started.kinds)
+    emit = functools.partial(_emit_float8_products, num, started.kinds)
     operands = [*started.operands, (started.product, layout), jnp.int32(count)]
     operands += [*((total, layout) for total in totals), *block_scales]
     if row_scales is not None:
@@ -123,7 +123,6 @@ def _emit_start_of_float8_product(
 
 def _emit_float8_products(
     num_blocks: int,
-    num_scales: int,
     kinds: Sequence[str],
     left_ref: Value,
     right_ref: Value,
@@ -133,15 +132,15 @@ def _emit_float8_products(
     count: Array,
     *arrays: Array,
 ) -> list[Array]:
-    """Emits `add_float8_products` for one thread; `num_scales` is the number of blocks' scales."""
+    """Emits `add_float8_products` for one thread."""
     # All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
     # products as values, ptxas would assign registers of its own to each, and spill the totals.
     num_results = (num_blocks + 1) * _PER_PRODUCT
     count = mosaic.scalar(count)
     # `arrays` are the totals, the scales of blocks and, unless they are 1, the scales of rows.
     old_totals, scales = arrays[:num_blocks], arrays[num_blocks:]
-    block_scales = [mosaic.scalar(each) for each in scales[:num_scales]]
-    row_scales = scales[num_scales:]
+    block_scales = [mosaic.scalar(each) for each in scales[:num_blocks]]
+    row_scales = scales[num_blocks:]
     # A thread holds elements of two rows.
     thread_row_scales = [None, None]
     if row_scales:
@@ -168,7 +167,7 @@ def _emit_float8_products(
         *["l", "l", "r"],  # the types of `operands`
         *["f"] * len(factors),
     )
-    text = _text_of_float8_products(num_blocks, num_scales, kinds)
+    text = _text_of_float8_products(num_blocks, kinds)
     values = _inline_asm(num_results, [*inputs, *operands], text, constraints)
     return _products_of(values)[:num_blocks]
 
@@ -203,14 +202,16 @@ def _products_of(values: Sequence[Value]) -> list[Array]:
 
 
 def _descriptor(ref: Value, offset: Array) -> Value:
-    """Returns the descriptor of wgmma's operand at byte `offset` of `ref`."""
-    wide = mosaic.integer_type(64)
-    place = mosaic.narrow(mosaic.address(ref))
-    place = mosaic.add(place, mosaic.scalar(offset))
-    start = arith.shrui(arith.andi(place, mosaic.i32(0x3FFFF)), mosaic.i32(4))
+    """Returns the descriptor of wgmma's operand at `offset`, in units of 16 bytes, of `ref`."""
+    # A block's shared memory ends before 256 KiB, so the address takes the descriptor's low 14
+    # bits. What does not depend on the step comes first, since it is computed once.
+    #
     # Addresses count 16 bytes: tiles of 8 rows, 1024 bytes apart (64 << 32), swizzled (1 << 62).
     # The tensor cores ignore the other distance (1 << 16), as the contraction is contiguous.
-    return arith.ori(arith.extui(wide, start), mosaic.i64(1 << 62 | 64 << 32 | 1 << 16))
+    start = arith.shrui(mosaic.narrow(mosaic.address(ref)), mosaic.i32(4))
+    low = mosaic.add(mosaic.add(start, 1 << 16), mosaic.scalar(offset))
+    wide = arith.extui(mosaic.integer_type(64), low)
+    return arith.ori(wide, mosaic.i64(1 << 62 | 64 << 32))
 
 
 def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: str) -> list[str]:
@@ -233,13 +234,13 @@ def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: 
     return [*text, "wgmma.commit_group.sync.aligned;"]
 
 
-def _text_of_float8_products(num_blocks: int, num_scales: int, kinds: Sequence[str]) -> str:
+def _text_of_float8_products(num_blocks: int, kinds: Sequence[str]) -> str:
     """Returns the PTX of `add_float8_products`, with the operands of `_emit_float8_products`."""
     # Results are the totals of all blocks and one product. Inputs are these again, in the same
-    # registers, both descriptors, the count, and for each scale its factor for two rows.
+    # registers, both descriptors, the count, and for each block its factor for two rows.
     num_results = (num_blocks + 1) * _PER_PRODUCT
     products = [f"${num_blocks * _PER_PRODUCT + i}" for i in range(_PER_PRODUCT)]
-    operands = (f"${2 * num_results + i}" for i in range(3 + 2 * num_scales))
+    operands = (f"${2 * num_results + i}" for i in range(3 + 2 * num_blocks))
     left, right, count, *factors = operands
     text = ["{ .reg .b64 a, b, next; .reg .pred nothing, more, past;"]
     for block in range(num_blocks):
@@ -252,9 +253,7 @@ def _text_of_float8_products(num_blocks: int, num_scales: int, kinds: Sequence[s
         text.append("wgmma.wait_group.sync.aligned 0;")
         for i, element in enumerate(products):
             total = f"${block * _PER_PRODUCT + i}"
-            # Elements are in the order of columns, and the scales divide the columns evenly.
-            scale = (block * _PER_PRODUCT + i) * num_scales // (num_blocks * _PER_PRODUCT)
             # Of four neighbouring numbers, two belong to each of the thread's two rows.
-            factor = factors[2 * scale + i // 2 % 2]
+            factor = factors[2 * block + i // 2 % 2]
             text.append(f"fma.rn.f32 {total}, {element}, {factor}, {total};")
     return " ".join([*text, "done: }"])

@@ -69,7 +69,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
         tensor_cores: dict(
             start_float8_product=_start_float8_product, add_float8_products=_add_float8_products
         ),
-        float8: dict(_quantize=_quantize, side_by_side=_side_by_side),
+        float8: dict(_quantize=_quantize),
         decoder.Decoder: dict(
             load_scales=_load_scales,
             stage_scales=_stage_scales,
@@ -218,21 +218,14 @@ def _add_float8_products(
 ) -> tuple[jax.Array, ...]:
     product, (left, right, stage, row, first), _ = started
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
-    # [totals, 128]: the scale of each column.
-    columns = 128 * len(totals) // len(block_scales)
-    scales = jnp.repeat(jnp.stack(block_scales), columns).reshape(len(totals), 128)
     sums = []
-    for i, (total, scale) in enumerate(zip(totals, scales, strict=True)):
+    for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
         if i:
             block = jnp.minimum(first + i, right.shape[1] // 128 - 1)
             product = _float8_product(left, right, stage, row, block)
         sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
     plgpu.commit_smem()
     return tuple(sums)
-
-
-def _side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate(parts, axis=1)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
