@@ -135,7 +135,10 @@ class DecodeBench(runner.Bench):
         return Loop(step, state, mesh, calls)
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Returns the bytes that the rank with the most chosen experts must read, and the floor."""
+        """Counts what the rank with the most chosen experts reads: experts, bytes, and their time.
+
+        `floor_us` is the time at the bandwidth of memory: no step takes less.
+        """
         shape = self.shapes[row["shape"]]
         config, mesh = self.config(row), loop.mesh
         count = on_ranks(lambda state: step_of_layers(state, config, row["batch"])[1], mesh)

@@ -392,8 +392,9 @@ Encoding = Plain | Blockwise | Scaled
 def _numbers_per_value(values: np.dtype, scales: np.dtype) -> int:
     """Returns how many numbers a value of `Scaled` holds; 0 if no format has these dtypes."""
     are_exponents = scales in (np.uint8, jnp.float8_e8m0fnu)
-    is_float4 = values in (np.uint8, np.int8) and are_exponents
-    if is_float4 or (values == np.uint8 and scales == _FLOAT8):
+    is_mxfp4 = values in (np.uint8, np.int8) and are_exponents
+    is_nvfp4 = values == np.uint8 and scales == _FLOAT8
+    if is_mxfp4 or is_nvfp4:
         return 2
     are_floats = jnp.issubdtype(scales, jnp.floating) and scales.itemsize > 1
     if values == _FLOAT8 or (values == np.int8 and are_floats):
@@ -441,6 +442,7 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     mxfp4_scales = name.removesuffix(BLOCKS) + SCALES
     if name.endswith(BLOCKS) and mxfp4_scales in directory.files:
         return Blockwise(directory, name, mxfp4_scales, formats.MXFP4)
+    # compressed-tensors appends PACKED to the names of packed numbers.
     values = name if name in directory.files else name + PACKED
     dtype = directory.entry(values).dtype
     module = name.removesuffix("weight")
@@ -450,7 +452,7 @@ def open_tensor(directory: Directory, name: str, quantization: Quantization) -> 
     if scales := next((scale for scale in names if scale in directory.files), None):
         scale_dtype = directory.entry(scales).dtype
         if _numbers_per_value(dtype, scale_dtype):
-            # `Blockwise` can also write, but takes only scales "_scale_inv" that are not exponents.
+            # `Blockwise` can also write, but takes only scales "_scale_inv" that are not uint8.
             if dtype == _FLOAT8 and scales == name + SCALE_SUFFIX and scale_dtype != np.uint8:
                 if not jnp.issubdtype(scale_dtype, jnp.floating):
                     raise ValueError(

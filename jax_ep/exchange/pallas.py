@@ -1,6 +1,7 @@
 """Implements the exchange with Pallas kernels: the functions that `jax_ep.exchange.xla` documents.
 
-Importing this module imports Mosaic.
+Importing this module imports Mosaic. Functions import the kernels that they run, since a program
+uses only a few of them.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ def _of_xla(operation: str, sizes: CallSizes) -> dict[str, int]:
     if operation == "dispatch_like":
         return tokens
     return {
+        # The message of each rank has its choices, their positions, and counts of all experts.
         "gathered choices": WORD_BYTES * sizes.num_ranks * (2 * choices + sizes.num_experts),
         # `routes.count_choices` pads the choices to whole chunks.
         "counting choices": WORD_BYTES * align_up(choices, CHUNK) * sizes.num_experts,

@@ -59,16 +59,16 @@ def load_balance_loss(
       package transformers, which takes P_e from the softmax of the logits, its top-k as the
       choices, and the tokens of all layers: see `pooled_load_balance_loss`.
     - "deepseek_v3": the mean over sequences of each sequence's "switch" loss. This is DeepSeek-V3's
-      complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), but c counts the choices
-      that the router made, as in DeepSeek-V2.
+      complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), but c counts `topk_idx`,
+      as in DeepSeek-V2, and not the choices by scores without the bias.
 
     A token's probabilities are its row of `probs` divided by the row's sum (DeepSeek-V3's eq. 19);
     a row of zeros stays zero. c and P are summed over all ranks, or over a sequence, before they
     are multiplied. A token that chooses no expert is left out, even if it holds NaN.
 
     Args:
-        probs: [T, E] floating, not negative: `Routing.probs`, in which sigmoid scores do not
-            underflow. The gradient flows only through it.
+        probs: [T, E] floating, not negative, such as `Routing.probs`, whose rows are never all 0.
+            The gradient flows only through it.
         topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, chooses no expert.
         convention: "switch", "transformers" or "deepseek_v3".
         num_sequences: the number of sequences, B, for "deepseek_v3". Without `sequence_ids`, a

@@ -16,7 +16,11 @@ from jax_ep.runtime.jax_compat import match_varying, varying_axes
 def for_all_ranks(
     arrays: tuple[jax.Array, ...], where: LayerMesh, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
-    """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch."""
+    """Gives every rank along the tensor axes the tokens of all of these ranks, before dispatch.
+
+    `arrays` [T, ...] are tokens, and what belongs to them: choices and weights. If these axes do
+    not split tokens, all of these ranks have the same, and only the types change.
+    """
     # The backward pass sums the gradients of tokens here, where there is one row per token, and not
     # after dispatch, where there is one per choice.
     axes, algorithm = where.tensor_axes, algorithm_next_to(implementation)

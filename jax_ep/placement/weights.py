@@ -248,7 +248,8 @@ def _can_be_moved(dtype: Any) -> bool:
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """Lists the slots of `after` to which each slot of `before` sends, [.., P, C], or -1."""
+    """Lists the slots of `after` that each slot of `before` sends to, [.., P, C], or -1."""
+    # C is that of `redistribute`.
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)

@@ -245,7 +245,8 @@ class Machine:
     ) -> str | None:
         if reason := unavailable_reason(self.devices):
             return reason
-        # Each process checks its own GPUs: those of other hosts are not in its domain.
+        # A list of devices has no axes to look at. Each process checks its own GPUs: those of other
+        # hosts are not in its domain.
         own = [each for each in self.devices if each.process_index == jax.process_index()]
         return symmetric_memory.unavailable_reason(own)
 

@@ -364,8 +364,8 @@ class _Combine:
         next_worker = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - next_worker, workers)
 
-        def call_body(i: jax.Array, _: None) -> None:
-            index = first + i * workers
+        def call_body(turn: jax.Array, _: None) -> None:
+            index = first + turn * workers
             body(lax.div(index, jnp.int32(per_token)), lax.rem(index, jnp.int32(per_token)))
 
         count = lax.div(tokens_of_step * per_token - first + workers - 1, workers)

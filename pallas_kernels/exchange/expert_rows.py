@@ -269,7 +269,10 @@ class ExpertRows:
             fabric.mine(rows_needed)[0] = needed
 
     def fill(self, tokens: Sequence[Any], scratch: fb.Scratch) -> None:
-        """Writes zeros to the groups' padding and, if `zero_unused`, to rows after the groups."""
+        """Writes zeros to the groups' padding and, if `zero_unused`, to rows after the groups.
+
+        `tokens` are the receive buffer's arrays, one for each part of a row.
+        """
         if self.already_zeroed:
             return
         rank, per_rank = self.fabric.rank(), self.num_local_experts

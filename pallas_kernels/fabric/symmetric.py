@@ -168,7 +168,7 @@ class Gpus(RanksOfMesh):
     def _count_call(
         self, at: _Emitted, heap: Value, thread: Value, block: Value, num_blocks: int, sets: Value
     ) -> None:
-        """Emits code by which threads that `sets` (i1) store the numbers of this call as counters.
+        """Emits code: threads whose `sets` (i1) is true store the numbers of this call as counters.
 
         The next kernel may have more blocks than the `num_blocks` of this one, so each block sets
         the counters of all indices that equal its own index modulo num_blocks.

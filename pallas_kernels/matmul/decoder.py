@@ -82,7 +82,7 @@ class Decoder:
     matrices: Sequence[Scaled]
     values: Any  # the ring's stages, [stages, (matrices,) block_n, pieces * 32] uint8
     staged: Staged
-    block_n: int  # the number of columns of a tile
+    block_n: int  # columns of a tile: a multiple of 128, or with two matrices also 64
 
     @property
     def scales(self) -> Any:

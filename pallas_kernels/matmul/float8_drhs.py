@@ -89,6 +89,11 @@ def drhs_of_each(
         adds=sums is not None,
         num_waves=num_waves,
     )
+    if not kernel.has_loader:
+        # A computer that feeds the ring would load a step of an empty group, and wait forever.
+        raise ValueError(
+            f"tiles must leave registers for a loader warpgroup, but are {kernel.tiles}."
+        )
     shape = num_groups * height, width
     results = run_into(
         None if sums is None else [each.reshape(shape) for each in sums],

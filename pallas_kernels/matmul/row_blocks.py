@@ -73,9 +73,10 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
 def with_shared_scales(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives each block of quantized rows one scale, the largest of the scales of its rows.
 
-    It replaces the kernel `quantize.transpose_rows` in XLA. Takes values [..., 128, C] float8 and
-    scales [..., 128], which are 0 past the rows of a block. Values become 0 there; others are
-    multiplied by their row's scale / the block's, and rounded. Returns values and scales [...].
+    It is the arithmetic of the kernel `quantize.transpose_rows`, in XLA. Takes values [..., 128, C]
+    float8 and scales [..., 128], which are 0 past the rows of a block. Values become 0 there, and
+    others are multiplied by their row's scale / the block's, and rounded. Returns values and scales
+    [...]; the caller transposes.
     """
     largest = jnp.maximum(scales.max(axis=-1), FLOAT8_ROWS.least_scale)
     factors = scales * (1 / largest)[..., None]

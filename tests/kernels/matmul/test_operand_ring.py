@@ -64,7 +64,7 @@ def float8_matrices(**options):
 
     # The group in the middle has no rows.
     blocks = jnp.asarray([[0, 2], [2, 0], [2, 1]], jnp.int32)
-    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2, 256))
+    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2))
     return float8_drhs.drhs_of_each(rows(128), [rows(256)], blocks, **how, **options)[0]
 
 
