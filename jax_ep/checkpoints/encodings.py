@@ -314,9 +314,8 @@ class Scaled:
         start, stop, step = columns.indices(self.shape[-1])
         first, last = start // self._per_value, -(-stop // self._per_value)
         values = self._decoded(self.directory.read(self._values, (*rows, slice(first, last))))
-        # The decoded values begin with number `first` of a row.
-        first *= self._per_value
-        values = values[..., start - first : stop - first : step]
+        first_number = first * self._per_value  # of a row; the decoded values begin with it
+        values = values[..., start - first_number : stop - first_number : step]
         divisor, factor = map(self._read_factor, self._factors)
         return values * self._scales_of(index, values) * factor / divisor
 
@@ -425,7 +424,7 @@ def is_stored(directory: Directory, name: str) -> bool:
 def belongs_to_quantized(directory: Directory, name: str) -> bool:
     """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
     # It is then read together with the quantized tensor, and is no weight of its own.
-    # Possible names of the quantized one. A module's "input_scale" or "scale" is of its "weight".
+    # Names that the quantized one may have: a module's "input_scale" belongs to its "weight".
     bases = {name.rpartition(".")[0] + ".weight"} - {name}
     for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):
         if name.endswith(suffix):

@@ -109,7 +109,7 @@ def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
     options = config.parameters
     shapes = weight_shapes(config.moe, options, config.hidden, config.mlp_dim)
     shapes = {"gate": (config.hidden, config.moe.num_choosable), **shapes}
-    assert options.gate_init is not None
+    assert options.gate_init is not None  # it is None only without a router, which a decoder has
     arrays = {}
     keys = jax.random.split(key, len(shapes))
     for own_key, (name, shape) in zip(keys, shapes.items(), strict=True):
