@@ -108,17 +108,17 @@ class Blockwise:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor in numbers; ValueError unless each block has a scale."""
-        shape, scales = (self.directory.entry(name).shape for name in self.stored)
+        shape, scales_shape = (self.directory.entry(name).shape for name in self.stored)
         fits_block = True
         if self._is_mxfp4:
             *lead, blocks, values_per_block = shape
             shape = (*lead, blocks * self._block[0])
             fits_block = (values_per_block,) == self._values_block
         expected = self.format.scales_shape(shape)
-        if scales != expected or not fits_block:
+        if scales_shape != expected or not fits_block:
             raise ValueError(
                 f"{self.scales} must have shape {expected}, a scale for each block of "
-                f"{self._block} numbers of {self.name} {shape}, but has shape {scales}."
+                f"{self._block} numbers of {self.name} {shape}, but has shape {scales_shape}."
             )
         return shape
 
@@ -486,8 +486,9 @@ def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
     format = formats.MXFP4
     format.check_shape(name, shape)
-    scales = format.scales_shape(shape)
+    scales_shape = format.scales_shape(shape)
+    bytes_of_block = format.row_block // format.numbers_per_value
     return {
-        name: (format.dtype, (*scales, format.row_block // format.numbers_per_value)),
-        name.removesuffix(BLOCKS) + SCALES: (np.dtype(np.uint8), scales),
+        name: (format.dtype, (*scales_shape, bytes_of_block)),
+        name.removesuffix(BLOCKS) + SCALES: (np.dtype(np.uint8), scales_shape),
     }

@@ -124,7 +124,7 @@ def specs(params: Params, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> P
     names = [name for name, value in params.moe[0]._asdict().items() if value is not None]
     block = MoEParams.of(**{name: spec_of_moe(name, config, mesh) for name in names})
     weights: Any = {n: spec_of_weight(n, w.shape, mesh) for n, w in params.weights.items()}
-    return Params(weights, [block] * len(params.moe))
+    return Params(weights, [block] * len(params.moe))  # all blocks have the same parameters
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
