@@ -107,6 +107,7 @@ def row_tiles_by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows:
     most = row_tiles.most_tiles(num_groups, heights, num_rows)
     tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
+    group = jnp.where(tile_ends[-1] > 0, group, 0)  # the entries of no tile are 0
     row = first[group] + (tile - (tile_ends - counts)[group]) * height[group]
     end = jnp.minimum(row + height[group], ends[group])
     table = jnp.stack([group, row, jnp.maximum(row, starts[group]), end], axis=1)
