@@ -135,7 +135,8 @@ class Format:
 
     def _in_blocks(self, x: Array) -> Array:
         """Splits x [..., R, C] to [..., R / rows, rows, C / columns, columns]."""
-        # Each reshape splits one axis, as JAX requires of arrays sharded over Explicit axes.
+        # With `rows` = 1, R is not split, for a result [..., R, C / columns, columns]. Each reshape
+        # splits one axis, as JAX requires of arrays sharded over Explicit axes.
         rows, columns = self.block
         *lead, width = x.shape
         x = x.reshape(*lead, width // columns, columns)
@@ -269,7 +270,7 @@ class Float8(Format):
             scales = self._round_up_to_power(scales, largest)
         if self.scale_dtype != _FLOAT32:
             scales = xp.minimum(scales, np.float32(self._most_scale)).astype(self.scale_dtype)
-            # Without the barrier, XLA may leave out the rounding of the scales.
+            # Without the barrier, XLA may leave out the rounding; normal powers of two are exact.
             if isinstance(scales, jax.Array) and not self.power_of_two:
                 scales = lax.optimization_barrier(scales)
             scales = scales.astype(_FLOAT32)
@@ -317,13 +318,14 @@ class MXFloat4(Format):
         xp = namespace(x)
         with np.errstate(all="ignore"):
             blocks, finite, largest = self._split(x)
-            # `frexp` gives a fraction below 1, and so one more than floor(log2(largest)).
+            # `frexp` gives a fraction below 1, and so one more than floor(log2(largest)). A scale
+            # is `stored` as its exponent plus the bias; a block of zeros gets the least scale.
             exponent = xp.frexp(largest)[1] - 1 - _FLOAT4_LARGEST_EXPONENT
-            scales = xp.where(largest > 0, xp.clip(exponent + _E8M0_BIAS, 0, _E8M0_NAN - 1), 0)
-            scales = xp.where(xp.all(finite, axis=-1), scales, _E8M0_NAN).astype(np.int32)
-            codes = _float4_codes(times_power_of_two(blocks, _E8M0_BIAS - scales[..., None]))
+            stored = xp.where(largest > 0, xp.clip(exponent + _E8M0_BIAS, 0, _E8M0_NAN - 1), 0)
+            stored = xp.where(xp.all(finite, axis=-1), stored, _E8M0_NAN).astype(np.int32)
+            codes = _float4_codes(times_power_of_two(blocks, _E8M0_BIAS - stored[..., None]))
         pairs = codes[..., ::2] | codes[..., 1::2] << 4
-        return pairs.reshape(self.values_shape(x.shape)), bitcast(scales.astype(np.uint8), E8M0)
+        return pairs.reshape(self.values_shape(x.shape)), bitcast(stored.astype(np.uint8), E8M0)
 
     def decode(self, parts: tuple[Array, ...], dtype: DType) -> Array:
         values, scales = parts

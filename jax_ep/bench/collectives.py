@@ -80,7 +80,7 @@ class CollectivesBench(runner.Bench):
             size = {"op": op, "ranks": num_ranks, "rows": count, "hidden": _hidden()}
             size["bytes"] = count * _hidden() * _DTYPE.itemsize
             problem = problem_of(size)
-            chosen = {"auto": collectives_table.select(None, problem)}
+            chosen = {"auto": collectives_table.select(None, problem)}  # for algorithm=None
             available = ALGORITHMS[op].available(problem)
             usual = [name for name in MEASURED[op] if name in available]
             for name in self.args.implementations or usual:

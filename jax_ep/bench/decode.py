@@ -135,9 +135,9 @@ class DecodeBench(runner.Bench):
         return Loop(step, state, mesh, calls)
 
     def compiled(self, row: Row, loop: Loop) -> Row:
-        """Counts what the rank with the most chosen experts reads: experts, bytes, and their time.
+        """Counts a layer's chosen experts, mean over layers, and the bytes that a step must read.
 
-        `floor_us` is the time at the bandwidth of memory: no step takes less.
+        Bytes are of the rank that reads the most in a layer; `floor_us` is the time to read them.
         """
         shape = self.shapes[row["shape"]]
         config, mesh = self.config(row), loop.mesh

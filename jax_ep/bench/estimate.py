@@ -63,7 +63,7 @@ def estimate(args: Args, hosts: int) -> list[Row]:
     row_bytes = args.tokens * wire.row_bytes(args.hidden, jnp.bfloat16)
 
     def reached(groups: int) -> float:
-        """Returns on how many of `groups` equal groups of experts a token has one, on average."""
+        """Returns in how many of `groups` equal groups of experts a token has one, on average."""
         # The experts of a group are not chosen if all K choices are among the `others`.
         others = num_experts - num_experts // groups
         return groups * (1 - math.comb(others, args.top_k) / math.comb(num_experts, args.top_k))
@@ -71,9 +71,9 @@ def estimate(args: Args, hosts: int) -> list[Row]:
     # The shares of hosts, and of the ranks of a host, that are not a token's own.
     other_hosts, other_ranks = 1 - 1 / hosts, 1 - 1 / per_host
     forwarded = reached(ranks) * other_ranks
-    # The rows of a token that are sent between hosts, and inside hosts. "flat" sends one to each
-    # rank with an expert of the token; "two-level" one to each host with an expert, where a rank
-    # forwards it; "static" does so for all hosts, since static shapes allow no choice.
+    # The rows of a token that are sent between and inside hosts. "flat" sends one to each rank with
+    # an expert of the token, 1 / hosts of them on its host; "two-level" one to each host with an
+    # expert, where a rank forwards it; "static" to all hosts, since static shapes allow no choice.
     designs = {
         "flat": (reached(ranks) * other_hosts, forwarded / hosts),
         "two-level": (reached(hosts) * other_hosts, forwarded),

@@ -158,8 +158,8 @@ class LayerBench(runner.Bench):
             return routing.top_k_routing(logits, shape.top_k, score=shape.score).topk_idx
 
         topk_idx = np.asarray(on_ranks(route, mesh)(*state[:2]))
-        # The rows that a rank receives: on average, the most on any rank, and the most that are
-        # possible: every token of all ranks, once for each of the rank's experts, or K times.
+        # `average` and `needed` are the mean and the largest number of rows that a rank receives.
+        # `most` is the largest possible: min(K, the rank's experts) rows for every token.
         average, needed = topk_idx.size // mesh.size, rows_needed(topk_idx, shape.num_experts)
         most = topk_idx.size // shape.top_k * min(shape.top_k, shape.num_experts // mesh.size)
         # `compiled` adds these numbers to the results. "capacity" is of receive buffers.

@@ -311,7 +311,7 @@ def operation(backend: Backend, op: str) -> Callable[[Operands], jax.Array]:
 
 def float8_operation(implementation: Any, op: str) -> Callable[[Float8Operands], Any]:
     """Returns the function that computes `op` from one rank's operands in float8."""
-    # The float8 products take the transposes of their matrices.
+    # The float8 products take transposed matrices; dlhs multiplies by rhs^T, and so it takes rhs.
     product = functools.partial(
         float8.product_of_float8, dtype=jnp.bfloat16, implementation=implementation
     )

@@ -171,8 +171,8 @@ class TrainBench(runner.Bench):
             for num_ranks in ranks:
                 if num_ranks % args.fsdp:
                     raise Error(f"--fsdp must divide {num_ranks} ranks, but is {args.fsdp}")
-                split = num_ranks // args.fsdp
-                check_experts(args, config.num_experts, split, config.num_experts_per_token)
+                expert_ranks = num_ranks // args.fsdp
+                check_experts(args, config.num_experts, expert_ranks, config.num_experts_per_token)
         programs = [("jax_ep", dtype) for dtype in args.matmul_dtype]
         programs += [(name, "none") for name in args.baselines]
         ways = product(self.configs, ranks, programs, args.remat)
@@ -206,6 +206,7 @@ class TrainBench(runner.Bench):
             remat=row["remat"],
             loss_chunk=8192,
         )
+        # One microbatch. A sequence has one token more, since each of S tokens predicts the next.
         shape = 1, row["ranks"] * row["batch"], row["sequence"] + 1
         batch = np.random.default_rng(0).integers(config.vocab, size=shape, dtype=np.int32)
         # A step takes long enough that the number of tokens does not matter.

@@ -152,8 +152,8 @@ class PlannedArray:
         like = self.struct(sharding.shard_shape(shape))
         shards: list[Any] = []
         # A shard that several devices of this process hold is read once.
-        for index, devices in self._shards().items():
-            part = self.read(tuple(slice(*b) for b in index), like, counter)
+        for bounds, devices in self._shards().items():
+            part = self.read(tuple(slice(*pair) for pair in bounds), like, counter)
             shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
             # Frees the shard's host memory before the next one is read, unless a CPU uses it.
             del part
@@ -196,8 +196,8 @@ class PlannedLoad:
         if config.num_slots is not None:
             sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
             ranks = {} if self.mesh is None else self.mesh.shape
-            along = (ranks.get(axis, 1) for axis in as_axes(config.expert_axis))
-            placement = Placement.in_order(**sizes, num_ranks=math.prod(along))[0]
+            ranks_of_axes = (ranks.get(axis, 1) for axis in as_axes(config.expert_axis))
+            placement = Placement.in_order(**sizes, num_ranks=math.prod(ranks_of_axes))[0]
         # `config` may name implementations of another machine, so the call is traced with "xla",
         # which every machine has. With a host_capacity_factor, only None is allowed.
         between_hosts = config.host_capacity_factor is not None
@@ -449,7 +449,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
     """Returns the sharding of a parameter on a mesh; ValueError if the ranks do not divide it."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
-    # The fields of `config` with the mesh axes that split a dimension. `fsdp_axes` may split any.
+    # By logical axis, the field of `config` whose mesh axes split it. `fsdp_axes` may split any.
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
     spec = []
     logical_axes = LOGICAL_AXES[name]  # such as ("exp", "embed", "mlp")

@@ -126,7 +126,7 @@ def _stacked(
     gate_up: str = "gate_up_proj",
     down: str = "down_proj",
 ):
-    """Lists the two tensors, in `module`, that hold the matrices of all experts."""
+    """Lists the tensors `gate_up`, with `axes`, and `down` in `module`, each of all experts."""
     wo = Tensor(("wo",), f"{module}.{down}", down_axes)
     return Tensor(("wi_0", "wi_1"), f"{module}.{gate_up}", axes), wo
 

@@ -135,6 +135,7 @@ class Block:
     def open(self, tensor: Tensor, expert: int) -> Encoding:
         """Opens a stored tensor of the block, or if each expert has one, the tensor of `expert`."""
         name = self.prefix + tensor.name.format(e=expert)
+        # `open_tensor` refuses integers without scales, such as a table of experts by token id.
         if not tensor.params and jnp.issubdtype(self.directory.entry(name).dtype, jnp.integer):
             return Plain(self.directory, name)
         return open_tensor(self.directory, name, self.quantization)
@@ -379,11 +380,11 @@ class Block:
 
     def _new_scale_dtype(self, tensor: Tensor, name: str) -> np.dtype | None:
         """Returns the dtype of the scales of a new tensor; None if it will not be float8."""
-        # The stored tensor of this name in the block `self.like`, whose encoding is taken.
+        # The new tensor takes the encoding of the tensor of this name in the block `self.like`.
         counterpart = None
         if self.like is not None and encodings.is_stored(self.directory, self.like + name):
             counterpart = open_tensor(self.directory, self.like + name, self.quantization)
-        # Encodings that are read, but not written.
+        # Refuses encodings that are read, but not written.
         if isinstance(counterpart, Scaled) or (
             tensor.params[0] in MATRICES and self.quantization.method not in (None, *WRITTEN)
         ):

@@ -119,7 +119,8 @@ class Keys:
 
 def _language_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Returns a config.json's part for the language model, and whether it has other parts."""
-    # Qwen3-Omni nests its decoder's `text_config` in a `thinker_config`.
+    # Qwen3-Omni nests its decoder's `text_config` in a `thinker_config`. The quantization may be
+    # stated outside of the `text_config`.
     nested = config.get("thinker_config", config).get("text_config")
     if nested is None:
         return dict(config), False

@@ -108,17 +108,17 @@ class Blockwise:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor in numbers; ValueError unless each block has a scale."""
-        shape, scales = (self.directory.entry(name).shape for name in self.stored)
+        shape, scales_shape = (self.directory.entry(name).shape for name in self.stored)
         fits_block = True
         if self._is_mxfp4:
             *lead, blocks, values_per_block = shape
             shape = (*lead, blocks * self._block[0])
             fits_block = (values_per_block,) == self._values_block
         expected = self.format.scales_shape(shape)
-        if scales != expected or not fits_block:
+        if scales_shape != expected or not fits_block:
             raise ValueError(
                 f"{self.scales} must have shape {expected}, a scale for each block of "
-                f"{self._block} numbers of {self.name} {shape}, but has shape {scales}."
+                f"{self._block} numbers of {self.name} {shape}, but has shape {scales_shape}."
             )
         return shape
 
@@ -314,9 +314,8 @@ class Scaled:
         start, stop, step = columns.indices(self.shape[-1])
         first, last = start // self._per_value, -(-stop // self._per_value)
         values = self._decoded(self.directory.read(self._values, (*rows, slice(first, last))))
-        # The decoded values begin with number `first` of a row.
-        first *= self._per_value
-        values = values[..., start - first : stop - first : step]
+        first_number = first * self._per_value  # of a row; the decoded values begin with it
+        values = values[..., start - first_number : stop - first_number : step]
         divisor, factor = map(self._read_factor, self._factors)
         return values * self._scales_of(index, values) * factor / divisor
 
@@ -425,7 +424,7 @@ def is_stored(directory: Directory, name: str) -> bool:
 def belongs_to_quantized(directory: Directory, name: str) -> bool:
     """Returns whether a tensor holds scales, or the like, of a quantized one in the directory."""
     # It is then read together with the quantized tensor, and is no weight of its own.
-    # Possible names of the quantized one. A module's "input_scale" or "scale" is of its "weight".
+    # Names that the quantized one may have: a module's "input_scale" belongs to its "weight".
     bases = {name.rpartition(".")[0] + ".weight"} - {name}
     for suffix in (SCALE_SUFFIX, "_scale", "_scale_2", "_global_scale", "_shape"):
         if name.endswith(suffix):
@@ -487,8 +486,9 @@ def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> TensorTypes:
     """Returns dtype and shape of the two tensors that store a tensor of `shape` as MXFP4."""
     format = formats.MXFP4
     format.check_shape(name, shape)
-    scales = format.scales_shape(shape)
+    scales_shape = format.scales_shape(shape)
+    bytes_of_block = format.row_block // format.numbers_per_value
     return {
-        name: (format.dtype, (*scales, format.row_block // format.numbers_per_value)),
-        name.removesuffix(BLOCKS) + SCALES: (np.dtype(np.uint8), scales),
+        name: (format.dtype, (*scales_shape, bytes_of_block)),
+        name.removesuffix(BLOCKS) + SCALES: (np.dtype(np.uint8), scales_shape),
     }

@@ -82,7 +82,8 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         # The gradient does not need `largest`, from which only the booleans `near` follow.
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
-        # The larger magnitude of both. If `largest` < 0, it is |logit|: no logit left is above it.
+        # The larger magnitude of each logit and `largest`. If `largest` < 0, this is |logit|, since
+        # no remaining logit is above `largest`.
         size = jnp.maximum(jnp.abs(logits), largest)
         # Divides by 1 where `size` is 0, which changes no result: either the dividend is 0, or the
         # expert is already chosen.

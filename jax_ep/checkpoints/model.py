@@ -90,27 +90,27 @@ def load_model(
     files = Directory(directory)
     wanted = None if layers is None else set(layers)
     numbers = [n for n in moe_layers(files) if wanted is None or n in wanted]
-    blocks = {
+    plans = {
         n: api.plan_load(files, n, mesh, param_dtype, quantized, fields, partial) for n in numbers
     }
-    # Equal blocks need one check.
-    shapes = {n: tuple(array.shape for array in b.arrays.values()) for n, b in blocks.items()}
-    for block in {(b.config, shapes[n]): b for n, b in blocks.items()}.values():
-        block.check_call()
+    # Blocks that are planned alike need one check.
+    shapes = {n: tuple(array.shape for array in p.arrays.values()) for n, p in plans.items()}
+    for plan in {(p.config, shapes[n]): p for n, p in plans.items()}.values():
+        plan.check_call()
     config = read_config(files.path)
     of_mesh = api.ambient_mesh() if mesh is None else mesh
     everywhere: Sharding = SingleDeviceSharding(jax.devices()[0])
     if of_mesh is not None:
         everywhere = NamedSharding(of_mesh, PartitionSpec())
     others: dict[str, PlannedArray] = {}
-    opened = _open_weights(files, config, [b.block for b in blocks.values()], wanted)
+    opened = _open_weights(files, config, [p.block for p in plans.values()], wanted)
     for name, stored in opened.items():
         split = everywhere if sharding is None else sharding(name, stored.shape)
         is_float = jnp.issubdtype(stored.dtype, jnp.floating)
         dtype = np.dtype(param_dtype or stored.dtype) if is_float else stored.dtype
         read = functools.partial(_read_weight, stored)
         others[name] = PlannedArray(read, stored.shape, split, dtype)
-    arrays = [*others.values(), *(array for b in blocks.values() for array in b.arrays.values())]
+    arrays = [*others.values(), *(array for p in plans.values() for array in p.arrays.values())]
     counter = Counter(sum(a.num_bytes() for a in arrays), progress or api.print_progress)
     with ThreadPoolExecutor(_READERS) as pool:
         # Yields what is loaded in the order of `arrays`: the weights, then block after block. Each
@@ -118,9 +118,9 @@ def load_model(
         loaded = pool.map(lambda array: array.load(counter), arrays)
         weights = dict(zip(others, loaded, strict=False))
         moe = {
-            n: MoEParams.of(**dict(zip(b.arrays, loaded, strict=False))) for n, b in blocks.items()
+            n: MoEParams.of(**dict(zip(p.arrays, loaded, strict=False))) for n, p in plans.items()
         }
-    return PublishedModel(config, {n: b.config for n, b in blocks.items()}, moe, weights)
+    return PublishedModel(config, {n: p.config for n, p in plans.items()}, moe, weights)
 
 
 def _open_weights(
@@ -420,7 +420,7 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
         held.setdefault(device.process_index, set()).add(box if by_row else ((0, 1), *box))
     if not by_row:
         shape = (1, *shape)
-    writers: list[int | None] = [None] * shape[0]
+    holders: list[int | None] = [None] * shape[0]
     # Processes are entered in descending order, so that the first one that holds a row stays.
     for process in sorted(held, reverse=True):
         # How many numbers of each row the process has. Boxes of a sharding are equal or disjoint.
@@ -428,8 +428,8 @@ def _first_holders(sharding: Sharding, shape: tuple[int, ...], by_row: bool) -> 
         for (first, last), *columns in held[process]:
             covered[first:last] += math.prod(stop - start for start, stop in columns)
         for row in np.flatnonzero(covered == math.prod(shape[1:])):
-            writers[row] = process
-    return writers
+            holders[row] = process
+    return holders
 
 
 def _on_host(array: Any, row: int | None) -> np.ndarray:
@@ -438,7 +438,7 @@ def _on_host(array: Any, row: int | None) -> np.ndarray:
         array = jax.tree.map(lambda part: _on_host(part, row), array)
         return np.asarray(array.dequantize(np.float32))
     out = np.empty(array.shape if row is None else array.shape[1:], array.dtype)
-    # Takes one of the shards that are copies of each other.
+    # Takes one of the shards that are copies of each other; str, as Python 3.11 hashes no slices.
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
         data = shard.data
         place = tuple(shard.index)  # in `out`

@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype:
-        """The NumPy dtype of `kind`; ValueError if it is not one of those above."""
+        """The NumPy dtype of `kind`; ValueError if `_DTYPES` lacks it."""
         # Raised here, not by `read_header`: a tensor that is never read may have any dtype.
         if self.kind not in _DTYPES:
             raise ValueError(

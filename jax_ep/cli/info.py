@@ -59,7 +59,7 @@ def render(facts: dict[str, dict[str, Any]]) -> str:
 
 
 def _machine(devices: list[jax.Device]) -> dict[str, Any]:
-    """Describes the machine; `Error` if JAX_EP_DEVICES_PER_HOST is set to no number of devices."""
+    """Describes the machine; raises `Error` if JAX_EP_DEVICES_PER_HOST is no positive integer."""
     try:
         counts = Counter(environment.hosts_of(devices))
     except ValueError as error:
@@ -94,7 +94,7 @@ def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
     for each in IMPLEMENTATIONS:
         reason = each.unavailable_reason(problem)
         found[each.name] = "runs here" if reason is None else f"does not run: {reason}"
-    # In the order in which implementation=None tries them.
+    # In the order in which implementation=None tries them; the last, "xla", runs everywhere.
     default, *slower = IMPLEMENTATIONS.available(problem)
     if found["pallas"] == "runs here" and (never := availability.never_run(devices)):
         compiles = f"pallas compiles, but has never run on compute capability {', '.join(never)}"

@@ -55,7 +55,7 @@ def run(args: Args) -> int:
 
 
 def _row(way: Row, sizes: dict[str, Any]) -> Row:
-    """Computes a row of the table; both arguments are arguments of `memory.workspace_bytes`."""
+    """Computes a row of the table; `way` and `sizes` together are `workspace_bytes`' arguments."""
     try:
         buffers = memory.workspace_bytes(**way, **sizes)
         results = memory.result_bytes(**way, **sizes)

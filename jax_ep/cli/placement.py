@@ -157,8 +157,8 @@ def _slots(topk_idx: np.ndarray, placement: Placement) -> jax.Array:
     ranks = jnp.arange(placement.num_ranks)
 
     def of_layer(layer: tuple[jax.Array, Placement]) -> jax.Array:
-        choices, slots = layer
-        tables: Any = slots.slots_of_expert, slots.num_copies
+        choices, placed = layer
+        tables: Any = placed.slots_of_expert, placed.num_copies
         choose = functools.partial(slots_on_rank, slots_per_rank=slots_per_rank)
         return jax.vmap(choose, (0, 0, None, None))(choices, ranks, *tables)
 

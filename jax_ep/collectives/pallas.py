@@ -53,6 +53,7 @@ def unavailable_reason(
 ) -> str | None:
     """Returns why a kernel cannot compute a collective, on a machine that runs kernels."""
     x = operands[0]
+    # The other kernels move any dtype, as bits.
     if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or _is_low_latency(algorithm):
         for name, operand in zip(("x", "residual", "scale"), operands, strict=False):
             if reason := availability.dtype_unavailable_reason(name, operand.dtype):

@@ -24,7 +24,7 @@ from jax_ep.runtime.jax_compat import Program, result_type, to_varying, varying_
 def _primitive(op: str, **rules: Any) -> Any:
     """Defines the primitive of `op`, the name of a method of `XlaCollectives` and the like."""
 
-    # In `compute` and `lower`, `params` are the options of `op`, such as eps.
+    # `params` are the options of `op`, such as eps. `compute` needs only the axes, not num_ranks.
     def compute(*operands, axis_name, algorithm, num_ranks, **params):
         collectives: Any = XlaCollectives(axis_name)
         if algorithm != "xla":
@@ -109,7 +109,7 @@ def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
 
 
 def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
-    # `axes` are the batch axes of the operands; None: an operand has none.
+    # `axes` are the operands' batch axes, None for one without; `jax.vmap` batches at least one.
     x, residual, scale = operands
     if axes[2] is not None:
         raise NotImplementedError(

@@ -108,7 +108,8 @@ def lookup(
 ) -> str:
     """Returns the fastest algorithm for `num_bytes` of x (all_gather: of the result).
 
-    Of numbers of ranks that were not measured, the next larger one counts, or else the largest.
+    If `num_ranks` was not measured, the times are those of the next larger number, or else of the
+    largest. Algorithms of which `can_run` is false are passed over. `table` None: `current()`.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})

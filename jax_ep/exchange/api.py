@@ -410,7 +410,7 @@ def check_weights(topk_weights: jax.Array, shape: tuple[int, ...]) -> None:
 def _checked_capacity(
     capacity: int | None, expert_alignment: int, *, num_choices: int, num_local_experts: int
 ) -> int:
-    """Returns the checked capacity R; for None, enough rows for any routing (dropless)."""
+    """Returns the checked capacity R; for None, one for any routing of all ranks' `num_choices`."""
     rows = routes.dropless_capacity(num_choices, num_local_experts, expert_alignment)
     # Blocks start at int32 rows, which are computed before rows past the capacity are dropped. So
     # padding must not need more rows, also if a smaller capacity is given.

@@ -30,6 +30,7 @@ def dispatch_with_vjp(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array | QuantizedArray, Any, Any]:
     """Returns the received rows, their routes, and the `RowGroups`, or rank-major weights."""
+    # In the expert-major layout, `topk_weights` is None, and `combine` gets the weights.
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
     if config.layout == "rank":
@@ -99,7 +100,7 @@ def combine_with_vjp(
     config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
 ) -> jax.Array:
     """Sums y [R, H] by token, or adds rank-major partial sums y [N, T, H]; returns [T, H]."""
-    if isinstance(routes, RankRoutes):
+    if isinstance(routes, RankRoutes):  # then y is already weighted, and `topk_weights` is None
         return primitives.rank_combine(y, routes, config=config)
     return primitives.combine(y, topk_weights, routes, config=config)
 

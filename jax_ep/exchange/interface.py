@@ -100,7 +100,7 @@ def checked_wire(
     wire_dtype: jax.typing.DTypeLike | None,
     argument: str = "wire_dtype",
 ) -> RowFormat:
-    """Returns the row format that encodes `rows` [..., H], which the caller calls `name`."""
+    """Returns the format that encodes `rows` [..., H]; `name` and `argument` are for errors."""
     wire = wire_format(wire_dtype, argument)
     if not wire.quantized:
         return wire

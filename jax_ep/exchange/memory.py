@@ -158,7 +158,7 @@ def _checked(given: Any) -> CallSizes:
         num_tokens, num_experts = num_ranks * num_tokens, num_local_experts
         num_ranks, num_hosts, layout = 1, 1, "expert"
     capacity, host_capacity = given.capacity, given.host_capacity
-    if layout == "rank":  # which has neither
+    if layout == "rank":  # whose buffer has a row for each (source rank, token)
         capacity, host_capacity = num_ranks * num_tokens, None
     if capacity is None:
         choices = num_ranks * num_tokens * given.top_k

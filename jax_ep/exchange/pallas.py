@@ -86,6 +86,7 @@ def dispatch_like(
             routes.counts,
             plan=_plan(plans.for_dispatch, padded, sizes, config),
             wire=config.wire,
+            # `into` is one array: calls with `into` do not quantize rows.
             into=None if into is None else [_pad_hidden(into[0], config)],
             **options,
         )
@@ -169,7 +170,7 @@ def _receive_buffer(config: Config) -> plans.ReceiveBuffer:
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the low-latency kernels' plan for padded rows x and sizes (N, T, K), if they fit."""
+    """Returns the low-latency kernels' plan for padded x and sizes (N, T, K); None: unsupported."""
     return _plan(plans.for_low_latency, x, sizes, config, num_gpus=num_gpus(fabric))
 
 

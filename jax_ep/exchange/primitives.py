@@ -152,7 +152,7 @@ def _define(
     name: str,
     results: Callable[..., Any],  # (*operands, config) -> a pytree of shapes and dtypes
     function: Callable[[Any], Callable[..., Any]],  # what `load` returned -> its function
-    most_tokens: int = _MOST_TOKENS,
+    most_tokens: int = _MOST_TOKENS,  # of a single rank, up to which XLA is faster
 ) -> Callable[..., Any]:
     """Defines the primitive of a function; returns the function (*operands, config) that binds it.
 

@@ -109,7 +109,7 @@ class Rail:
         return jnp.where(is_dropped, -1, topk_idx)
 
     def _positions(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns [T, M]: whether token t chose experts of another host m; how many before did."""
+        """Returns two [T, M]: whether token t chose another host m; how many before it did."""
         hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
         chosen &= hosts != self.host
@@ -164,15 +164,15 @@ class Rail:
 
     def _by_token(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
         """Scatters `part` [C, ...] to the tokens sent to `host`, into zeros shaped like `like`."""
-        if self.sent_tokens is None:
+        if self.sent_tokens is None:  # then `part` is [T, ...], by token already
             return part
         return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
     def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
         """Sends rows x [T, ...] to each host; calls `add(source, rows, state)` for each source.
 
-        `state` is what the call before returned, None at first. The first call has this rank's
-        rows; those of the next host arrive during a call. If `at_once`, one call has all rows.
+        `state` is the previous call's result, None at first; the last one is returned. The first
+        call has own rows; the next host's arrive during it. If `at_once`, one call has all rows.
         """
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
@@ -193,7 +193,7 @@ class Rail:
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
-        """Yields each host's sums [T, ...] for this rank's tokens; `sums` computes a source's."""
+        """Yields each host's sums [T, ...] for own tokens; `sums` computes those of this host."""
         if not self.at_once:
             yield from self._sums_in_turns(sums)
             return
@@ -203,7 +203,7 @@ class Rail:
             yield jnp.where(self.host == host, own, self._by_token(returned[host], host, own))
 
     def _sums_in_turns(self, sums: Callable[[Source], jax.Array]) -> Iterator[jax.Array]:
-        """Computes the sums for a host while the sums before are sent; those for this host last."""
+        """Computes sums for one host while the previous host's are sent; for this host last."""
         here = self.host
         shifted: list[jax.Array] = []
         for turn in range(1, self.num_hosts):

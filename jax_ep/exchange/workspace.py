@@ -116,7 +116,7 @@ def _of_kernels(operation: str, sizes: CallSizes) -> dict[str, int]:
         # In the rank-major layout, the kernel of dispatch also sends other rows and cotangents.
         plan = plans.for_rank_dispatch(sizes.row, sizes.sizes, environment.num_blocks())
         return plans.rank_dispatch_workspace(plan, sizes.sizes) | held
-    if operation == "dispatch_like":
+    if operation == "dispatch_like":  # whose routes are known, and need no buffer
         return held
     if sizes.low_latency:
         return sizes.low_latency.dispatch_workspace() | held
@@ -222,7 +222,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
 def _sums_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers of sums in a host and between hosts; names as in `_of_two_levels`."""
+    """Returns the buffers of sums in a host and between hosts; `inside`: the sizes in a host."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     sum_bytes = sizes.sent_rows(1)
     # One call computes the sums for all hosts before they are sent, so those that arrive need
@@ -245,7 +245,7 @@ def _sums_workspace(
 def _rows_workspace(
     operation: str, kernels: bool, sizes: CallSizes, inside: CallSizes, at_once: bool
 ) -> dict[str, int]:
-    """Returns the buffers of rows between hosts and in a host; names as in `_of_two_levels`."""
+    """Returns the buffers of rows between hosts and in a host; `inside`: the sizes in a host."""
     num_hosts, num_tokens, rows_to_host = sizes.num_hosts, sizes.num_tokens, sizes.rows_to_host
     # With kernels, memory holds the rows of at most two remote hosts: one host's rows arrive while
     # the other's are forwarded. If one call takes all hosts' tokens, memory holds all hosts' rows.

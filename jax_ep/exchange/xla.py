@@ -107,7 +107,7 @@ def combine(
     partial_sums = sum_of_choices(y, rows, weights)  # [N, T, H], by the tokens' rank
     partial_sums = partial_sums.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
     if config.sum_dtype is not None:
-        # Without the barrier, XLA may compute the partial sums again for each rank.
+        # "two_level" sets `sum_dtype`. Without the barrier, XLA may repeat the sums for each rank.
         partial_sums = lax.optimization_barrier(partial_sums)
     return _add_ranks(partial_sums, config).astype(config.sum_dtype or y.dtype)
 

@@ -110,12 +110,12 @@ class QuantizedArray:
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Returns the part at `index`, such as one expert's matrix, in the same format.
 
-        `index` is like that of an array, without None. It may select along the axes before those of
-        a block: all but the last two, or but the last if a block has one row and the array is not
-        stored transposed. Raises TypeError for another index, and IndexError for too many axes.
+        `index` is like that of an array, without None. It may select along all axes but the last
+        two, or all but the last if a block has one row and the array is not stored transposed: the
+        other axes are in blocks. Raises TypeError for another index, IndexError for too many axes.
         """
         index = index if isinstance(index, tuple) else (index,)
-        # Writes `...` out as whole slices.
+        # Replaces `...` by whole slices; `...` itself counts in len(index), hence the 1.
         if places := [i for i, part in enumerate(index) if part is Ellipsis]:
             dots = places[0]
             whole = (slice(None),) * (self.ndim - len(index) + 1)
@@ -197,7 +197,7 @@ def _static_to_names(static: tuple[Format, Any]) -> list[Any]:
     format, dtype = static
     is_transposed = isinstance(format, Transposed)
     format = format.transposes if isinstance(format, Transposed) else format
-    power_of_two = getattr(format, "power_of_two", False)
+    power_of_two = getattr(format, "power_of_two", False)  # MXFP4 has no such field
     names = [format.name, format.scale_dtype.name, format.block, power_of_two, dtype.name]
     return [*names, is_transposed]
 
@@ -205,7 +205,7 @@ def _static_to_names(static: tuple[Format, Any]) -> list[Any]:
 def _static_of_names(names: tuple[Any, ...]) -> tuple[Format, Any]:
     name, scale_dtype, block, power_of_two, dtype, is_transposed = names
     format: Format = MXFP4
-    if name != MXFP4.name:
+    if name != MXFP4.name:  # then a Float8, whose name is that of its dtype
         format = Float8.of(name, block, scale_dtype, power_of_two)
     return Transposed.of(format) if is_transposed else format, jnp.dtype(dtype)
 
@@ -232,6 +232,7 @@ def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
     _check_is_format(format)
     checks.check_array("x", x, None, jnp.floating, "[..., R, C]")
     if isinstance(x, jax.Array):
+        # Else XLA would evaluate reductions of a constant x while it compiles, which is slow.
         x = not_folded(lax.stop_gradient(x))
     values, scales = format.encode(x)
     if isinstance(values, jax.Array):

@@ -135,7 +135,7 @@ def _num_blocks(starts: jax.Array, ends: jax.Array, height: int) -> jax.Array:
 
 
 def _height(num_rows: Any, num_groups: int, most: int) -> int:
-    """Returns the number of rows of a block: at most max(`most`, 8), and then rounded up."""
+    """Returns the height of a block: at most max(8, `most`) before it is rounded up to tiles."""
     most = max(8, most)
     if checks.is_symbolic(num_rows):
         return min(_USUAL_HEIGHT, most)

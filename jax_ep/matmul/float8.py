@@ -369,7 +369,7 @@ def gated_product_by_kernel(
 
 
 def _compute_gate_gradient(dhidden, products, weights, blocks, *, gating, implementation, platform):
-    """Returns the products' gradients; the transposes of these and of hidden; sums for dweights."""
+    """Returns products' gradients; transposes of them and of weighted hidden; sums for dweights."""
     dtype, width = dhidden.dtype, dhidden.shape[1]
     # No matrix takes part, so only the width must suit the kernels.
     _, has_kernels = _selected(implementation, platform, (width, width), dhidden.shape[0])

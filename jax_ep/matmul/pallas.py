@@ -312,7 +312,7 @@ def chosen_tiles(
     # `table` has a row for each chosen group, and one more.
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)  # of 128 columns
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
-    # loader.
+    # loader. Only a gated product supports narrower ones.
     is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
     is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
     block_n = 64 if num_matrices > 1 and is_narrow else 128

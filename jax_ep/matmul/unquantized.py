@@ -97,7 +97,7 @@ def gate_gradient(
     group_sizes: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    """Computes the gradient of hidden = weights[:, None] * gating(*products).
+    """Returns hidden = weights[:, None] * gating(*products), dproduct, dproduct and dweights.
 
     `weights` [R] is float32 or wider. "pallas" computes only the rows of groups, if it supports the
     operations of `gating`. Rows past the last group are undefined.
@@ -221,11 +221,11 @@ def _without_unused_gradients(used, params):
     tree = params["tree"]
     # Each operand is represented by its index, of which the kept ones are returned.
     lhs, grads, sums, group_sizes = jax.tree.unflatten(tree, range(tree.num_leaves))
-    left = [i for i, is_used in enumerate(used) if is_used]
-    grads = [grads[i] for i in left]
-    sums = None if sums is None else [sums[i] for i in left]
+    kept_results = [i for i, is_used in enumerate(used) if is_used]
+    grads = [grads[i] for i in kept_results]
+    sums = None if sums is None else [sums[i] for i in kept_results]
     operands, tree = jax.tree.flatten((lhs, grads, sums, group_sizes))
-    return params | {"tree": tree}, left, operands
+    return params | {"tree": tree}, kept_results, operands
 
 
 _PRODUCT = define("grouped_matmul", _compute_product)

@@ -119,6 +119,7 @@ def _compute(operands, *, options, implementation, platform):
     shape = matrices[0].shape[1:]
     backend = select(implementation, platform, shape, rows.dtype, rows.shape[0])
     if backend.name == "pallas" and options.num_rows is not None:  # rows that choose groups
+        # Chosen groups have no gradient, so no caller asks to `keep` their products.
         out = _few_rows_by_kernel(operands, options.num_rows, options.gating)
         if out is not None:
             return (out,)

@@ -109,7 +109,7 @@ def init_moe(key: jax.Array, config: DecoderConfig, dtype: Any) -> MoEParams:
     options = config.parameters
     shapes = weight_shapes(config.moe, options, config.hidden, config.mlp_dim)
     shapes = {"gate": (config.hidden, config.moe.num_choosable), **shapes}
-    assert options.gate_init is not None
+    assert options.gate_init is not None  # it is None only without a router, which a decoder has
     arrays = {}
     keys = jax.random.split(key, len(shapes))
     for own_key, (name, shape) in zip(keys, shapes.items(), strict=True):
@@ -124,7 +124,7 @@ def specs(params: Params, config: DecoderConfig, mesh: Mesh | AbstractMesh) -> P
     names = [name for name, value in params.moe[0]._asdict().items() if value is not None]
     block = MoEParams.of(**{name: spec_of_moe(name, config, mesh) for name in names})
     weights: Any = {n: spec_of_weight(n, w.shape, mesh) for n, w in params.weights.items()}
-    return Params(weights, [block] * len(params.moe))
+    return Params(weights, [block] * len(params.moe))  # all blocks have the same parameters
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

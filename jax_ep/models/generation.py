@@ -30,7 +30,7 @@ class Model(NamedTuple):
     # Without "model.layers.<i>." in their names, and with queries, keys and values joined as `QKV`.
     layers: list[Weights]
     moe: list[MoEParams]  # of each layer
-    placement: Placement | None = None  # of the experts; None if the blocks have no slots
+    placement: Placement | None = None  # of the experts; None if each has one copy, in order
 
     @classmethod
     def of(cls, params: Params, config: DecoderConfig, num_ranks: int) -> Model:
@@ -100,21 +100,21 @@ def hidden_states(
     # Columns of padding have the position of the last token before them.
     positions = cache.lengths[:, None] + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
     stored = jnp.where(mask, positions, PADDING)
-    in_slots = lax.dynamic_update_slice_in_dim(cache.positions, stored, cache.filled, 1)
+    slot_positions = lax.dynamic_update_slice_in_dim(cache.positions, stored, cache.filled, 1)
     # [B, S, M]: whether a slot has a token that is not later than the column's.
-    past = (in_slots[:, None] >= 0) & (in_slots[:, None] <= positions[..., None])
+    past = (slot_positions[:, None] >= 0) & (slot_positions[:, None] <= positions[..., None])
     x = model.shared[EMBED][tokens]
     angles = decoder.cos_and_sin(config, positions, x.dtype)
     keys, values, counts = [], [], []
     for i, (weights, moe) in enumerate(zip(model.layers, model.moe, strict=True)):
-        seen = past & (in_slots[:, None] > positions[..., None] - config.window(i))
+        seen = past & (slot_positions[:, None] > positions[..., None] - config.window(i))
 
         # Attends to the whole cache, and keeps the layer's new caches of keys and values.
         def attend(q: Any, k: Any, v: Any, sinks: Any, i: int = i, seen: Any = seen) -> Any:
             keys = lax.dynamic_update_slice_in_dim(cache.keys[i], k, cache.filled, 1)
             values = lax.dynamic_update_slice_in_dim(cache.values[i], v, cache.filled, 1)
-            # JAX's attention has no sinks, and with cuDNN takes only masks of even lengths: a step
-            # has one token. Without cuDNN it computes what `masked_attention` does.
+            # JAX's attention has no sinks, and with cuDNN takes only masks of even lengths, but a
+            # step has one token. Without cuDNN it computes what `masked_attention` does.
             return decoder.masked_attention(q, keys, values, seen, sinks), (keys, values)
 
         x, metrics, kept = decoder.decoder_layer(
@@ -124,7 +124,7 @@ def hidden_states(
         values.append(kept[1])
         counts.append(metrics.expert_counts)
     lengths = (cache.lengths + jnp.sum(mask, axis=1)).astype(jnp.int32)
-    cache = Cache(keys, values, in_slots, lengths, cache.filled + tokens.shape[1])
+    cache = Cache(keys, values, slot_positions, lengths, cache.filled + tokens.shape[1])
     return x, cache, jnp.stack(counts)
 
 
@@ -184,7 +184,7 @@ def prefill(
 
     def chunks(array: jax.Array) -> jax.Array:
         array = jnp.pad(array, ((0, 0), (padding, 0)))
-        return array.reshape(batch, -1, chunk).swapaxes(0, 1)
+        return array.reshape(batch, -1, chunk).swapaxes(0, 1)  # [chunks, B, chunk]
 
     def read(carry: tuple[Cache, jax.Array], part: tuple[jax.Array, jax.Array]) -> Any:
         # `last` [B, H] is the output for the last token of each prompt that has been read.
@@ -232,7 +232,8 @@ def step(
 ) -> tuple[State, jax.Array, jax.Array]:
     """Decodes one token of each sequence.
 
-    Returns the new state, the logits [B, V] float32, and how many tokens chose each expert.
+    Returns the new state, the logits [B, V] float32, and how many tokens chose each expert, int32
+    [layers, E].
     """
     mask = ~state.finished[:, None]  # a finished sequence reads padding
     newest = lax.dynamic_slice_in_dim(state.tokens, state.done - 1, 1, axis=1)

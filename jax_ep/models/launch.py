@@ -38,15 +38,14 @@ def blamed_flag(
     text: str, args: argparse.Namespace, names: Iterable[str], paths: Iterable[str]
 ) -> str | None:
     """Returns the flag that an error's text names first: programs begin their message with it."""
-    # It is named by its name, if it is one of `names`, or if it is one of `paths`, by the path that
-    # is its value.
+    # The text names a flag in `names` by its name, and a flag in `paths` by its value, a path.
     words = {name: name for name in names}
     for flag in paths:
         if value := getattr(args, flag):
             words |= {str(Path(value)): flag, str(Path(value).absolute()): flag}
     # The longest is tried first: "run/metrics.jsonl" before "run".
     choices = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    # A part of another word or path, such as the name in "model-1.safetensors", is none.
+    # Skips parts of other words and paths, such as the flag "model" in "model-1.safetensors".
     found = re.search(rf"(?<![\w./-])({choices})(?![\w-]|\.\w)", text)
     return words[found[1]] if found else None
 

@@ -132,7 +132,7 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 def _pack(load: Array, num_packs: int) -> Array:
     """Puts items [n], heaviest first, into the lightest pack with room; returns their packs."""
     pack = np.empty(len(load), int)
-    room = np.full(num_packs, len(load) // num_packs)
+    room = np.full(num_packs, len(load) // num_packs)  # all packs get equally many items
     totals = np.zeros(num_packs)
     for item in np.argsort(-load, kind="stable"):
         lightest = np.argmin(np.where(room > 0, totals, np.inf))

@@ -91,7 +91,7 @@ class Placement:
     def in_order(
         cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
     ) -> Placement:
-        """Makes the placement of a new layer, with expert s % E in slot s, for all layers."""
+        """Makes the placement that new layers have: in each layer, slot s holds expert s % E."""
         num_slots = checks.check_integer("num_slots", num_slots)
         slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
         tiled = np.tile(slots, (checks.check_integer("layers", layers), 1))
@@ -175,11 +175,11 @@ def rank_load(load: Any, placement: Placement, xp: Any) -> Any:
 
 
 def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
-    """Returns `load` as float64, or raises unless it has `ndim` axes and no negative number."""
+    """Returns `load` as float64; raises unless it has `ndim` axes of finite numbers from 0 on."""
     load = np.asarray(load)
     checks.check_array("load", load, ndim, jnp.number, shape, may_be_empty=False)
     load = load.astype(np.float64)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # of the sum, which is then infinite
         is_finite = np.isfinite(load.sum())
     if not is_finite or load.min() < 0:
         raise ValueError(

@@ -77,8 +77,8 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 def _take(leaf: Any, index: Array) -> Any:
     """Gathers entries `index`, [n] or [layers, n], of a leaf's experts or slots; -1 gives zeros."""
     gather = functools.partial(_gather, index=index)
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits >= 8
-    if isinstance(leaf, np.ndarray) or not is_float:
+    is_wide_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits >= 8
+    if isinstance(leaf, np.ndarray) or not is_wide_float:
         return gather(leaf)
 
     # Gathers floats as integers, because XLA may add floats of several devices to gather them,
@@ -93,7 +93,7 @@ def _take(leaf: Any, index: Array) -> Any:
 
 
 def _gather(leaf: Any, index: Array) -> Any:
-    """Gathers as `_take`; keeps the memory, and the sharding if it splits the new axis evenly."""
+    """Gathers as `_take`; keeps the memory kind, and a sharding that splits the new axis evenly."""
     axis, size = index.ndim - 1, index.shape[-1]
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
@@ -123,6 +123,7 @@ def _gather(leaf: Any, index: Array) -> Any:
     if any(jax.typeof(leaf).sharding.spec[axis : axis + 1]):
         leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, unsplit))
     if is_traced(leaf):
+        # Only shardings over Explicit axes are kept; over Auto axes, XLA chooses.
         is_sharded = any(new_sharding.spec)
         return jax.sharding.reshard(gathered(leaf), new_sharding) if is_sharded else gathered(leaf)
     leaf = jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
@@ -267,7 +268,7 @@ def _destinations(before: Placement, after: Placement) -> Array:
             else:
                 far = copies // per_rank != slot // per_rank
                 load = [len(of_layer[copy]) for copy in copies]
-                # A copy on the same rank, or else the copy that sends least.
+                # The copy that sends least, of those on the same rank if there are any.
                 source = copies[np.lexsort((load, far))[0]]
             of_layer[source].append(int(slot))
         sent.append(of_layer)
@@ -314,8 +315,8 @@ def _move_rows(
     # One `dispatch` sends equally many rows of each slot of one layer, as many as `_PIECE_BYTES`
     # allow. In it, slots take the place of experts: each receives the rows of exactly one slot.
     layers, num_slots, num_rows, columns = rows.shape
-    bytes_of_row = num_slots * columns * rows.dtype.itemsize
-    most = max(1, _PIECE_BYTES // bytes_of_row)
+    bytes_of_rows = num_slots * columns * rows.dtype.itemsize  # one row of each slot
+    most = max(1, _PIECE_BYTES // bytes_of_rows)
     piece = max(size for size in range(1, min(num_rows, most) + 1) if num_rows % size == 0)
     pieces = num_rows // piece
 

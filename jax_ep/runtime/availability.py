@@ -155,7 +155,7 @@ def _memory_unavailable_reason(
 
 
 class Traced:
-    """A program that is being traced, which is asked only about kernels that the user named."""
+    """A traced program, asked only about kernels that the user named; ignores the ranks' axes."""
 
     def unavailable_reason(
         self, axis_name: tuple[str, ...], ranks_per_host: int | None = None

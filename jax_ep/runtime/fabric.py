@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the `Gpus` of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
-    `like` is an operand of the kernel: the mesh index varies over the same axes. `ranks_per_host`
-    is the number of ranks of a host if ranks communicate only inside hosts.
+    `like` is an operand of the kernel; the mesh index is cast to vary (vma) over its axes, too.
+    `ranks_per_host` is the number of ranks of a host if ranks communicate only inside hosts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # By how much the mesh index grows along each axis.

@@ -99,6 +99,7 @@ _check_vma = _find("jax._src.config._check_vma")
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which an array or type varies (vma); none if JAX lacks vma."""
+    # `mat`, a type's manual axis type, holds them.
     kind = x if hasattr(x, "mat") else jax.typeof(x)
     return getattr(getattr(kind, "mat", None), "varying", frozenset())
 

@@ -192,7 +192,7 @@ def _set_up_here() -> Domain | str:
 def set_up(me: Participant) -> Domain | str:
     """Sets up symmetric memory together with the other processes of this host.
 
-    All processes get an equal `Domain`, or an equal reason; then no memory stays mapped.
+    All processes get an equal `Domain`, or an equal reason. With a reason, no memory stays mapped.
     """
     try:
         if me.others and me.store is None:
@@ -216,7 +216,7 @@ def set_up(me: Participant) -> Domain | str:
 
 
 def _card(me: Participant) -> Message:
-    """Returns what other processes need to share memory with this one, or a key "failure"."""
+    """Returns what others need to share memory with `me`; a key "failure" says why they cannot."""
     card: Message = {
         "memory_map": memory_map.VERSION,
         "jax_ep": me.jax_ep_version,
@@ -435,7 +435,7 @@ class _Sharing:
             raise Refused(f"the memory pool of GPU {g} was not made for sharing")
 
     def _map_peer(self, offer: Message, heap_fd: int, pool_fd: int) -> None:
-        """Maps the heap and the pool of another process's GPU, from its entry in `offer`."""
+        """Maps the heap and the pool of another process's GPU; `offer` is one of its "offers"."""
         g, heap_bytes, (start, num_bytes) = offer["gpu"], offer["heap_bytes"], offer["pool"]
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)

@@ -58,7 +58,7 @@ def all_reduce_rms_norm(
       hidden: how many of the H columns are data. The others are zeros, and not counted by the mean.
       two_shot: whether each rank sums one N-th of the data and sends the sums to all ranks.
       fabric: the ranks; `Channels` give the same bits over the low-latency protocol.
-      plan: has at least T / N blocks for two shots over `Channels`; `num_vectors` is ignored.
+      plan: has at least T / N blocks for two shots over `Channels`; `num_vectors` is taken as 1.
 
     Returns:
       normalized: [T, H] of x's dtype, the normalized new residual times `scale`.

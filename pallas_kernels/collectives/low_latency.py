@@ -106,7 +106,7 @@ def _sums_of_shard(
 def _store_what_arrives(
     endpoint: Endpoint, slices: Sequence[Any], x: jax.Array, out_ref: Any
 ) -> None:
-    """Receives this warpgroup's tiles from each peer, and stores them to out_ref[peer]."""
+    """Receives this warpgroup's tiles, of x's dtype, from each peer; stores to out_ref[peer]."""
     for index, where in enumerate(slices):
         parts = endpoint.receive(index, (where.size,), x.dtype, exact=True)
         for peer, part in zip(endpoint.peers, parts, strict=True):
@@ -171,7 +171,7 @@ def call(
     assert num_sends <= tiles_of_channel(channels.memory.num_gpus), (name, plan, num_sends)
 
     def run(mesh_index_ref: Any, *refs: Any, **scratch: Any) -> None:
-        mesh_index = channels.mine(mesh_index_ref)[0]
+        mesh_index = channels.mine(mesh_index_ref)[0]  # of this rank's device
         endpoint = Endpoint(channels, mesh_index, plan.worker(), name)
         endpoint.delay_point(0)
         body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)

@@ -57,7 +57,7 @@ def store(ref: Any, tile: jax.Array) -> None:
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     """Sums the tiles ref[indices] of every rank in rank order, in float32."""
-    # Of more than two ranks, each begins to read at another peer, to spread the load over links.
+    # With more than two ranks, each reads its own tile first, to spread the load over links.
     num_ranks = fabric.num_ranks
     stagger = num_ranks > 2
     first = fabric.rank() if stagger else jnp.int32(0)

@@ -36,7 +36,7 @@ from pallas_kernels.fabric import fabric as fb
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [S] floating over N ranks by the one-shot algorithm; returns [S] on every rank."""
 
-    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+    def reduce_tile(x_ref: Any, out_ref: Any, _shard: Any, where: Any) -> None:
         total = tiles.sum_of_ranks(fabric, x_ref, where)
         tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
@@ -47,7 +47,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [N, S] like `one_shot`, by the two-shot algorithm; returns [N, S] on every rank."""
 
-    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+    def reduce_tile(x_ref: Any, out_ref: Any, _shard: Any, where: Any) -> None:
         total = tiles.sum_of_ranks(fabric, x_ref, fabric.rank(), where)
         tiles.put(fabric, out_ref, (fabric.rank(), where), total.astype(x.dtype))
 
@@ -58,7 +58,7 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Gathers x [S] from all N ranks into [N, S]."""
 
-    def put_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+    def put_tile(x_ref: Any, out_ref: Any, _shard: Any, where: Any) -> None:
         tile = tiles.load(fabric.mine(x_ref).at[where])
         tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
 
@@ -69,7 +69,7 @@ def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [N, S] over N ranks; returns shard r of the sum, [S], on rank r."""
 
-    def reduce_tile(x_ref: Any, out_ref: Any, _: Any, where: Any) -> None:
+    def reduce_tile(x_ref: Any, out_ref: Any, _shard: Any, where: Any) -> None:
         total = tiles.sum_of_ranks(fabric, x_ref, fabric.rank(), where)
         tiles.store(fabric.mine(out_ref).at[where], total.astype(x.dtype))
 

@@ -422,11 +422,11 @@ class _Dispatch(_Kernel):
 
     def _count(self, choices: Any, warpgroup: jax.Array, scratch: fb.Scratch) -> None:
         """Counts a part of the choices by expert, in this warpgroup's half of `experts.scan`."""
-        # The sender and the receiver of block 0 together count the choices of all tokens of this
-        # rank, those of another block the choices of the tokens of blocks with lower indices. They
+        # In block 0, the sender and the receiver together count the choices of all tokens of this
+        # rank; in any other block, the choices of the tokens of blocks with lower indices. They
         # count the first `end` of `choices`, in slices that they take alternately.
         fabric, num_tokens = self.fabric, self.sender.num_tokens
-        num_choices = self.sender.window.total  # of this rank, with padding
+        num_choices = self.sender.window.total  # of this rank, padded to WARPGROUP or more
         slice_size = min(_COUNTED_AT_ONCE, num_choices // WARPGROUP * WARPGROUP)
         first_token, _ = self.sender.range()
         tokens_before = jnp.minimum(first_token, num_tokens)

@@ -138,7 +138,7 @@ class RowTransfer:
         return vectors.constant(self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, topk_idx: Any, token: jax.Array) -> list[jax.Array]:
-        """Returns the rank of each expert of a token; NOWHERE for an id outside [0, E)."""
+        """Returns the rank of each expert of a token in topk_idx [T·K]; NOWHERE outside [0, E)."""
         top_k, num_experts = self.plan.top_k, self.plan.num_experts
         experts = [self.fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)

@@ -81,7 +81,7 @@ class _Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel of `combine`."""
+    """The kernel of `combine`; its topk_idx and weights are [T·K], and its rows [N, T·K]."""
 
     transfer: RowTransfer
     capacity: int  # the number of rows of y
@@ -264,7 +264,7 @@ class _Combine:
             sums = self._sum_pair(pair, jnp.maximum(count, 0), used, rows_of_block, scratch)
             used = used + jnp.maximum(count, 0)
             sums = [total.astype(transfer.plan.dtype) for total in sums]
-            peer_index = pair.number % self.fabric.num_ranks
+            peer_index = pair.number % self.fabric.num_ranks  # of the owner; this rank is last
             if peer_index < len(endpoint.peers):
                 transfer.send(endpoint, peer_index, pair.i, sums, count >= 0, exact=False)
             else:
@@ -272,7 +272,7 @@ class _Combine:
         return sums_of_own_tokens
 
     def _read_weights(self, scratch: fb.Scratch) -> None:
-        # Each warpgroup receives the weights of some pairs, and waits for the others.
+        # Each warpgroup receives the weights of some pairs; `meet` waits for other warpgroups.
         for pair in self._pairs():
 
             @pl.when(self.transfer.warpgroup == pair.number % self.transfer.plan.warpgroups)
@@ -285,7 +285,8 @@ class _Combine:
     def _sum_pair(
         self, pair: _Pair, count: jax.Array, used: jax.Array, rows_of_block: Any, scratch: Any
     ) -> list[jax.Array]:
-        """Sums a pair's `count` rows, times their weights; earlier pairs have `used` rows."""
+        """Sums a pair's `count` rows, times their weights; returns tiles in float32."""
+        # Earlier pairs have `used` rows, and all pairs of the block have `rows_of_block`.
         transfer = self.transfer
 
         def add(r: jax.Array, sums: Sequence[jax.Array]) -> list[jax.Array]:

@@ -116,7 +116,7 @@ class Window:
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
-        """Returns `entry`, or the last index from which a slice of `width` entries fits."""
+        """Returns `entry`, moved back if a slice of `width` entries from it would not fit."""
         return jnp.minimum(entry, self.total - self.width)
 
     def pad(self, flat: jax.Array, value: int) -> jax.Array:
@@ -255,8 +255,8 @@ class LowLatencyPlan(Sizes):
         # A combine keeps 4 words for each choice of each token of a block, for every rank: weight,
         # and entries in lists of row numbers.
         lists = 4 * self.num_ranks * self.tokens_per_block * self.top_k
-        # A dispatch has arrays of one word per expert: for each source rank, counts of choices and
-        # the next rows; and 5 for the starts and ends of groups, here rounded up to 7.
+        # A dispatch has arrays of a word per expert, and some more: for each source rank, counts of
+        # choices and next rows; 5 for groups (2 of ends, 1 of starts, 2 of workspace), taken as 7.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + WARPGROUP)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, lists)) // row.stage_bytes)

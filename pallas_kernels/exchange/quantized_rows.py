@@ -75,7 +75,7 @@ def put_row(wire: RowFormat, row: jax.Array, parts: Sequence[Any], elements: int
     Args:
       row: [H or more] float32, in the register layout of `vectors.load_each`.
       parts: values [H] and scales [H / 128] in global memory; H is a multiple of `ROW_MULTIPLE`.
-      elements: how many neighbouring values of `row` a thread holds; a divisor of 128.
+      elements: how many neighbouring values of `row` one vector of a thread holds; divides 128.
     """
     values, scales = parts
     (hidden,) = values.shape

@@ -52,7 +52,7 @@ def rank_dispatch(
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
     """Sends each token, with its local expert ids and weights, to the ranks of its experts.
 
-    Takes the arguments of `expert_dispatch`, and topk_weights, [T, K] float32 to send, or None.
+    Takes `expert_dispatch`'s arguments but `buffer`, and topk_weights, [T, K] float32, or None.
 
     Returns:
       tokens: the receive buffer ([N · T, H],), or with a quantized wire ([N · T, H], scales [N · T,
@@ -207,8 +207,8 @@ class _Routes:
         lists: list[List] = []
         for rank in ranks:
             local_ids = [expert - rank * per_rank for expert in experts]
-            is_local = [(i >= 0) & (i < per_rank) for i in local_ids]
-            ids = [jnp.where(ok, i, fb.NOWHERE) for ok, i in zip(is_local, local_ids, strict=True)]
+            is_local = [(e >= 0) & (e < per_rank) for e in local_ids]
+            ids = [jnp.where(ok, e, fb.NOWHERE) for ok, e in zip(is_local, local_ids, strict=True)]
             if weights:
                 ids += [jnp.where(ok, w, 0) for ok, w in zip(is_local, weights, strict=True)]
             lists.append(ids)

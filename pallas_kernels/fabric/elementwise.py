@@ -32,8 +32,8 @@ class NotSupported(Exception):
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    It returns an array, or a tuple if there are several results. Raises NotSupported if this module
-    cannot emit one of its operations.
+    `function` returns an array, or a tuple of arrays if `results` is above 1. Raises NotSupported
+    if this module cannot emit one of its operations.
     """
 
     function: Function
@@ -113,7 +113,7 @@ def _exp(x: Value) -> Value:
     # float32's exponents, and a rest f. The result is 2^f * 2^integer. As floats of about 3 * 2^22
     # have no fraction, adding 0f4B400001 = 3 * 2^22 + 1 rounds, and leaves the integer's biased
     # exponent in the low bits of j. 0f3FB8AA3B and 0f32A57060 are the high and the low part of
-    # 1 / ln 2, and 0f3BBB989D is 1 / (252 ln 2).
+    # 1 / ln 2, 0f3BBB989D is 1 / (252 ln 2), 0f437C0000 is 252, 0fCB40007F is -(3 * 2^22 + 127).
     return _ptx(
         "{ .reg .f32 t, j, k, f; .reg .b32 s;"
         " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"

@@ -314,7 +314,7 @@ def load(ref: Any, vector: int) -> jax.Array:
 
 
 def load_slices(fabric: Fabric, where: Any, *loads: tuple[Any, Iterable[tuple[Any, ...]]]) -> None:
-    """Loads the same slice of many lists, as of each rank's rows, into shared memory.
+    """Loads the same slice of many lists, such as one of each rank, into shared memory.
 
     `where` is a `pl.ds` of n elements. Each of `loads` is (buffer, sources), with equally many
     sources. `buffer` is [rows, n] in shared memory. For each source (row, array, *indices),

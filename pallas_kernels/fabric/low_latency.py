@@ -141,7 +141,7 @@ class Endpoint:
     def sum(self, index: int, mine: jax.Array) -> jax.Array:
         """Receives tile number `index` from each peer; returns the sum with the tile `mine`."""
         # In rank order in float32, so that all ranks get equal bits.
-        # parts[i] is the tile of rank + i.
+        # parts[i] is the tile of rank + i, modulo N; then `rotate` moves that of rank r to index r.
         parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
         parts = vectors.rotate(parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))

@@ -233,7 +233,7 @@ def unless(
 ) -> list[Value]:
     """Emits a branch that skips the code of `function` in threads whose `condition` (i1) is true.
 
-    Its results there are `values`, which have the types of the results of `function`.
+    Such a thread gets `values` instead, which have the types of the results of `function`.
     """
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -265,14 +265,14 @@ def opaque(words: Sequence[Value]) -> list[Value]:
     # after a wait for tensor cores: LLVM does not know that they read registers until then.
     word = integer_type(32)
     # LLVM's constraint "i", for a number i, puts an operand in the register of result i.
-    found = llvm.inline_asm(
+    hidden = llvm.inline_asm(
         struct_type([word] * len(words)),
         list(words),
         "",
         ",".join(["=r"] * len(words) + [str(i) for i in range(len(words))]),
         has_side_effects=True,
     )
-    return [llvm.extractvalue(word, found, [i]) for i in range(len(words))]
+    return [llvm.extractvalue(word, hidden, [i]) for i in range(len(words))]
 
 
 def opaque_scalar(number: Any) -> Any:
@@ -491,7 +491,7 @@ def shuffle(word: Value, distance: int) -> Value:
 
 
 def shuffle_up(word: Value, distance: int) -> Value:
-    """Emits a shuffle: the 32-bit `word` of the thread `distance` before, else its own."""
+    """Emits a shuffle: the 32-bit `word` of the thread `distance` before; its own without one."""
     text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
     return asm(text, "=r,r", word, returns=integer_type(32))
 
@@ -545,14 +545,14 @@ def poll(
 
     # The loop carries the number of polls. Its results are that number, whether the thread must
     # still poll, and the last values.
-    results = [word, i1, *types]
-    polling = scf.WhileOp(results, [i32(0)])
+    result_types = [word, i1, *types]
+    polling = scf.WhileOp(result_types, [i32(0)])
     with ir.InsertionPoint.at_block_begin(polling.before.blocks.append(word)):
         (polls,) = polling.before.blocks[0].arguments
         pending, values = ask()
         more = arith.andi(pending, in_time(polls))
         scf.condition(more, [add(polls, 1), pending, *values])
-    with ir.InsertionPoint.at_block_begin(polling.after.blocks.append(*results)):
+    with ir.InsertionPoint.at_block_begin(polling.after.blocks.append(*result_types)):
         scf.yield_([polling.after.blocks[0].arguments[0]])
     _, pending, *values = polling.results
     with when(pending):
@@ -606,8 +606,8 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Defines the memory to which `remote_ref(ref, entry)` refers in the kernel being traced.
 
-    `offset(memref, entry)` emits code that loads from `table` the peer's address minus this rank's,
-    in 64 bits.
+    `offset(table, entry)` emits code that loads from `table`, a reference, the peer's address minus
+    this rank's, in 64 bits.
     """
 
     # Mosaic gets a peer's address from its launch context, which asks XLA's collective metadata or

@@ -111,8 +111,9 @@ class Gpus(RanksOfMesh):
     ) -> None:
         """Begins a call of the kernel; every warpgroup of every block runs this first.
 
-        `buffers` are those that peers access, in one order on all ranks; `reads` is whether peers
-        read data that this rank wrote to them before the call.
+        `operands` are references to `self.operands`, and `scratch` to `scratch_types`. `buffers`
+        are those that peers access, in one order on all ranks. `reads` is whether peers read data
+        that this rank wrote to them before the call.
         """
         # More would reach past this GPU's arrays in its heap. Callers refuse it with a message.
         num_buffers, num_ranks = len(buffers), self.num_ranks
@@ -168,7 +169,7 @@ class Gpus(RanksOfMesh):
     def _count_call(
         self, at: _Emitted, heap: Value, thread: Value, block: Value, num_blocks: int, sets: Value
     ) -> None:
-        """Emits code: threads whose `sets` (i1) is true store the numbers of this call as counters.
+        """Emits stores of this call's numbers as counters, by threads whose `sets` (i1) is true.
 
         The next kernel may have more blocks than the `num_blocks` of this one, so each block sets
         the counters of all indices that equal its own index modulo num_blocks.
@@ -186,7 +187,7 @@ class Gpus(RanksOfMesh):
         self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
     ) -> None:
         """Emits code by which thread i sends the address of refs[i // N] to rank i % N."""
-        # `heap` is the address of this GPU's heap.
+        # Past the end of `refs`, it is that of refs[0]. `heap` is the address of this GPU's heap.
         buffer, rank = mosaic.divided(thread, self.num_ranks)
         tag = arith.andi(at.number(rank), i64(_NOT_SHARED - 1))
         pool_start = load64(address_at(heap, 8 * memory_map.POOL_START))
@@ -214,7 +215,7 @@ class Gpus(RanksOfMesh):
         # With `reads`, this rank then also sees what ranks wrote to their buffers before the call.
         call, num_ranks = self._call, self.num_ranks
         if not call.buffers:
-            return
+            return  # `peer` is never called.
 
         def emit(at: _Emitted, *refs: Any) -> None:
             thread, heap = mosaic.warpgroup_thread(), self._heap(at.gpu)
@@ -232,7 +233,7 @@ class Gpus(RanksOfMesh):
     ) -> None:
         """Emits code by which thread i waits for the address of refs[i // N] at rank i % N.
 
-        The thread stores in `at.offsets()` how far it is from the address of the ref here.
+        The thread stores in `at.offsets()` that address minus the address of refs[i // N] here.
         """
         buffer, source = mosaic.divided(thread, self.num_ranks)
         gpu, number = entry_of(at.gpus, source), at.number(source)
@@ -359,9 +360,9 @@ class Gpus(RanksOfMesh):
         self._call.inline(emit, jnp.asarray(start, jnp.int32), words)
 
     def _send(self, at: _Emitted, numbers: Iterable[Value], index: Value, value: Value) -> None:
-        """Emits the sending of value `index`, 32 bits, to all ranks, in call numbers[r] with r."""
+        """Emits stores of a 32-bit `value` to all ranks, as value number `index` of this call."""
         value = mosaic.widen(value)
-        # The high half of a sent word is the number of the call.
+        # The high half of a word for rank r is numbers[r], the number of the call with r.
         for number, receiver in zip(numbers, at.gpus, strict=True):
             word = arith.ori(arith.shli(number, i64(32)), value)
             store64(self._value(receiver, at.gpu, number, index), word)

@@ -1,10 +1,10 @@
-"""Loads, stores and sums of 1D arrays in any rank's memory, by vectors of up to 16 bytes.
+"""Loads, stores and sums of 1D arrays in any rank's memory, up to 16 bytes at a time.
 
 Arrays in registers have the layout `mosaic.strided`: each thread holds vectors of `elements`
 neighbouring elements, for example 8 of bfloat16.
 
-Each reference must start at a multiple of the vector's bytes. Pallas knows the alignment only of
-this rank's own buffers, and would load a peer's memory element by element.
+Each reference must start at a multiple of the vector's bytes, or of 16 if it has more. Pallas knows
+the alignment only of this rank's own buffers, and would load a peer's memory element by element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUMS_OF_WARPGROUP = WARPGROUP // WARP
 
 
 def load(ref: Any, elements: int) -> jax.Array:
-    """Loads a 1D array, of k * WARPGROUP * elements, from any rank's global memory to registers."""
+    """Loads a 1D array, of a multiple of WARPGROUP * elements, from any rank's global memory."""
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
     is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if is_integer else None
 
@@ -48,7 +48,8 @@ def load(ref: Any, elements: int) -> jax.Array:
 def store(refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """Stores the first elements of `value` to each of `refs`, as many as these have.
 
-    `value` is 1D in registers, `refs` are contiguous arrays of one size in any rank's memory.
+    `value`, 1D in registers, is padded at most as by `load_each`. `refs` are contiguous arrays of
+    one size in any rank's memory.
     """
     (size,) = refs[0].shape
 
@@ -81,8 +82,8 @@ def load_each(
 
     wanted[i], [] bool, is whether refs[i] is loaded; else its memory is not accessed, and the
     result is `fill`. There are no branches, so the loads of all arrays are in flight at once.
-    `elements` are 16 bytes. `read_only` is whether no thread of any rank writes to the arrays while
-    the kernel runs. Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
+    `elements` must fill 16 bytes. `read_only` is whether no thread of any rank writes to the arrays
+    while the kernel runs. Returns arrays padded by `fill` to a multiple of WARPGROUP * elements.
     """
     size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
     num_vectors = -(-size // (WARPGROUP * elements))  # of each thread

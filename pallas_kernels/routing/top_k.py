@@ -350,7 +350,7 @@ def _two_largest(
 
 
 def _sum_of_lanes(word: Value, number: int) -> Value:
-    """Sums, in every lane, the float32 numbers of its set of `number` = 2^i adjacent lanes."""
+    """Gives each lane the sum of the float32 words of its set of `number` = 2^i adjacent lanes."""
     distance = number // 2
     while distance:
         word = _apply(_ADD, word, mosaic.shuffle(word, distance))
@@ -373,7 +373,7 @@ class _Lanes:
         start = mosaic.mul(row, self.columns)
         base = mosaic.pointer(ref)
         if self.columns % WARP == 0:
-            # Vectors of 4, 2 or 1 words; the lane's columns begin at a multiple of their length.
+            # A vector of 4, 2 or 1 words must begin at a multiple of its length; `start` does.
             length = math.gcd(self.width, 4)
             start = mosaic.add(start, first)
             bits = []
