@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 AxisName = str | tuple[str, ...]
 
-
 # The largest allowed number of rows, experts or tokens. All of them are counted in int32.
 MAX_INT32 = 2**31 - 1
 

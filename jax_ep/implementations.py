@@ -28,7 +28,7 @@ _Kind = TypeVar("_Kind", bound=Implementation)
 class Implementations(Generic[_Kind]):
     """The implementations of an operation, from which `select` selects one."""
 
-    table: tuple[_Kind, ...]  # in the order in which implementation=None tries them
+    table: tuple[_Kind, ...]  # tried in this order for None; the last supports every problem
     argument: str = "implementation"  # that selects an implementation, for errors
     operation: str = ""  # with which errors begin
     layer_argument: str = ""  # a layer's name of `argument`, for errors at lowering

@@ -203,7 +203,7 @@ class MoE(nn.Module):
 
         Call it from the parent module, or as `moe.apply({"params": params},
         method="quantize_experts")`; for a stack of layers, under `jax.vmap` over the parameters.
-        Raises ValueError if there are no parameters, too.
+        Also raises ValueError if there are no parameters.
         """
         weights = nn.unbox({
             name: self.get_variable("params", name) for name in EXPERT_MATRICES

@@ -303,7 +303,7 @@ def _without_repeats(
     axes: tuple[str | None, ...], rules: Mapping[str, Any], *, prior: Sequence[str | None]
 ) -> tuple[tuple[str | None, ...], list[Any]]:
     """Returns the logical axes, None where a mesh axis would be used twice, and their mesh axes."""
-    # The rules of the logical axes `prior`, which `fsdp_axes` splits, apply first.
+    # `rules` has a rule for each of `axes`. Those of `prior`, which `fsdp_axes` splits, come first.
     ordered = sorted(rules.items(), key=lambda rule: rule[0] not in prior)
     kept, spec = [], []
     for axis, assigned in zip(axes, assign_axes(axes, ordered), strict=True):

@@ -163,8 +163,7 @@ def check_placement(
             f"but expert_of_slot has shape {shapes[0]} and num_copies {shapes[1]}. Pass "
             "placement[layer] if it is the placement of several layers."
         )
-    # A single rank has all slots.
-    if num_ranks not in (1, placement.num_ranks):
+    if num_ranks not in (1, placement.num_ranks):  # A single rank has all slots.
         raise ValueError(
             f"placement must be for the {num_ranks} ranks along expert_axis, but is for "
             f"{placement.num_ranks}: make it with num_ranks={num_ranks}."

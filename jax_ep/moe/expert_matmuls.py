@@ -152,7 +152,7 @@ class ExpertMatmuls:
     def times(
         self, rows: Any, experts: Experts, name: str, groups: Groups, dtype: Any, zero_unused: bool
     ) -> jax.Array:
-        """Multiplies rows by the matrices `name`, [R, C]; float8 matmuls return it in `dtype`."""
+        """Multiplies rows by the matrices called `name`; returns [R, C], of `dtype` if float8."""
         return unquantized.product_of_arrays(
             rows, getattr(experts, name), groups, self.implementation, zero_unused=zero_unused
         )
@@ -294,6 +294,7 @@ class Float8Matmuls(ExpertMatmuls):
         )
 
     def gate_gradient(self, dhidden, pre, weights, group_sizes, mean_rows):
+        # The kernel takes two products. It is used for any `mean_rows`.
         if len(pre) != 2:
             return None
         num_rows = dhidden.shape[0]
@@ -307,7 +308,7 @@ class Float8Matmuls(ExpertMatmuls):
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
         blocks, group_blocks = row_blocks(group_sizes, rows.shape[0])
 
-        # Returns the rows, or None without `return_rows`, and their transpose.
+        # `transpose(x)` returns the rows x, or None without `return_rows`, and their transpose.
         transpose = functools.partial(
             float8.transpose_rows, blocks=blocks, implementation=self.implementation
         )

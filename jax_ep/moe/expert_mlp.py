@@ -45,7 +45,7 @@ class HiddenUnit:
         try:
             parameters = inspect.signature(self.activation).parameters.values()
         except (TypeError, ValueError):
-            return False
+            return False  # A function whose signature is unknown is given one array.
         required = (p for p in parameters if p.default is p.empty)
         return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
 
@@ -203,7 +203,7 @@ def forward(
         ]
         kept = (matmuls.as_residual(product) for product in products)
         pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in kept)
-        # `pre` may be rounded, and the hidden values are computed from the products before that.
+        # `pre` may be rounded, unlike `products`. Without `keep`, no caller reads `pre`.
         hidden = gated(matmuls.unit, *products, biases=experts.biases[:2], groups=groups)
         hidden = matmuls.as_operand(hidden)
     out = matmuls.times(hidden, experts, "wo", groups, dtype, zero_unused=zero_unused)
@@ -273,6 +273,7 @@ def _gate_gradient(
     rows, pre, experts, group_sizes = saved
     dtype = rows.dtype
     biases = biases_of_rows(experts.biases[:2], group_sizes, rows.shape[0], wide_dtype(dtype))
+    # The kernels add no biases, and `matmuls` may leave products without biases to XLA.
     if all(bias is None for bias in biases):
         results = matmuls.gate_gradient(dhidden, pre, weights, group_sizes, mean_rows)
         if results is not None:

@@ -34,7 +34,7 @@ from pallas_kernels.matmul.chosen_groups import ChosenGroups, chosen_groups
 # room for 64 tokens. Up to which number this is faster than a dispatch has not been measured.
 MOST_TOKENS = 16
 # The most tokens that are not quantized, although `matmul_dtype` is float8: for so few, matmuls of
-# quantized matrices and unquantized rows are faster, and nothing is quantized between them.
+# quantized matrices and bfloat16 rows are faster, and nothing is quantized between them.
 MOST_UNQUANTIZED_TOKENS = 2
 
 Run = Callable[..., tuple[jax.Array, Any]]
@@ -42,7 +42,7 @@ Run = Callable[..., tuple[jax.Array, Any]]
 
 def supports(tokens: jax.Array, experts: Experts, config: MoEConfig, num_ranks: int) -> bool:
     """Returns whether experts may run on tokens [T, H] without a dispatch."""
-    # These options ask for a dispatch, or for a change of the rows that it sends.
+    # These options ask for a dispatch, or change the rows that it sends. Adapters need such rows.
     of_dispatch = config.implementation, config.capacity_factor, config.wire_dtype
     asked = any(option is not None for option in of_dispatch) or config.weights_on != "output"
     if asked or num_ranks > 1 or experts.adapters:

@@ -136,7 +136,7 @@ def _equal_copies_bwd(axes, placement, grad):
 def _row_of_slot(
     num_slots: int, placement: Placement, axes: tuple[str, ...], most_copied: int
 ) -> jax.Array:
-    """Numbers the experts with copies; returns each slot's expert's number, or `most_copied`."""
+    """Returns the number of each slot's expert among those with copies; else `most_copied`."""
     is_copied = jnp.asarray(placement.num_copies) > 1
     among_copied = jnp.cumsum(is_copied, dtype=jnp.int32) - 1
     row_of_expert = jnp.where(is_copied, among_copied, most_copied)

@@ -57,7 +57,7 @@ def init_lora(params: MoEParams, rank: int, key: jax.Array) -> MoEParams:
 
 
 def _sharding_of(name: str, matrix: jax.Array | QuantizedArray) -> Sharding | None:
-    """Returns the sharding of the adapter `name`; None if its matrix has no known sharding."""
+    """Returns the sharding of the adapter `name`; None if none was chosen for its matrix."""
     values = matrix.values if isinstance(matrix, QuantizedArray) else matrix
     sharding = getattr(values, "sharding", None)
     if not isinstance(sharding, NamedSharding):

@@ -309,8 +309,7 @@ def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)
-    # Raises ValueError if the axes are not bound here.
-    checks.num_ranks(axes)
+    checks.num_ranks(axes)  # raises ValueError if the axes are not bound here
     return lax.psum(sums, axes)
 
 

@@ -169,6 +169,7 @@ def check_sharding_of_experts(
     # The option of each dimension that every rank holds whole, by the dimension's logical axis.
     replicated: dict[str, str] = {}
     for name, axes in config.split_axes().items():
+        # Without a mesh, a tensor axis has no effect; `_warn_of_options_of_meshes` warns of that.
         if not axes or (where.mesh is None and name == "tensor_axis"):
             continue
         logical, dim = ("exp", 0) if name == "expert_axis" else ("mlp", 2)
@@ -245,7 +246,7 @@ def _guessed_axes(
         distinct = tuple(dict.fromkeys(itertools.chain(*by_rules)))
         return "is sharded by the axis rules over", distinct
     if set(axes) & set(mesh.axis_names):
-        return "", ()
+        return "", ()  # Nothing suggests other axes.
     # The mesh lacks the default of `expert_axis`, which it may have by another usual name.
     likely = tuple(axis for axis in mesh.axis_names if axis == "ep" or axis.startswith("exp"))
     return "may be sharded over", large_axes(likely, mesh)

@@ -122,7 +122,7 @@ _LOGICAL_AXIS = {"E": "exp", "H": "embed", "F": "mlp", "S": "mlp"}
 class Parameter(NamedTuple):
     """The shape, initializer and options of one parameter of the layer."""
 
-    dims: str  # one character per dimension, as in `MoEParams`; a digit stands for itself
+    dims: str  # one character per dimension, as in `MoEParams`, but L for r; a digit is a size
     init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
     # The options that must be True for a Flax layer to have it. It has no parameter of size 0.
     needs: tuple[str, ...] = ()

@@ -242,7 +242,7 @@ def _run_experts(
 def _tokens_and_values(
     tokens: jax.Array | QuantizedArray, own_tokens: jax.Array | None, config: MoEConfig
 ) -> tuple[jax.Array, QuantizedArray | None]:
-    """Returns the array that gets the gradient of `tokens`; and `tokens` if they stay quantized."""
+    """Returns what gets the gradient of `tokens`, or zeros; and `tokens` if they stay quantized."""
     if not isinstance(tokens, QuantizedArray):
         return tokens, None
     if config.weights_on == "input":
@@ -314,6 +314,7 @@ def _backward(static, residuals, grad):
             # A rank receives T * K rows on average.
             mean_rows=None if weights is None else weights.size,
         )
+    # None means weights_on="input": `tokens` are then received rows, times their weights.
     if weights is None:
         return dtokens, dexperts, None, None, None, None
     # The barrier delays the exchange of the weights' gradient until the tokens' gradient has been

@@ -72,11 +72,12 @@ def router_logits(
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     """Returns x @ gate, [T, E] float32, of a bfloat16 x and a float32 or bfloat16 gate."""
+    # A kernel multiplies few tokens in float32. XLA does the same where that kernel cannot run.
+    if not checks.is_symbolic(x.shape[0]) and 0 < x.shape[0] <= few_logits.MOST_TOKENS:
+        return few_logits.few_logits(x, gate)
     # Three bfloat16 parts add up to the gate exactly. One float32 product would copy x, and on a
     # GPU round the gate to TF32's 11 bits. The backward pass splits its operands into only two
     # parts, which keep 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376).
-    if not checks.is_symbolic(x.shape[0]) and 0 < x.shape[0] <= few_logits.MOST_TOKENS:
-        return few_logits.few_logits(x, gate)
     # The parts of the gate are multiplied in reverse order, so that the sum of the products begins
     # with the last part, which holds the smallest numbers.
     parts = _split(gate, 3)[::-1]
@@ -259,7 +260,8 @@ def choose_experts(
     compared = _SCORES[score](logits) if by_scores and not by_sigmoid else None
     return_softmax = score == "softmax" and not by_scores
     probs = None if return_softmax else _probs(score, logits)
-    # The numbers from which weights are computed; None: the softmax that `choose` returns.
+    # The numbers from which weights are computed. They are not an operand of their own if they are
+    # the softmax that `choose` returns (None here), or the logits.
     gathered = None
     if options.normalize or not return_softmax:
         gathered = _weighed_numbers(score, logits, weighing)
@@ -292,7 +294,8 @@ def routing_of_choices(logits: jax.Array, topk_idx: jax.Array, options: RoutingO
 def _probs(score: str, logits: jax.Array) -> jax.Array:
     """Returns `Routing.probs` [T, E]: all scores, of which some do not underflow in each token."""
     if score != "softmax":
-        # Shifts the logits of a token whose largest is below `_LOWEST_LOGIT`, to this maximum.
+        # If a token's largest logit is below `_LOWEST_LOGIT`, raises all of its logits equally, so
+        # that the largest is `_LOWEST_LOGIT`.
         largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         # With the lowest finite number, a token whose logits are all -inf gets no NaN.
         raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT

@@ -178,6 +178,7 @@ def _kernel_runs(program: Program, k: int) -> bool:
     return (
         not checks.is_symbolic(num_tokens)
         and 0 < num_tokens * num_experts <= checks.MAX_INT32
+        # Groups do not matter: `_by_kernel` applies those that the kernel lacks by XLA.
         and plan.unavailable_reason(num_experts, k) is None
         and availability.runs_local_kernels(program)
     )

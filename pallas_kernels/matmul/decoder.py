@@ -127,7 +127,7 @@ class Decoder:
             group, left_edge, step = (mosaic.scalar(each) for each in (group, left_edge, step))
             # The index of the step's first code among a column's.
             first_code = mosaic.mul(step, SCALES * self.pieces)
-            # If a tile has 64 columns, half of the threads load scales of the second matrix.
+            # Tiles of 64 columns are of two matrices: half of the threads load the second's scales.
             is_second = mosaic.below(mosaic.i32(self.block_n - 1), mosaic.warpgroup_thread())
             words = []
             for i in range(self._columns_of_thread):

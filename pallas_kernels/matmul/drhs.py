@@ -131,7 +131,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     # all cleared, so that the group's matrix becomes zero. This step's first row must exist.
     starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps = jnp.maximum(-((first - ends) // STEP), 1)
+    steps = jnp.maximum(-((first - ends) // STEP), 1)  # rounded up
     return jnp.stack([steps, first, starts, ends], axis=1)
 
 
@@ -288,6 +288,7 @@ class _Loader(Loader):
         return tile.steps
 
     def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+        # Only copies load, so nothing is read ahead.
         inner = pl.ds(aligned(tile.first + step * STEP), STEP)
         rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)

@@ -93,7 +93,7 @@ class Float8Tiles:
         `few_rows` is whether groups have fewer than `_FEW_ROWS` rows on average.
         """
         if REGISTERS_MOVE or few_rows or num_matrices > 1:
-            # With few rows, a computer waits for memory, and should release a stage before.
+            # With few rows, a computer waits for memory. It should release a stage before it waits.
             return cls(block_n=HALVES * BLOCK // num_matrices, waits_ahead=not few_rows)
         # Totals of two halves would leave no registers for a loader. A band of these narrow tiles
         # has as many columns as one of the tiles above.
@@ -258,7 +258,7 @@ class Float8Kernel(Kernel):
 
     def scratch_types(self) -> dict[str, Any]:
         stages, transforms = self.tiles.num_stages, swizzled(self.dtype)
-        # At `full` arrive each copy of `fill_stage` and, after the block scales, the loader.
+        # At `full` arrive the copies of `left`, row scales and matrices, and `fill_stage` itself.
         arrivals = 2 + self.rows_have_scales + self.num_matrices
         types = dict(
             left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=transforms),
@@ -426,7 +426,8 @@ class Float8Kernel(Kernel):
             carry = zeros_of_halves, feed, first_scales
             return lax.fori_loop(0, steps, step, carry)[:2]
 
-        # Without a step, as in an empty group's sum, no operands arrive for which to wait.
+        # The sum of an empty group has no step, so `all_steps` would wait for operands that never
+        # arrive. A constant number of steps is never 0.
         if isinstance(steps, int):
             return all_steps(feed)
         return lax.cond(steps > 0, all_steps, lambda feed: (zeros_of_halves, feed), feed)
@@ -555,7 +556,7 @@ class _Product(Float8Kernel):
             register_tiles.store_rows_through(room, out, part, target_of_part)
 
     def finish(self, computer: Computer, used_rows: jax.Array) -> None:
-        """Zeroes this warpgroup's share of the rows from `used_rows` on, if the kernel is to."""
+        """Zeroes this warpgroup's share of the rows from `used_rows` on, if `zero_unused`."""
         if not self.zero_unused:
             return
         (out,), room = computer.outs, computer.scratch["staged"].at[computer.number]

@@ -108,7 +108,7 @@ def drhs_of_each(
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Float8Kernel):
-    """An output tile is 128 rows by 2 halves: adjacent columns, or the same ones of two outputs."""
+    """The kernel: a tile's halves are adjacent columns of an output, or the same ones of two."""
 
     height: int  # K, the number of rows of the gradient of a group's matrix
     num_groups: int

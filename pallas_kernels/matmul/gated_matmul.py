@@ -224,7 +224,7 @@ class _OneProduct(Computer):
         _: Any,
         carry: tuple[jax.Array, Feed | None],
     ) -> tuple[jax.Array, Feed | None]:
-        """Computes a product of a tile, passes rows of it, and stores gated rows if it is to."""
+        """Computes a product of a tile, passes rows of it, and stores its gated rows, if any."""
         used, feed = carry
         position, height_index, group = tile
         biases = self._load_biases(group, position.left_edge)

@@ -96,8 +96,9 @@ class Tiles:
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. `mxfp4_depth`
-        is K of matrices in MXFP4, or None. Their step is the longest of which 3 stages fit.
+        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. A group has
+        `num_matrices` matrices: 2 in a gated product. `mxfp4_depth` is K of matrices in MXFP4, or
+        None. Their step is the longest of which 3 stages fit.
         """
         # Room is counted in bytes. An unquantized number has two.
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
@@ -334,7 +335,7 @@ class Loader(operand_ring.Loader):
         return self.kernel.steps
 
     def load(self, tile: OperandTile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        # The number of operands of a pair: its lhs and its arrays of matrices.
+        # Only copies load here, so `ahead` is not used. A pair is lhs and arrays of matrices.
         per_pair = 1 + self.kernel.num_matrices
         # A tile's steps run through the depth of one pair after the other.
         first_step = 0

@@ -154,8 +154,8 @@ class Kernel:
         """Returns the position of an output tile: (index of its row of tiles, its first column).
 
         Tiles are numbered band by band, and within a band row by row. A band is `tiles.band`
-        adjacent columns of tiles, or fewer in the last band, over all `rows` rows of tiles. So the
-        tiles that blocks compute at the same time share operands, which stay in the caches.
+        adjacent columns of tiles, or fewer in the last band, over all `rows` rows of tiles, if any.
+        So tiles that blocks compute at the same time share operands, which stay in the caches.
         """
         band = jnp.int32(self.tiles.band)
         band_index, index_in_band = quotient_and_rest(index, jnp.maximum(rows * band, 1))
@@ -211,7 +211,7 @@ def run_into(
     sums: Sequence[jax.Array] | None, operands: Sequence[jax.Array], kernel: Kernel,
     scratch_types: dict[str, Any], out_type: Any, name: str,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Runs a kernel that adds to `sums`, or else writes to new arrays; returns these arrays."""
+    """Runs a kernel; returns its results or, if given, `sums`, to which it adds them in place."""
     if sums is None:
         return tuple(launch(kernel, scratch_types, out_type, name)(*operands))
     call = launch(kernel, scratch_types, [], name)

@@ -81,6 +81,7 @@ class Mxfp4Matrices(Matrices):
         self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
         if _by_warps(self.kernel.tiles):
+            # A loader fills the ring, so the feed is None.
             return self._sum_by_warps(starts, height_index, shape, steps), steps.feed
         decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
         parts = [

@@ -125,10 +125,10 @@ class Feeder:
         self.loader.load(tile, step, number, ahead)
 
     def start(self) -> Feed | None:
-        """Fills all stages but one, still without a wait; returns the feed, None with a loader."""
+        """Fills all stages but one, which begin empty; returns the feed, None with a loader."""
         if self.has_loader:
             return None
-        # Past the last tile, there is nothing to feed for computer 1.
+        # Computer 1 loads nothing: its feed begins past the last tile.
         is_first = lax.axis_index("warpgroup") == 0
         feed = self._first_step_of(jnp.where(is_first, 0, self.tiles.count))
         return lax.fori_loop(0, self.num_stages - 1, self._load, feed)
@@ -250,14 +250,14 @@ class OperandRing:
         Returns the sums in registers, float32 of shape `shape`, and the new feed.
 
         Args:
-          matmuls: the least number of asynchronous matmuls that `multiply` starts.
+          matmuls: how many of its asynchronous matmuls `multiply` may leave running.
           multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
             which may still run when those of the next stage begin.
         """
         used, count = steps.used, steps.count
 
         def release_before(step: jax.Array) -> None:
-            # The last stage that `step` steps have multiplied. There is none if `count` is 0.
+            # Releases the stage of the step before `step`. If `count` is 0, none was multiplied.
             pl.when((step > 0) & (step <= count))(lambda: self._release(used + (step - 1)))
 
         def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:

@@ -250,7 +250,7 @@ class _Patch:
         return scale_of(max_of(size for four in fours for size in four))
 
     def share_largest_of_rows(self, shared: Any, largest: list[Value]) -> None:
-        """Stores the largest magnitudes of rows in the warp's columns; `largest` is the patch's."""
+        """Stores each row's largest magnitude in the warp's columns; `largest` has the patch's."""
         # The `_ACROSS` = 4 threads that have the same rows are neighbours.
         for distance in (1, 2):
             largest = with_shuffled(largest, distance)
@@ -365,7 +365,7 @@ class _Transposed(Tile):
         patch = [
             self.load_words(values, mosaic.add(place.row, i), left) for i in range(_QUANTIZED_ROWS)
         ]
-        # The scales of the rows lie far from each other in memory, so each thread loads one.
+        # The rows' scales lie far from each other in memory: each of 128 threads loads one.
         row_scale = self.load_scale(scales, place.thread)
         share(shared, place.thread, [arith.bitcast(mosaic.integer_type(32), row_scale)])
         mosaic.block_barrier()

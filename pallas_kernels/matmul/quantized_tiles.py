@@ -106,7 +106,7 @@ class Tile:
 
     def find(self, row: Value) -> tuple[Value, Value]:
         """Returns whether the block has row `row` of the tile (i1), and which row to read."""
-        # The operands may end after the block, so past its last row the row to read is its first.
+        # The operands may end where the block ends, so past its end, its first row is to be read.
         exists = mosaic.below(row, self.count)
         return exists, mosaic.add(self.first, arith.select(exists, row, mosaic.i32(0)))
 

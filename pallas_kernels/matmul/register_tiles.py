@@ -200,8 +200,8 @@ def zero_rows_outside(
     num_workers: int,
 ) -> None:
     """Zeroes all rows of a tile but [begin, end): warpgroup `worker`'s share of `num_workers`."""
-    # The tile of 16-bit floats is stored as blocks of 8 rows of 64 columns, 128 bytes. A swizzle
-    # only permutes pieces of 16 bytes within a row of a block, so zeroing whole rows can ignore it.
+    # In shared memory, a tile of 16-bit floats is blocks of 8 rows of 128 bytes. A swizzle only
+    # permutes pieces of 16 bytes within a row of a block, so zeroing whole rows can ignore it.
     rows, columns = ref.shape
     blocks = columns // 64
     pieces = 8 * blocks  # of a row

@@ -37,7 +37,7 @@ _LOW = 64
 
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
     """Returns the number of tiles for which a table has room, which groups never exceed."""
-    # A group's first tile begins at a multiple of 8, up to 7 rows before the group.
+    # A group's first tile begins up to 7 rows before the group, its last may be partly empty.
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
 

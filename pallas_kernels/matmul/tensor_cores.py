@@ -23,10 +23,10 @@ _PRODUCT = plgpu.ShapeDtypeStruct((64, _COLUMNS), jnp.float32, layout=plgpu.Layo
 def add_warp_product(
     left: Sequence[Value], right: Sequence[Value], sums: Sequence[Value], dtype: Any
 ) -> list[Value]:
-    """Multiplies 16 rows by 8 columns, 16 numbers each, and adds the products to sums.
+    """Multiplies 16 rows by 8 columns, 16 numbers each, and adds the products to `sums`.
 
-    A thread has four words of the rows and two of the columns, with two numbers in each, and four
-    float32 sums; see PTX ISA, "Matrix fragments for mma.m16n8k16". On return it is complete.
+    A thread has four words of the rows, `left`, and two of the columns, `right`, with two numbers
+    of `dtype` in each, and four float32 sums; see PTX ISA, "Matrix fragments for mma.m16n8k16".
     """
     f32 = mosaic.float_type()
     of_dtype = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}[jnp.dtype(dtype)]
@@ -160,7 +160,7 @@ def _emit_float8_products(
         for i in range(2)
     ]
     # The new totals are in the registers of the old ones, and all products in those of the first:
-    # LLVM's constraint "i" puts an input in the register of result i.
+    # LLVM's constraint "0" puts an input in the register of result 0, "1" in that of result 1.
     constraints = (
         *["=f"] * num_results,
         *map(str, range(num_results)),

@@ -370,7 +370,7 @@ class _Thread:
             share(self.scales, chunk, [scale])
 
     def load_rows(self, first: int, step: int) -> tuple[list[Value], list[Value]]:
-        """Loads the thread's 16 words of rows `first` and the next, and both rows' scales."""
+        """Loads the thread's 16 words of rows `first` and, if any, the next, and their scales."""
         # The thread holds row `quad` of the instruction: a row of the matmul, the second one if
         # `quad` is odd, at the places of thread `quad` / 2 of a quad, and zeros elsewhere.
         sizes = self.sizes
@@ -378,6 +378,7 @@ class _Thread:
         count = min(_ROWS_AT_ONCE, sizes.num_rows - first)
         row = arith.minui(mosaic.add(row_of_two, first), mosaic.i32(first + count - 1))
         chunk = mosaic.add(self.split, step * sizes.splits)
+        # Past the last chunk, numbers are zeros, but the scales that are read must exist.
         if (step + 1) * sizes.splits > sizes.chunks:
             chunk = arith.minui(chunk, mosaic.i32(sizes.chunks - 1))
         # The thread's places are 2 vectors of 16 float8 numbers, 64 apart, or one of 32 float4.
