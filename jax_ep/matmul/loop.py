@@ -46,7 +46,8 @@ def product_in_loops(
         return lax.fori_loop(0, num_tiles[group], one_tile, out)
 
     zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
-    zeros, *_ = match_varying((zeros, group_sizes, lhs))  # a loop needs equal vma
+    # A loop needs equal vma of what it carries. `lhs` and `rhs` have the same.
+    zeros, *_ = match_varying((zeros, group_sizes, lhs))
     return lax.fori_loop(0, rhs.shape[0], one_group, zeros)
 
 

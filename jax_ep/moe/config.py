@@ -189,7 +189,8 @@ class MoEConfig:
             if isinstance(axes := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(axes))
         if isinstance(self.fsdp_axes, Mapping):
-            # The items are sorted so that equal mappings give equal configurations.
+            # The items are sorted so that equal mappings give equal configurations; as strings,
+            # because keys of a wrong type, which `check_config` refuses, may have no order.
             items = sorted(self.fsdp_axes.items(), key=str)
             named = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in items)
             object.__setattr__(self, "fsdp_axes", named)

@@ -153,6 +153,7 @@ def _matrices_of_weight_only(
     if len(tokens) > MOST_UNQUANTIZED_TOKENS or tokens.dtype != jnp.bfloat16:
         return None
     assert experts.quantized is not None
+    # Of both orders in which matrices were quantized, the kernel reads the transposed one.
     format = Transposed.of(FLOAT8_MATRICES)
     return [
         QuantizedArray(each.transposed.values, each.transposed.scales, format, each.matrices.dtype)

@@ -307,7 +307,7 @@ class _Combine:
                 def free_stage() -> None:
                     # This fence orders the next copy to the stage after this warpgroup's reads.
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(scratch.empty.at[self._stage(used + r)])
+                    plgpu.barrier_arrive(scratch.empty.at[stage])
 
             return added
 

@@ -261,8 +261,8 @@ def chosen_bytes(low: Value, high: Value, selector: Value) -> Value:
 
 def opaque(words: Sequence[Value]) -> list[Value]:
     """Hides from the compiler that the results are the given 32-bit words; emits no instruction."""
-    # Code that uses the results stays behind the inline PTX before this point. Callers need it
-    # after a wait for tensor cores: LLVM does not know that they read registers until then.
+    # The words are computed before, and code that uses the results stays behind, other inline PTX.
+    # For example, LLVM does not know that tensor cores read registers until a wait for them.
     word = integer_type(32)
     # LLVM's constraint "i", for a number i, puts an operand in the register of result i.
     hidden = llvm.inline_asm(

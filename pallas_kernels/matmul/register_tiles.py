@@ -301,7 +301,7 @@ def read_registers(room: Any) -> jax.Array:
         mosaic.asm("", "~{memory}")
         for _, count, place in _own_words(room, shape[0] * shape[1] // (2 * WARPGROUP)):
             words += mosaic.load_numbers(place, count)
-        # The words must have arrived before the barrier.
+        # LLVM must not move the loads of these words behind the barrier.
         words = mosaic.opaque(words)
         mosaic.barrier()
         two_numbers, one_word = mosaic.vector_type(2, kind), mosaic.vector_type(1, word)

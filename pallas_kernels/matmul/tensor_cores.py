@@ -181,7 +181,6 @@ def _inline_asm(
         operands,
         text,
         ",".join(constraints),
-        asm_dialect=0,
         has_side_effects=True,  # keeps its place among waits and arrivals
     )
     return [llvm.extractvalue(mosaic.float_type(), results, [i]) for i in range(num)]

@@ -174,7 +174,7 @@ class _Thread:
         place = place_of_vector(piece * _BLOCKS + block, self.quad, self.pieces)
         start = mosaic.add(start, mosaic.mul(place, VECTOR_BYTES))
         (word,) = _load(start, i * APART * self.column_bytes, count=1)
-        # The table has the pair of numbers in each byte of the word.
+        # The table maps a byte to the pair of numbers in it.
         return [look_up(self.table, word, mosaic.i32(BYTE_0 + j)) for j in range(_COLUMN_BYTES)]
 
 

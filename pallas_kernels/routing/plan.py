@@ -58,8 +58,8 @@ def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> st
     if groups is not None and groups.best > 2:
         return f"it adds up at most 2 scores of a group, not {groups.best}"
     if groups is not None:
-        lanes, rest = divmod(WARP, groups.number)
-        if columns % WARP or rest or lanes < 1 or columns < groups.best * groups.number:
+        too_few = columns < groups.best * groups.number
+        if columns % WARP or WARP % groups.number or too_few:
             return (
                 f"with groups, the number of columns must be a multiple of {WARP}, the number of "
                 f"groups must divide {WARP}, and each group must have at least {groups.best} "

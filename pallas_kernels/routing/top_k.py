@@ -260,9 +260,10 @@ class _TopK:
         return _apply(_MULTIPLY, _apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: _Lanes, values: Sequence[Value], other: Value) -> list[Value]:
-        """Returns the softmax of a row's logits `values`, and then the probability of `other`."""
+        """Returns the softmax of this lane's logits, and then the probability of `other`."""
         # `other` is, in each lane, the logit of any column of the row.
         keys = lanes.zero_past_row([_key(value) for value in values])
+        # The largest number of this lane, by a tree, as in `_best`.
         while len(keys) > 1:
             first, second, *rest = keys
             keys = [*rest, _larger(first, second)]
