@@ -236,11 +236,12 @@ def save_model(
 def _write_files(
     folder: Path, files: dict[str, list[_Entry]], arrays: list[_Stored], progress: Progress
 ) -> None:
-    """Writes this process's `files`, tensors by name; all processes must call it: see `_Stored`."""
+    """Writes this process's `files`, by file name; all processes must call it: see `_Stored`."""
     for file, entries in files.items():
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         safetensors.create(folder / file, tensors)
     index = {entry.name: file for file, entries in files.items() for entry in entries}
+    # `Directory` reads this index; that of the whole model is written later.
     safetensors.write_index(folder, {"weight_map": index})
     into = Directory(folder, writable=True)
     total = sum(entry.num_bytes for entries in files.values() for entry in entries)

@@ -194,7 +194,7 @@ def _of_two_levels(operation: str, kernels: bool, sizes: CallSizes) -> dict[str,
     # One call inside the host then has the tokens of all hosts, as in `Rail.of_tokens`.
     at_once = kernels and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
-    if at_once:  # as many as `Rail.rows` returns
+    if at_once:  # as many as `Rail.rows`: received from all hosts, and own ones not among them
         tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
     inside = dataclasses.replace(  # the sizes of the exchange inside a host
         sizes,

@@ -147,7 +147,7 @@ def _gated(
     rows, matrices, biases, groups = operands
     both_biases = filled_biases(biases)
     if not all(_is_read_as_stored(backend, rows, each) for each in matrices):
-        # `Backend.gated_product` takes no transposed arrays.
+        # `Backend.gated_product` takes no transposed arrays. Below, both are stored, or neither.
         if any(isinstance(each.format, Transposed) for each in matrices):
             return None
         # The matrices of chosen groups may be gathered, and then the biases would have to be, too.

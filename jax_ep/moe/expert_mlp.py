@@ -191,7 +191,7 @@ def forward(
     """
     dtype = tokens.dtype
     rows = checkpoint_name(matmuls.as_operand(tokens), "dispatched_tokens")
-    has_biases = any(bias is not None for bias in experts.biases[:2])
+    has_biases = experts.wi_0_bias is not None or experts.wi_1_bias is not None
     # "pallas" may compute the first branch in one kernel; the second computes the same.
     if experts.wi_1 is not None and (matmuls.gates_with_biases or not has_biases):
         hidden, *products = matmuls.gated_hidden(rows, experts, groups, keep)

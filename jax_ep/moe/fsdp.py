@@ -132,7 +132,7 @@ def _warn_of_copies(wi_0: Any, fsdp_axes: Sequence[Axes], mesh: Mesh | AbstractM
 def _axes_by_type_and_rules(
     name: str, array: jax.Array, where: LayerMesh, axis_rules: AxisRules
 ) -> tuple[Axes, ...]:
-    """Finds, for each dimension of the parameter `name`, the FSDP axes that split it."""
+    """Finds the FSDP axes to gather over, for each dimension of a parameter; () if none fit."""
     assert where.mesh is not None
     logical, all_base = LOGICAL_AXES[name], where.axes_of(name)
     all_axes = _seen_axes(logical, jax.typeof(array), where.mesh, axis_rules)

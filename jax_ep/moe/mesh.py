@@ -316,7 +316,7 @@ def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) ->
 
 
 def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Shards an array by `spec` over all axes of the mesh, Explicit or Auto."""
+    """Shards an array by `spec` over a mesh's axes; where entries are None, as XLA chooses."""
     array = reshard(array, mesh, spec)
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:

@@ -328,7 +328,7 @@ def _place_of_largest(result: int) -> int:
 
 
 def _place_of(turn: Value, result: int, row: int, thread: Value | None = None) -> Value:
-    """Returns where in shared memory `thread`, by default this one, keeps a row of its patch."""
+    """Returns the first word in which `thread`, by default this one, keeps a row of its patch."""
     # Each piece of 16 rows before the patch's shifts the patch by _WORDS, so that the threads that
     # store the pieces access different banks. Pieces of an earlier turn count, too.
     thread = mosaic.thread() if thread is None else thread

@@ -156,6 +156,7 @@ def test_gradient_of_matrices(monkeypatch, kinds, dtype, tiles, in_one_kernel):
         np.testing.assert_array_equal(mine.astype(np.float32), want.astype(np.float32))
 
 
+@simulated
 def test_gradients_of_matrices_need_a_loader(monkeypatch):
     """Without one, a kernel would wait forever, if a group is empty."""
     monkeypatch.setattr(Kernel, "has_loader", False)
