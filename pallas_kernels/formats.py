@@ -282,7 +282,7 @@ class Float8(Format):
         """Rounds scales up to powers of two with which the blocks' `largest` do not overflow."""
         xp = namespace(scales)
         fraction, exponent = xp.frexp(scales)
-        # The fraction is at least 0.5, and equals 0.5 if the scale is a power of two already.
+        # The fraction is 0.5 for powers of two, 0 for 0, whose scale becomes 1, and else above 0.5.
         scales = xp.ldexp(xp.ones_like(scales), exponent - (fraction == 0.5).astype(exponent.dtype))
         # Rounded to float32, a scale may be too small by one power of two; the block's largest
         # number would then overflow float8.

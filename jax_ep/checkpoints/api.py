@@ -326,9 +326,9 @@ def save_moe(
             An expert with several slots is saved from its first slot.
         others: the tensors that `load_others` returns, by name. None leaves those that the
             directory has as they are.
-        overwrite: whether the block may be written into a directory that holds another model: one
-            whose tensors, or whose options of an NNX layer, differ from what config.json says. If
-            tensors of this layer differ, the block takes their place in the index.
+        overwrite: whether the block may be written into a directory that holds another model: the
+            tensors there, or the options of the given NNX layer, differ from what config.json says.
+            If tensors of this layer differ, the block takes their place in the index.
 
     Raises:
         FileNotFoundError, ValueError: in the cases of `load_moe_params`; if the directory holds

@@ -147,10 +147,10 @@ def _gated(
     rows, matrices, biases, groups = operands
     both_biases = filled_biases(biases)
     if not all(_is_read_as_stored(backend, rows, each) for each in matrices):
-        # `Backend.gated_product` takes no transposed arrays. Below, both are stored, or neither.
+        # `gated_product` takes no transposed arrays. Below, both are read as stored or dequantized.
         if any(isinstance(each.format, Transposed) for each in matrices):
             return None
-        # The matrices of chosen groups may be gathered, and then the biases would have to be, too.
+        # Matrices of chosen groups may be gathered; biases would have to be, too.
         if both_biases is not None and isinstance(groups, ChosenGroups):
             return None
     gate, _, groups_of_both = _operand(backend, rows, matrices[0], groups)

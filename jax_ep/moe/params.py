@@ -64,7 +64,7 @@ class ParameterOptions:
 
     @classmethod
     def of_params(cls, params: MoEParams) -> ParameterOptions:
-        """Returns the options with which a Flax layer has exactly the parameters in `params`."""
+        """Returns the options with which a Flax layer has `params`, among which must be a gate."""
         # An option is True if there is any parameter that a layer has only with this option.
         switches: dict[str, Any] = {}
         for name, parameter in PARAMETERS.items():
