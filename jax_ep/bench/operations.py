@@ -176,7 +176,7 @@ def _round_trip(work: Work, implementation: Any) -> Operation:
         y = random_rows(seed + 1, jax.eval_shape(call, x, topk_idx).tokens.shape, work.dtype)
         return x, topk_idx, y, _weights(work, seed + 2)
 
-    def step(state):
+    def step(state):  # only the dispatch sends in the wire dtype
         x, topk_idx, y, weights = state
         received = call(x, topk_idx)
         return received, combine(y, received.handle, weights, implementation=implementation)

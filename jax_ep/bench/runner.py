@@ -153,7 +153,7 @@ class Bench:
                 }
                 row |= self._device_time(loop)
                 row |= self.results(row)
-                if "floor_us" in row:
+                if "floor_us" in row:  # the least time, which some commands' `results` give
                     row["of_floor"] = row["floor_us"] / time_of(row)
 
     def _device_time(self, loop: Loop) -> Row:

@@ -101,8 +101,8 @@ class Loop:
 
         `after` makes the next link of the link and a call's results, so that calls run in order.
         """
-        # All outputs must be computed whole. XLA for GPUs computes them because they pass through
-        # an optimization barrier. XLA for CPUs drops barriers, so there the loop carries outputs.
+        # All outputs must be computed whole. XLA for GPUs computes what passes through a barrier.
+        # XLA for CPUs drops barriers, then what nothing reads, so there the loop carries outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
 
         def body(_, carry):

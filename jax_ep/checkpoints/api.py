@@ -426,7 +426,7 @@ def _formats(block: Block, quantized: Quantized) -> dict[str, Format]:
 
 
 def _check_blocks(name: str, array: PlannedArray) -> None:
-    """Raises ValueError if a sharding splits numbers that share a scale between devices."""
+    """Raises ValueError if a sharding puts numbers that share a scale on different devices."""
     if array.format is None:
         return
     part = array.sharding.shard_shape(array.shape)

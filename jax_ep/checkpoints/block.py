@@ -670,7 +670,7 @@ def _entry(array: Parameter, i: int | None) -> Any:
 
 
 def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
-    """Calls `function` with each item, in threads: NumPy releases the GIL, and 8 bound memory."""
+    """Calls `function` with each item, in up to 8 threads: NumPy frees the GIL, 8 limit memory."""
     if len(items) == 1:
         function(items[0])
         return

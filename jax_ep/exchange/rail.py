@@ -281,7 +281,7 @@ def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
 
 
 def _in_mesh_order(axis_name: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Sorts axes in the order of the enclosing mesh; also returns each rank's number along them."""
+    """Sorts axes in the order of the enclosing mesh; also returns the number along them by rank."""
     axes_of_mesh = jax.sharding.get_abstract_mesh().axis_names
     order = sorted(range(len(axis_name)), key=lambda i: axes_of_mesh.index(axis_name[i]))
     sizes = [lax.axis_size(name) for name in axis_name]

@@ -113,13 +113,13 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         words, dtype = _words(x, config.wire)
-        list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
+        list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)  # choices, weights
         rail, exchange = self._select(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
-        # Adds what `source` sends to `received`, a list of arrays [M, G, T, ...], by source rank:
-        # rows, choices and any weights. It is None in the first call.
+        # Adds what `source` (None: all hosts, in one call) sends to `received`, None at first: by
+        # source rank [M, G, T, ...], rows as words, choices and any weights.
         def add(source: Source | None, rows: jax.Array, received: Any) -> Any:
             weights_here = None if weights is None else rail.rows(*weights, source)
             (rows,), routes, weights_here = exchange.rank_dispatch(
@@ -175,7 +175,7 @@ class TwoLevel:
         topk_idx: jax.Array,
         dtype: jnp.dtype | None = None,  # in which rows move inside a host; None: their own
         *,
-        list_words: int | None = None,  # 4-byte words for a token's choices; None: one for each
+        list_words: int | None = None,  # 4-byte words of a token's list; None: one for a choice
         sums: bool = False,  # whether the call is a combine
     ) -> tuple[Rail, Any]:
         """Makes the `Rail` of a call; selects the module that moves `rows` inside a host."""

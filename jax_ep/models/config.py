@@ -90,8 +90,7 @@ class DecoderConfig:
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
         """Makes the configuration of a Qwen3-MoE or GPT-OSS from its config.json, `published`."""
-        # `path` is the directory that errors name. Raises ValueError for another model or a value
-        # that is not supported.
+        # Errors (ValueError: another model, a value that is not supported) name `path`, a folder.
         model_type = published.get("model_type")
         for name, value, allowed in (
             ("model_type", model_type, ("qwen3_moe", "gpt_oss")),
@@ -105,7 +104,7 @@ class DecoderConfig:
                     f"but is {value!r}."
                 )
         is_gpt_oss = model_type == "gpt_oss"
-        block = new_block(published, 0, path)
+        block = new_block(published, 0, path)  # of layer 0, to which all others are equal
         keys = look_up(path, 0, published)
         # `ParameterOptions` depend on which parameters there are, and not on their dtypes.
         shapes: dict[str, Any] = {

@@ -134,7 +134,7 @@ def _check_own_router(params: MoEParams, call: Call) -> None:
 
 
 def _check_without_gate(params: MoEParams, call: Call, config: MoEConfig) -> None:
-    if call.topk_weights is None and (config.router is None or call.topk_idx is not None):
+    if call.topk_weights is None and config.router is None:
         raise ValueError(
             "gate must be an array [H, R], but is None: without it, each call must be given "
             "topk_idx and topk_weights, or MoEConfig.router must choose."

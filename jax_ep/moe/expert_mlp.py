@@ -83,10 +83,9 @@ def expert_mlp(
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
-    Without wi_1, an expert computes activation(x @ wi_0) @ wo. Everything between the matmuls is
-    computed in float32. "pallas" computes both products, their biases and the function between the
-    matmuls in one kernel, if the function is made of sums, products, minima, maxima, comparisons,
-    exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
+    Everything between the matmuls is computed in float32. "pallas" computes both products, their
+    biases and the function between the matmuls in one kernel, if the function is made of sums,
+    products, minima, maxima, comparisons, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps).
 
     **What is kept for the backward pass**: `tokens` and the products x @ wi_0 and x @ wi_1
     (R·(H + 2F) values), under the names "dispatched_tokens" and "expert_pre_activations".

@@ -113,7 +113,7 @@ def run_one(
 def _by_platform(
     on_gpu: Run, on_any: Run, experts: Experts, operand: Any, axes: tuple[str, ...]
 ) -> tuple[jax.Array, Any]:
-    """Returns `on_gpu(experts, operand)` on a GPU, else `on_any` of them, which has the gradient.
+    """Returns `on_gpu(experts, operand)` on a GPU; elsewhere, and where differentiated, `on_any`.
 
     `operand` is tokens or `RoutedTokens`. Both functions return the output and a pytree without
     gradient. Operands are cast to vary (vma) over `axes`, too.

@@ -151,7 +151,7 @@ def metrics_of(
     # first of them counts these rows.
     if where.tensor_axes:
         dropped = jnp.where(lax.axis_index(where.tensor_axes) == 0, dropped, 0)
-    dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
+    dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))  # some may be both
     dropped_counts = lax.psum(dropped, dropped_axes)
     return MoEMetrics(
         load_balance_loss=balance_loss,

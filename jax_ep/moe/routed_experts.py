@@ -133,6 +133,7 @@ def by_dispatch(
     # without a wire_dtype: the numbers are the same. With weights_on="input", rows are multiplied
     # by their weights on arrival, and must be quantized after that.
     stays_quantized = config.matmul_dtype is not None and config.weights_on == "output"
+    without_wire = config.matmul_dtype if stays_quantized else None
     capacity = receive_capacity(config, tokens.shape[0], where.num_ranks(), routed.distinct)
     host_capacity = None
     if config.host_capacity_factor is not None and where.expert_axes:
@@ -148,7 +149,7 @@ def by_dispatch(
             # Without a capacity factor, every row fits, so "tail" and "fair" give the same result.
             overflow="tail" if config.capacity_factor is None else "fair",
             host_capacity=host_capacity,
-            wire_dtype=config.matmul_dtype if stays_quantized else config.wire_dtype,
+            wire_dtype=without_wire if config.wire_dtype is None else config.wire_dtype,
             output="quantized" if stays_quantized else "dequantized",
             zero_unused=False,
             implementation=config.implementation,

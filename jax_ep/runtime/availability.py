@@ -134,14 +134,14 @@ def _memory_unavailable_reason(
         count = ranks_per_host or len(ranks)
         for start in range(0, len(ranks), count):
             of_kernel = ranks[start : start + count]
-            # Each process checks its own host: GPUs of other hosts are not in its domain.
+            # Each process checks kernels of its own GPUs: it cannot see those of other hosts.
             if any(device.process_index == jax.process_index() for device in of_kernel):
                 if reason := symmetric_memory.unavailable_reason(of_kernel):
                     return f"it needs GPUs that share memory, and {reason}"
     if ranks_per_host is not None:
         # All hosts must lower to the same exchange, so kernels need shared memory on each host.
-        hosts = {device.process_index for ranks in groups for device in ranks}
-        for process in sorted(hosts - {jax.process_index()}):
+        processes = {device.process_index for ranks in groups for device in ranks}
+        for process in sorted(processes - {jax.process_index()}):
             if reason := symmetric_memory.unavailable_reason_of(process):
                 return f"it needs GPUs that share memory on every host, and {reason}"
     return None

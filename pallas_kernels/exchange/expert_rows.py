@@ -215,7 +215,7 @@ class ExpertRows:
           last: whether no token follows, so that `next_rows` need not be advanced.
 
         Returns:
-          The row of each choice, int32 []; R or more if the choice is dropped.
+          The row of each choice, int32 []; R or more if it is dropped, undefined if it needs none.
         """
         found = [next_rows[(*leading, expert)] for expert in experts]
         # If a token chooses an expert more than once, the later choice gets the next row.

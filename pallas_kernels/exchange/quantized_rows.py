@@ -19,7 +19,6 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS, Float8, RowFormat
 
 BLOCK = FLOAT8_ROWS.block[1]
-_PTX_TYPES: dict[RowFormat, str] = {FLOAT8_ROWS: float8.PTX_TYPES[jnp.dtype(FLOAT8_ROWS.dtype)]}
 # Each thread of a warp holds this many of the 128 values of a block, which share a scale.
 _VALUES = BLOCK // WARP
 # The 32-bit words of a vector of 16 bytes.
@@ -125,7 +124,7 @@ def _quantize(wire: RowFormat, values: list[Value], threads: int) -> tuple[list[
         for value, is_finite in zip(values, finite, strict=True)
     ]
     fours = (scaled[i : i + WORD_BYTES] for i in range(0, len(scaled), WORD_BYTES))
-    return [float8.packed(_PTX_TYPES[wire], four) for four in fours], scale
+    return [float8.packed(float8.PTX_TYPES[wire.dtype], four) for four in fours], scale
 
 
 def add_rows(
@@ -162,6 +161,8 @@ def add_rows(
             ]
 
         narrow = mosaic.vector_type(elements, mosaic.element_type(dtype))
+        assert isinstance(wire, Float8)
+        kind = float8.PTX_TYPES[wire.dtype]
         totals, ahead = [], load(0)
         for i in range(num_vectors):
             # Loads the next vectors before it adds the present ones, so that both overlap.
@@ -169,7 +170,7 @@ def add_rows(
             # Dequantizes this thread's values, and adds up the rows in order, in float32.
             sums = [mosaic.f32(0.0)] * elements
             for words, scale in loaded:
-                row = [value for word in words for value in float8.widened(_PTX_TYPES[wire], word)]
+                row = [value for word in words for value in float8.widened(kind, word)]
                 sums = [arith.addf(s, arith.mulf(v, scale)) for s, v in zip(sums, row, strict=True)]
             total = vector.from_elements(mosaic.vector_type(elements, mosaic.float_type()), sums)
             totals.append(total if total.type == narrow else arith.truncf(narrow, total))
@@ -228,7 +229,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
             unit = mosaic.add(mosaic.warpgroup_thread(), first)
             i, part = mosaic.divided(unit, num_vectors)
-            row = mosaic.i32(fb.NOWHERE)  # becomes row_numbers[i], which are in registers
+            row = mosaic.i32(fb.NOWHERE)  # becomes row_numbers[i], in registers, if there is an i
             for j, number in enumerate(row_numbers):
                 row = arith.select(mosaic.equal(i, j), mosaic.scalar(number), row)
             with mosaic.when(_is_row(row)):

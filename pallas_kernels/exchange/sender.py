@@ -153,7 +153,7 @@ class Sender:
         lax.fori_loop(0, num_tokens, quantize_token, None)
 
     def open_window(self, routes: Routes, i: Any, scratch: fb.Scratch) -> None:
-        """Loads the routing data of the block's tokens from the i-th on to `scratch.words`."""
+        """Loads to `scratch.words` the routing data of the block's tokens, from the i-th on."""
         first_token, _ = self.range()
         sources = enumerate(routes.sources())
         start = self.window.start((first_token + i) * self.num_words)

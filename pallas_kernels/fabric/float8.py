@@ -56,8 +56,8 @@ def reciprocal(scale: Value) -> Value:
 def branchless_reciprocal(scale: Value) -> Value:
     """Emits 1 / scale with the bits of `reciprocal`, but without a branch."""
     # PTX's `rcp.rn` branches for subnormal numbers, which scales and their reciprocals never are.
-    # Without the branch, the compiler can interleave the work of blocks with a scale each, but uses
-    # more registers. One step of Newton's method rounds `rcp.approx` correctly.
+    # Without the branch, the compiler can interleave the work for several scales, but uses more
+    # registers. One step of Newton's method rounds `rcp.approx` correctly.
     return mosaic.asm(
         "{ .reg .f32 near, error;"
         " rcp.approx.ftz.f32 near, $1;"

@@ -442,7 +442,7 @@ class Gpus(RanksOfMesh):
 
 
 def _values_of_call(pointers: Sequence[Value], number: Value) -> tuple[Value, list[Value]]:
-    """Emits loads of sent values: whether one is not of call `number` (i1), and their 32 bits."""
+    """Loads sent values: whether any is not yet of call `number` (i1), and their 32 bits."""
     values = [load64(pointer) for pointer in pointers]
     # The high word of a value is the number of the call that has sent it.
     not_arrived = [

@@ -279,16 +279,16 @@ class Float8Kernel(Kernel):
         # Each operand is two arrays, values and scales.
         num_operands = 2 * (1 + self.num_matrices) * len(self.depths)
         operands, table, outs = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
-        # The table's last entry, with the numbers of row tiles and of rows in groups.
-        totals = table.shape[0] - 1
-        num_tiles = table[totals, 0]
+        # The last entry of the table of row tiles has their number, and that of rows in groups.
+        last = table.shape[0] - 1
+        num_tiles = table[last, 0]
 
         def look_up(index):
             tile, left_edge = self.tile_position(index, num_tiles)
             first, begin, end = (table[tile, i] for i in (FIRST, BEGIN, END))
             return Position(first, begin, end, left_edge)
 
-        used_rows = table[totals, 1]
+        used_rows = table[last, 1]
         loader = _RowLoader(self, scratch, operands, table, num_tiles)
         self.walk_tiles(num_tiles * self.tile_columns, look_up, loader, outs, scratch, used_rows)
 

@@ -182,11 +182,11 @@ def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int
     if len(functions) == 1:
         return functions[0]()
     half = len(functions) // 2
-    return lax.cond(
-        index < first + half,
-        lambda: choose(index, functions[:half], first),
+    halves = [
         lambda: choose(index, functions[half:], first + half),
-    )
+        lambda: choose(index, functions[:half], first),
+    ]
+    return run_one(halves, (index < first + half).astype(jnp.int32))
 
 
 def launch(

@@ -278,7 +278,7 @@ class OperandRing:
                 # After this wait, only this step's matmuls may still run, and read its own stage.
                 plgpu.wgmma_wait(matmuls)
                 release_before(step)
-                return steps.feeder.follow(used + step, feed)
+                return steps.feeder.follow(used + step, feed)  # nothing is left if `count` is 0
 
             all_steps = jnp.maximum(count, steps.least)
             feed = lax.fori_loop(0, all_steps, take_step, steps.feed)

@@ -165,9 +165,9 @@ def store_column(out: Any, values: jax.Array, target: Target, *, to_row: bool = 
 
 
 def load_column(ref: Any, first: jax.Array, count: int, last: int) -> jax.Array:
-    """Loads `count` floats, a multiple of 64, from ref[first:] in global memory.
+    """Loads `count` floats, a multiple of 64, from ref[first:] of a vector in global memory.
 
-    Past the array's last index, `last`, it repeats ref[last]. Returns float32, `WGMMA.reduce(1)`.
+    Past its last index, `last`, it repeats ref[last]. Returns float32, `WGMMA.reduce(1)`.
     """
 
     def emit(ref: Value, first: Array) -> Array:

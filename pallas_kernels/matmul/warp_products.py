@@ -132,7 +132,7 @@ class _Thread:
         self.column_bytes = self.pieces * NUMBER_BYTES
         self.stage = stage
         lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
-        # Of 8 rows, and of the warp's first 8 columns, the thread has number `quad`.
+        # The thread has row number `quad` of 8, and column number `quad` of the warp's first 8.
         self.quad = arith.shrui(lane, mosaic.i32(2))
         q = arith.andi(lane, mosaic.i32(3))
         # Where the thread's word is in a block of a column, in bytes.

@@ -28,16 +28,19 @@ from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.formats import FLOAT8_ROWS
+from jax_ep.exchange.interface import WIRE_FORMATS
+from jax_ep.formats import Float8
 
 WIRE = jnp.float8_e4m3fn
+wires = pytest.mark.parametrize("wire", WIRE_FORMATS, ids=lambda wire: wire.name)
 
 
-def bound(x: np.ndarray) -> np.ndarray:
+def bound(x: np.ndarray, wire: Float8) -> np.ndarray:
     """Returns the bound of |arrived - x|, [..., H]: float8's error, and rounding to x's dtype."""
     magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, 128)
-    scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / 448, 2.0**-117)
-    sent = np.maximum(2.0**-4 * magnitude, 2.0**-10 * scale)
+    scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / wire.largest, wire.least_scale)
+    least = float(jnp.finfo(wire.dtype).smallest_subnormal)
+    sent = np.maximum(wire.relative_error * magnitude, least / 2 * scale)
     info = jnp.finfo(x.dtype)
     rounding = float(info.eps) * (magnitude + sent) + float(info.smallest_subnormal)
     return (sent * (1 + 2.0**-20) + rounding).reshape(x.shape)
@@ -50,9 +53,10 @@ CASES = [
 ]
 
 
+@wires
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
 @pytest.mark.parametrize("kind", quick(["masked", "repeated", "one_expert"], "masked"))
-def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implementation):
+def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, wire, implementation):
     rng = np.random.default_rng(2)
     capacity = case.num_rows
     x = rng.normal(size=(case.num_ranks, case.num_tokens, case.hidden)).astype(case.dtype)
@@ -67,21 +71,22 @@ def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implement
         def send(x: Any, **options: Any) -> Any:
             return case.dispatch(x, topk_idx, implementation, **options)
 
-        tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=WIRE).tokens, x)
+        tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=wire.dtype).tokens, x)
         _, pull_plain = jax.vjp(lambda x: send(x).tokens, x)
-        quantized = send(x, wire_dtype=WIRE, output="quantized")
-        options = dict(wire_dtype=WIRE, implementation=implementation)
+        quantized = send(x, wire_dtype=wire.dtype, output="quantized")
+        options = dict(wire_dtype=wire.dtype, implementation=implementation)
         like, pull_like = jax.vjp(lambda x: jax_ep.dispatch_like(x, quantized.handle, **options), x)
         grads = [pull_rows(g)[0] for pull_rows in (pull, pull_like, pull_plain)]
         return tokens, quantized.tokens, like, grads
 
     tokens, kept, like, grads = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g)
-    arrived = after_the_wire(x, implementation)
+    arrived = after_the_wire(x, implementation, wire)
     expected = send_by_reference(case, arrived, topk_idx)
     assert_equal(tokens, np.stack([d.tokens for d in expected]))
-    assert tokens.dtype == x.dtype and kept.values.dtype == WIRE and kept.scales.dtype == np.float32
+    assert tokens.dtype == x.dtype
+    assert kept.values.dtype == wire.dtype and kept.scales.dtype == np.float32
     kept = jax.tree.map(np.asarray, kept)
-    assert isinstance(kept, jax_ep.QuantizedArray) and kept.format == FLOAT8_ROWS
+    assert isinstance(kept, jax_ep.QuantizedArray) and kept.format == wire
     assert kept.shape == tokens.shape and kept.dtype == x.dtype
     assert_equal(kept.dequantize(), tokens)
     assert not np.any(kept.scales[~owned]) and np.all(kept.scales[owned] > 0)
@@ -91,9 +96,10 @@ def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implement
         assert_bitwise_equal(grad, grads[2])
 
 
+@wires
 @pytest.mark.parametrize("case", quick(CASES, CASES[2]), ids=str)
 @pytest.mark.parametrize("weighted", quick([True, False], True), ids=["weighted", "plain"])
-def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
+def test_combine_rounds_each_ranks_sum(case, weighted, wire, implementation):
     rng = np.random.default_rng(4)
     capacity = case.num_rows
     topk_idx = routing("uniform", case, rng)
@@ -115,7 +121,7 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
             out, pull = jax.vjp(combine, y, weights)
             return out, pull(g)
 
-        return results(WIRE), results(None)
+        return results(wire.dtype), results(None)
 
     (out, grads), (_, plain_grads) = jax.jit(per_rank(run, case.num_ranks))(
         x, topk_idx, y, weights, g
@@ -130,13 +136,14 @@ def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
         here = [r._replace(rows=np.where(r.ranks == rank, r.rows, -1)) for r in routes]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here, scalars))
         exact += sums
-        allowed += bound(sums)
+        allowed += bound(sums, wire)
     allowed += float(jnp.finfo(case.dtype).eps) * (np.abs(exact) + allowed)
     assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= allowed)
 
 
+@wires
 @pytest.mark.parametrize("layout", quick(["expert", "rank"], "rank"))
-def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
+def test_cotangents_travel_in_float8_only_if_asked(layout, wire, implementation):
     """With grad_wire_dtype, cotangents must be sent in float8."""
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
     rng = np.random.default_rng(5)
@@ -156,22 +163,22 @@ def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
         handle = send(x).handle
 
         def like(x: Any) -> Any:
-            options = dict(grad_wire_dtype=WIRE, implementation=implementation)
+            options = dict(grad_wire_dtype=wire.dtype, implementation=implementation)
             return jax_ep.dispatch_like(x, handle, **options)
 
         def back(y: Any, **wires: Any) -> Any:
             return jax_ep.combine(y, handle, weights, implementation=implementation, **wires)
 
-        _, pull = jax.vjp(lambda x: send(x, grad_wire_dtype=WIRE).tokens, x)
+        _, pull = jax.vjp(lambda x: send(x, grad_wire_dtype=wire.dtype).tokens, x)
         _, pull_like = jax.vjp(like, x)
-        _, pull_back = jax.vjp(lambda y: back(y, grad_wire_dtype=WIRE), y)
+        _, pull_back = jax.vjp(lambda y: back(y, grad_wire_dtype=wire.dtype), y)
         got = pull(g)[0], pull_like(g)[0], pull_back(g_out)[0]
         # Compare with the gradient of a weighted combine whose cotangent was rounded to float8
         # first. Without the barrier, XLA would remove the rounding.
-        quantized = lax.optimization_barrier(FLOAT8_ROWS.encode(g_out))
-        rounded = FLOAT8_ROWS.decode(quantized, g_out.dtype)
+        quantized = lax.optimization_barrier(wire.encode(g_out))
+        rounded = wire.decode(quantized, g_out.dtype)
         _, pull_plain = jax.vjp(back, y)
-        plain = jax_ep.combine(g, handle, wire_dtype=WIRE, implementation=implementation)
+        plain = jax_ep.combine(g, handle, wire_dtype=wire.dtype, implementation=implementation)
         return got, (plain, plain, pull_plain(rounded)[0])
 
     got, expected = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g, y, g_out, weights)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.formats import FLOAT8_ROWS
+from jax_ep.formats import FLOAT8_ROWS, Format
 from support.meshes import expert_mesh
 
 AXIS = "expert"
@@ -430,10 +430,10 @@ def assert_sum_close(
     )
 
 
-def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
-    """Returns x [..., H] converted to float8_e4m3fn rows and back, as a dispatch delivers it."""
+def after_the_wire(x: np.ndarray, implementation: str, wire: Format = FLOAT8_ROWS) -> np.ndarray:
+    """Returns x [..., H] converted to float8 rows and back, as a dispatch delivers it."""
     if implementation == "pallas":
-        return FLOAT8_ROWS.decode(FLOAT8_ROWS.encode(x), x.dtype)
+        return wire.decode(wire.encode(x), x.dtype)
     # Encode and decode in two programs: within one, XLA for GPUs removes both conversions.
-    quantized = jax.jit(FLOAT8_ROWS.encode)(x)
-    return np.asarray(jax.jit(lambda *parts: FLOAT8_ROWS.decode(parts, x.dtype))(*quantized))
+    quantized = jax.jit(wire.encode)(x)
+    return np.asarray(jax.jit(lambda *parts: wire.decode(parts, x.dtype))(*quantized))

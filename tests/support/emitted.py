@@ -35,7 +35,7 @@ _KERNELS = float8_gate_gradient, gate_gradient, quantize
 _MODULES = elementwise, float8, quantized_tiles, quantized_rows, logits, top_k, *_KERNELS
 _WARP, _WARPGROUP = 32, 128
 _POISON = 0xCD
-_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_FLOAT8 = {name: dtype for dtype, name in float8.PTX_TYPES.items()}
 
 
 class VectorType(NamedTuple):
@@ -420,10 +420,13 @@ def _larger_magnitude(a: Any, b: Any) -> Any:
     return np.where(np.signbit(a) ^ np.signbit(b), -largest, largest)
 
 
-def _float8_word(*numbers: Any) -> Any:
+def _float8_word(*operands: Any) -> Any:
+    *numbers, kind = operands
+    dtype = _FLOAT8[kind]
+    largest = float(jnp.finfo(dtype).max)
     word = np.uint32(0)
     for i, number in enumerate(numbers):
-        rounded = np.clip(number, -448, 448).astype(_FLOAT8).view(np.uint8)
+        rounded = np.clip(number, -largest, largest).astype(dtype).view(np.uint8)
         rounded = np.where(np.isnan(number), np.uint8(0x7F), rounded)
         word = word | rounded.astype(np.uint32) << np.uint32(8 * i)
     return word
@@ -439,8 +442,8 @@ def _chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
     return word
 
 
-def _widened(pair: Any) -> Any:
-    both = ((pair >> np.uint16(shift)).astype(np.uint8).view(_FLOAT8) for shift in (0, 8))
+def _widened(pair: Any, kind: str) -> Any:
+    both = ((pair >> np.uint16(shift)).astype(np.uint8).view(_FLOAT8[kind]) for shift in (0, 8))
     return _word(*(each.astype(np.float16) for each in both))
 
 
@@ -451,8 +454,8 @@ _PTX: dict[str, Callable[..., Any]] = {
         lambda a, b: a.astype(np.float64) * b.astype(np.float64) + a.astype(np.float64)
     ),
     r"^max\.xorsign\.abs\.(\w+) ": _of_numbers(_larger_magnitude),
-    r"cvt\.rn\.satfinite\.e4m3x2\.f32 low, \$2, \$1": _float8_word,
-    r"^cvt\.rn\.f16x2\.e4m3x2 ": _widened,
+    r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 low, \$2, \$1": _float8_word,
+    r"^cvt\.rn\.f16x2\.(e4m3|e5m2)x2 ": _widened,
     r"^cvt\.rn\.bf16x2\.f32 \$0, \$2, \$1;": lambda low, high: _word(
         low.astype(jnp.bfloat16), high.astype(jnp.bfloat16)
     ),
