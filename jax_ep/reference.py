@@ -484,7 +484,7 @@ def router_z_loss(logits: Array) -> float:
 
 
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
-    """Returns the selection bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
+    """Returns the selection bias [..., E] after a step of DeepSeek-V3's load balancing (§2.1.2).
 
     It rises by `rate` for experts with fewer tokens than the mean, and falls for those with more.
     """

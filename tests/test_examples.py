@@ -522,6 +522,27 @@ def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch):
             launch.run(lambda: None, coordinator=address, num_processes=1, process_id=0)
 
 
+@pytest.mark.parametrize(
+    ("variables", "each"),
+    [
+        ({}, 8),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 4),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "16"}, 1),
+    ],
+)
+def test_processes_that_a_cluster_started_share_the_cpu_devices(variables, each, monkeypatch):
+    for name in ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    set_to = {}
+    monkeypatch.setattr(launch.jax.config, "update", set_to.__setitem__)
+    monkeypatch.setitem(launch.jax.config.values, "jax_num_cpu_devices", -1)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    launch.run(lambda: None, cpu_devices=8)
+    assert set_to["jax_num_cpu_devices"] == each
+
+
 DECODING_FLAGS = {
     "files": (["--quantized=keep"], "quantized=keep needs a --checkpoint"),
     "numbers": (["--matmul_dtype=float8_e4m3fn"], "matmul_dtype needs --quantized"),

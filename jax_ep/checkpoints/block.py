@@ -303,9 +303,7 @@ class Block:
 
     def parts(self, tensor: Tensor) -> list[int | None]:
         """Lists the experts of a tensor, which are read or written one by one; [None]: at once."""
-        axes = PARAMETER_AXES[tensor.params[0]]
-        # A parameter [E], a single number for each expert, is written at once.
-        by_expert = axes[0] == "E" and len(axes) > 1
+        by_expert = PARAMETER_AXES[tensor.params[0]][0] == "E"
         return list(range(self.sizes["E"])) if by_expert else [None]
 
     def write_part(
@@ -460,10 +458,10 @@ def new_block(
     # `path` is the directory that errors name. `others` are names of tensors to be written that are
     # no parameters of a layer. A block may have some of them, in one of several layouts.
     keys = look_up(path, layer, config)
-    # A directory that holds only `others`, from which `_choose_tensors` sees the block's layout.
-    # What `path` holds now does not matter.
+    # Lists only `others`, from which `_choose_tensors` sees the block's layout, and nothing that
+    # `path` holds now.
     directory = Directory(path / "new", may_be_empty=True)
-    directory.files = dict.fromkeys(others, "")
+    directory.path, directory.files = path, dict.fromkeys(others, "a file to be written")
     return _block(directory, f"{keys.root}{layer}.", keys)
 
 

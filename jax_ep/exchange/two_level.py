@@ -77,7 +77,8 @@ class TwoLevel:
         rail, exchange = self._select(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
-        # Sends the rows of `source` to the buffer `received`, [R, words]; None: to a new buffer.
+        # Sends the rows of `source` (None: of all hosts, in one call) to the buffer `received`,
+        # [R, words] (None: to a new one).
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
             if not rail.kernels:
                 # The barrier makes XLA move the tokens of one host after the other. Otherwise XLA

@@ -80,13 +80,14 @@ def run(
     host, _, port = (coordinator or "").rpartition(":")
     if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16):
         raise SystemExit(f"--coordinator must be HOST:PORT, but is {coordinator}")
-    is_set = jax.config.values["jax_num_cpu_devices"] >= 0  # by default -1
-    if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // (num_processes or 1)))
     size_variable = (
         "SLURM_NTASKS" if "SLURM_STEP_NODELIST" in os.environ else "OMPI_COMM_WORLD_SIZE"
     )
-    if not missing or int(os.environ.get(size_variable, 1)) > 1:
+    count = num_processes or int(os.environ.get(size_variable, 1))
+    is_set = jax.config.values["jax_num_cpu_devices"] >= 0  # by default -1
+    if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // count))
+    if not missing or count > 1:
         # Clusters end programs by SIGTERM; JAX's preemption service would catch and ignore it.
         jax.config.update("jax_enable_preemption_service", False)
         try:

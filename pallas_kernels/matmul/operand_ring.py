@@ -170,7 +170,7 @@ class Steps(NamedTuple):
     """The ring's next steps, over which a compute warpgroup sums products."""
 
     used: jax.Array  # the number of steps that this block has multiplied before
-    count: Any  # the number of steps to multiply: 0, or at least `least`
+    count: Any  # the number of steps to multiply: at least `least`, or 0 past the block's last tile
     # `feeder` loads another step while one is multiplied; see `Feeder.follow`.
     feeder: Feeder
     feed: Feed | None
@@ -278,7 +278,7 @@ class OperandRing:
                 # After this wait, only this step's matmuls may still run, and read its own stage.
                 plgpu.wgmma_wait(matmuls)
                 release_before(step)
-                return steps.feeder.follow(used + step, feed)  # nothing is left if `count` is 0
+                return steps.feeder.follow(used + step, feed)
 
             all_steps = jnp.maximum(count, steps.least)
             feed = lax.fori_loop(0, all_steps, take_step, steps.feed)
