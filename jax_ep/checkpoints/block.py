@@ -459,7 +459,7 @@ def new_block(
     # no parameters of a layer. A block may have some of them, in one of several layouts.
     keys = look_up(path, layer, config)
     # Lists only `others`, from which `_choose_tensors` sees the block's layout, and nothing that
-    # `path` holds now.
+    # `path` holds now: `path`/new holds nothing.
     directory = Directory(path / "new", may_be_empty=True)
     directory.path, directory.files = path, dict.fromkeys(others, "a file to be written")
     return _block(directory, f"{keys.root}{layer}.", keys)
@@ -668,7 +668,7 @@ def _entry(array: Parameter, i: int | None) -> Any:
 
 
 def for_each(function: Callable[[Any], None], items: Sequence[Any]) -> None:
-    """Calls `function` with each item, in up to 8 threads: NumPy frees the GIL, 8 limit memory."""
+    """Calls `function` with each item, in up to 8 threads, to bound memory; NumPy frees the GIL."""
     if len(items) == 1:
         function(items[0])
         return

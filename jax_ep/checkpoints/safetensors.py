@@ -309,7 +309,7 @@ def adding(
     index["weight_map"] = kept | dict.fromkeys(tensors, file)
     with scratch_folder(directory.path) as scratch:
         create(scratch / file, tensors)
-        write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})  # for the yielded one
+        write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})  # for `scratch`
         yield Directory(scratch, writable=True)
         write_index(scratch, index)
         # The index comes last, because the tensors that it names must be there.

@@ -99,6 +99,7 @@ def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
     if found["pallas"] == "runs here" and (never := availability.never_run(devices)):
         compiles = f"pallas compiles, but has never run on compute capability {', '.join(never)}"
         found["pallas"] = ["runs here", compiles]
+    # A `Machine` does not say that devices are on several hosts, inside which "pallas" then runs.
     if default == "two_level":
         default = f"two_level between hosts, {slower[0]} inside each"
     return found | {"default": f"{default} (implementation=None)"}

@@ -283,7 +283,7 @@ def gated_tiles(
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
-    # A tile has `block_n` columns of each of the two products. With 128, 160 rows spill registers.
+    # A tile has `block_n` columns of each product. With 128 columns, registers spill at 160 rows.
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
@@ -295,7 +295,7 @@ def gated_tiles(
         heights = (32, 64)
     elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
-        block_n = 64  # with 128, ptxas serializes `wgmma` above 64 rows
+        block_n = 64  # with 128 columns, ptxas serializes `wgmma` above 64 rows
     elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
         # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
         heights, block_n = _BESIDE_LOADER, 64

@@ -90,7 +90,7 @@ class DecoderConfig:
     @classmethod
     def of(cls, published: Mapping[str, Any], path: Path = Path()) -> DecoderConfig:
         """Makes the configuration of a Qwen3-MoE or GPT-OSS from its config.json, `published`."""
-        # Errors (ValueError: another model, a value that is not supported) name `path`, a folder.
+        # ValueError, for another model or a value that is not supported, names the folder `path`.
         model_type = published.get("model_type")
         for name, value, allowed in (
             ("model_type", model_type, ("qwen3_moe", "gpt_oss")),

@@ -80,10 +80,8 @@ def run(
     host, _, port = (coordinator or "").rpartition(":")
     if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16):
         raise SystemExit(f"--coordinator must be HOST:PORT, but is {coordinator}")
-    size_variable = (
-        "SLURM_NTASKS" if "SLURM_STEP_NODELIST" in os.environ else "OMPI_COMM_WORLD_SIZE"
-    )
-    count = num_processes or int(os.environ.get(size_variable, 1))
+    variable = "SLURM_NTASKS" if "SLURM_STEP_NODELIST" in os.environ else "OMPI_COMM_WORLD_SIZE"
+    count = num_processes or int(os.environ.get(variable, 1))
     is_set = jax.config.values["jax_num_cpu_devices"] >= 0  # by default -1
     if cpu_devices and not is_set and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", max(1, cpu_devices // count))

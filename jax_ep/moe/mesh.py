@@ -154,7 +154,7 @@ def _check_has_axes(mesh: Mesh | AbstractMesh, name: str, axes: Axes, where: str
 def check_sharding_of_experts(
     wi_0: Any, config: MoEConfig, where: LayerMesh, axis_rules: AxisRules, in_init: bool | None
 ) -> None:
-    """Warns if wi_0 [E, H, F] is not split as `config` says, or if `config` lacks a mesh."""
+    """Warns if wi_0 [E, H, F] is not split as `config` says, or if options lack their mesh."""
     # `axis_rules` and `in_init` are as in `run_layer`.
     if jax.sharding.get_abstract_mesh().manual_axes:
         # In the caller's `jax.shard_map`, each rank is given its own experts.
@@ -392,6 +392,6 @@ def _sequence_axes(config: MoEConfig, batch_axes: Axes, x: jax.Array) -> Axes:
         return axes if x.ndim > 2 else ()
     if x.ndim < 3:
         return ()
-    # Without the option, they are the Explicit axes of x's type; x is resharded from other axes.
+    # Without the option, they are the Explicit axes of x's type, or none, and x is resharded.
     axes = axes_in(jax.typeof(x).sharding.spec[-2])
     return axes if set(axes) <= set(batch_axes) else ()

@@ -308,7 +308,7 @@ class _Combine:
         kept = [(place >= 0) & (place < self.capacity) for place in places]
         ones = [is_kept.astype(jnp.int32) for is_kept in kept]
         count = sum(ones, jnp.int32(0))
-        # A worker loads only the first `count` rows of a list.
+        # Of the last group that workers load, entries past `count`, NOWHERE, add -0.0 by weight 1.
         indices, next_kept, next_other = [], jnp.int32(0), count
         for is_kept, one in zip(kept, ones, strict=True):
             indices.append(jnp.where(is_kept, next_kept, next_other))

@@ -229,7 +229,7 @@ def store_each(source: Any, ref: Any, rows: Sequence[jax.Array]) -> None:
         for first in range(0, len(rows) * num_vectors, WARPGROUP):
             unit = mosaic.add(mosaic.warpgroup_thread(), first)
             i, part = mosaic.divided(unit, num_vectors)
-            row = mosaic.i32(fb.NOWHERE)  # becomes row_numbers[i], in registers, if there is an i
+            row = mosaic.i32(fb.NOWHERE)  # unless there is a row_numbers[i]; they are in registers
             for j, number in enumerate(row_numbers):
                 row = arith.select(mosaic.equal(i, j), mosaic.scalar(number), row)
             with mosaic.when(_is_row(row)):

@@ -178,10 +178,11 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
 
 def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int = 0) -> None:
     """Runs `functions[index - first]` in a kernel; past either end, the nearest of them."""
-    # In each step of a ring, a few comparisons take less time than the jump table of a switch.
+    # In each step of a ring, a few comparisons take less time than a jump table of all functions.
     if len(functions) == 1:
         return functions[0]()
     half = len(functions) // 2
+    # `lax.cond` would lower its first branch twice at each level; in this order its code is equal.
     halves = [
         lambda: choose(index, functions[half:], first + half),
         lambda: choose(index, functions[:half], first),

@@ -324,10 +324,10 @@ def _transposed_bytes(rows: Sequence[Value]) -> list[Value]:
 
 
 def transpose_rows(rows: Scaled, blocks: jax.Array) -> TransposedRows:
-    """Transposes float8_e4m3fn rows [R, K], with one scale for each 128 rows by 128 columns.
+    """Transposes float8_e4m3fn rows [R, K]; rounds them again, to a scale for each 128 x 128.
 
-    `blocks` are the first result of `row_blocks`. Returns values [K, P] and scales [P / 128, K /
-    128]. Past the rows of a block, numbers are zero; blocks without rows are undefined.
+    `blocks` are the first result of `row_blocks`, P / 128 of them. Returns values [K, P] and scales
+    [P / 128, K / 128]. Past the rows of a block, numbers are zero; blocks without rows undefined.
     """
     width, num_row_blocks = rows.values.shape[1], blocks.shape[0]
 

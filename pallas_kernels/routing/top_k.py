@@ -368,7 +368,7 @@ class _Lanes:
         self.lane = arith.remui(mosaic.warpgroup_thread(), mosaic.i32(WARP))
 
     def load(self, ref: Value, row: Value) -> list[Value]:
-        """Loads the bits of this lane's columns of a row of `ref` [T, E]; repeats the last."""
+        """Loads the bits of this lane's columns of a row of `ref` [T, E], past its end the last."""
         i32 = mosaic.integer_type(32)
         first = mosaic.mul(self.lane, self.width)
         start = mosaic.mul(row, self.columns)

@@ -13,8 +13,10 @@ from support.emitted import Memory, run_warpgroup, scalar
 from jax_ep.exchange.interface import WIRE_FORMATS
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.fabric.fabric import NOWHERE
+from pallas_kernels.formats import Float8
 
-wires = pytest.mark.parametrize("wire", WIRE_FORMATS, ids=lambda wire: wire.name)
+WIRES = *WIRE_FORMATS, Float8.of(jnp.float8_e5m2, (1, 128))
+wires = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 widths = pytest.mark.parametrize("hidden", [512, 3584])
 
