@@ -182,7 +182,7 @@ def choose(index: jax.Array, functions: Sequence[Callable[[], None]], first: int
     if len(functions) == 1:
         return functions[0]()
     half = len(functions) // 2
-    # `lax.cond` would lower its first branch twice at each level; in this order its code is equal.
+    # `lax.cond` compiles to the same code, but JAX lowers its first branch twice, at each level.
     halves = [
         lambda: choose(index, functions[half:], first + half),
         lambda: choose(index, functions[:half], first),

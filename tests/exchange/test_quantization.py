@@ -37,7 +37,7 @@ wires = pytest.mark.parametrize("wire", WIRE_FORMATS, ids=lambda wire: wire.name
 
 def bound(x: np.ndarray, wire: Float8) -> np.ndarray:
     """Returns the bound of |arrived - x|, [..., H]: float8's error, and rounding to x's dtype."""
-    magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, 128)
+    magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, wire.block[1])
     scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / wire.largest, wire.least_scale)
     least = float(jnp.finfo(wire.dtype).smallest_subnormal)
     sent = np.maximum(wire.relative_error * magnitude, least / 2 * scale)
