@@ -273,6 +273,7 @@ def parts_of(device: Mapping[str, Any]) -> dict[str, float | None]:
     exchange = sum(us for name, us in by_kernel.items() if EXCHANGE.search(name))
     matmul = sum(us for name, us in by_kernel.items() if MATMUL.search(name))
     return {
+        # XLA may multiply in kernels that `MATMUL` does not find.
         "matmul_us": matmul or None,
         "exchange_us": exchange,
         "if_hidden_us": device["slowest_us"] - min(exchange, matmul) if matmul else None,

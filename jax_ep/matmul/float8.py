@@ -237,6 +237,7 @@ def _compute_transposed(rows, blocks, *, return_rows, implementation, platform):
         from pallas_kernels.matmul import quantize as kernels
 
         if isinstance(rows, Scaled):
+            # The quantized rows, None, may be left out: `define` puts results in their places.
             return in_32_bits(kernels.transpose_rows)(rows, blocks)
         return in_32_bits(kernels.quantize_rows)(rows, blocks, return_rows=return_rows)
     return _transposed_by_xla(rows, blocks, return_rows)

@@ -41,12 +41,10 @@ _FEW_ROWS = 64
 _LARGE = 512
 _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
-# `_LOW`, which single warps multiply (`pallas_kernels.matmul.warp_products`). If they have at least
-# `_MANY_ROWS`, tiles have the heights `_HIGH`. Measured with 8, 16, 32, 64, 128, 256 and 512 rows.
+# `_LOW`, and if they have at least `_MANY_ROWS`, the heights `_HIGH`. Measured with 16 to 512 rows.
 # Without `setmaxnreg`, the heights leave room for a loader.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
-_LOW = (8, 16, 24, 32)
-_LOW_GATED = _LOW if REGISTERS_MOVE else _LOW[:-1]
+_LOW = (16, 32)
 _HIGH: tuple[int, ...] = (64, 128, 176)
 if REGISTERS_MOVE:
     _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
@@ -287,7 +285,7 @@ def gated_tiles(
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
     block_n = 128
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
-        heights = _LOW_GATED
+        heights, block_n = _LOW, 64
     elif is_quantized and not REGISTERS_MOVE:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (32, 64)
         block_n = 64
@@ -313,8 +311,8 @@ def chosen_tiles(
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)  # of 128 columns
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
     # loader. Only a gated product supports narrower ones.
-    is_high = mxfp4_depth is not None and groups.height > _LOW_GATED[-1]
-    is_narrow = num_tiles <= HOPPER_CORES // 2 or (is_high and not REGISTERS_MOVE)
+    needs_room = mxfp4_depth is not None and not REGISTERS_MOVE
+    is_narrow = num_tiles <= HOPPER_CORES // 2 or needs_room
     block_n = 64 if num_matrices > 1 and is_narrow else 128
     band_columns = band(num_cols, block_n, most=8)
     options: Any = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)

@@ -1,8 +1,8 @@
 """Multiplies rows by matrices that are stored quantized, without quantizing the rows.
 
 "pallas" reads matrices as they are stored, if one of its kernels knows their format: MXFP4, and
-float8 with blocks of 128 x 128 for a few rows. Otherwise matrices are first dequantized; of chosen
-groups only the matrices of these groups, if they are fewer than all.
+float8 with blocks of 128 x 128 where groups have a few rows. Otherwise matrices are first
+dequantized; of chosen groups only the matrices of these groups, if they are fewer than all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_ep.formats import FLOAT8_MATRICES, MXFP4, QuantizedArray, Transposed
 from jax_ep.matmul import unquantized
-from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.backend import Backend, zero_tail
 from jax_ep.matmul.float8 import is_operand_format
 from jax_ep.matmul.gating import filled_biases, gated
 from jax_ep.matmul.pallas import as_elementwise, as_kernel_bias, in_32_bits
@@ -27,8 +27,10 @@ from jax_ep.runtime.jax_compat import looks_for_nans
 from pallas_kernels.formats import Format, Scaled
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, of_gathered
 
-# With more rows than this, the kernels for any rows are faster in MXFP4. Measured with 4 and 16.
-_FEW_ROWS = 4
+# The most rows of a group, on average, that the kernel for few rows multiplies. With more, kernels
+# for any rows are faster in MXFP4 (measured with 8 and 16); none reads float8, whose limit was not
+# measured. With at most `_VERY_FEW_ROWS`, a tile has room for 8 rows instead of 16.
+_FEW_ROWS, _VERY_FEW_ROWS = 8, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +120,8 @@ def _compute(operands, *, options, implementation, platform):
     rows, matrices, _, groups = operands
     shape = matrices[0].shape[1:]
     backend = select(implementation, platform, shape, rows.dtype, rows.shape[0])
-    if backend.name == "pallas" and options.num_rows is not None:  # rows that choose groups
-        # Chosen groups have no gradient, so no caller asks to `keep` their products.
-        out = _few_rows_by_kernel(operands, options.num_rows, options.gating)
+    if backend.name == "pallas" and not options.keep:
+        out = _few_rows_by_kernel(operands, options)
         if out is not None:
             return (out,)
     if len(matrices) == 2 and options.gating is not None:
@@ -167,24 +168,29 @@ def _gated(
 
 
 @in_32_bits
-def _few_rows_by_kernel(operands: _Operands, num_rows: int, gating: Any) -> jax.Array | None:
-    """Computes `product_of_stored` of `num_rows` rows; None if no kernel supports the operands."""
+def _few_rows_by_kernel(operands: _Operands, options: _Options) -> jax.Array | None:
+    """Computes `product_of_stored` by the kernel for few rows of each group; None if it cannot."""
     from pallas_kernels.matmul.weight_only import unsupported_reason, weight_only_matmul
 
     rows, matrices, biases, groups = operands
-    assert isinstance(groups, ChosenGroups)
     format, *others = map(_kernel_format, matrices)
-    depth, width = matrices[0].shape[1:]
     if rows.dtype != jnp.bfloat16 or format is None or any(each != format for each in others):
         return None
-    if format == MXFP4 and num_rows > _FEW_ROWS:
+    num_groups, depth, width = matrices[0].shape
+    if isinstance(groups, ChosenGroups):
+        heights = [options.num_rows or 0]
+    elif len(rows) <= _FEW_ROWS * num_groups:
+        heights = [8] if len(rows) <= _VERY_FEW_ROWS * num_groups else [16, 8]
+    else:
         return None
-    if unsupported_reason(format, num_rows, depth, width):
+    supported = (n for n in heights if unsupported_reason(format, n, depth, width) is None)
+    if (num_rows := next(supported, None)) is None:
         return None
+    gating = options.gating
     function = None if gating is None else as_elementwise(gating, arity=len(matrices))
     if gating is not None and function is None:
         return None
-    return weight_only_matmul(
+    out = weight_only_matmul(
         rows,
         [Scaled(each.values, each.scales.astype(format.scale_dtype)) for each in matrices],
         [None if bias is None else as_kernel_bias(bias) for bias in biases],
@@ -193,6 +199,9 @@ def _few_rows_by_kernel(operands: _Operands, num_rows: int, gating: Any) -> jax.
         format=format,
         gating=function,
     )
+    if isinstance(groups, ChosenGroups) or not options.zero_unused:
+        return out
+    return zero_tail(out, jnp.clip(groups, 0, len(out)))
 
 
 def _is_read_as_stored(backend: Backend, rows: jax.Array, matrices: QuantizedArray) -> bool:

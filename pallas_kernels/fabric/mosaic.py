@@ -228,6 +228,16 @@ def loop(start: Value, end: Value, step: int) -> Iterator[Value]:
         scf.yield_([])
 
 
+def carried(
+    count: int, function: Callable[[Value, list[Value]], list[Value]], values: Sequence[Value]
+) -> list[Value]:
+    """Emits a loop that replaces `values` by `function(i, values)` for i below `count`."""
+    turns = scf.ForOp(i32(0), i32(count), i32(1), list(values))
+    with ir.InsertionPoint(turns.body):
+        scf.yield_(function(turns.induction_variable, list(turns.inner_iter_args)))
+    return list(turns.results)
+
+
 def unless(
     condition: Value, function: Callable[[], list[Value]], values: list[Value]
 ) -> list[Value]:
@@ -235,11 +245,20 @@ def unless(
 
     Such a thread gets `values` instead, which have the types of the results of `function`.
     """
-    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.yield_(values)
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(function())
+    return either(condition, lambda: values, function, [value.type for value in values])
+
+
+def either(
+    condition: Value,
+    if_true: Callable[[], list[Value]],
+    if_false: Callable[[], list[Value]],
+    types: Sequence[Any],
+) -> list[Value]:
+    """Emits a branch on `condition` (i1) that returns the values of either function."""
+    branch = scf.IfOp(condition, list(types), has_else=True)
+    for block, function in ((branch.then_block, if_true), (branch.else_block, if_false)):
+        with ir.InsertionPoint(block):
+            scf.yield_(function())
     return list(branch.results)
 
 

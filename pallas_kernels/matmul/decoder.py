@@ -40,7 +40,7 @@ COLUMN_BYTES = NUMBER_BYTES + WORD_BYTES
 # A step has fixed costs, so stages are as long along K as they may be.
 STEPS = 256, 192, 128, STEP
 # A tensor core instruction multiplies 64 columns. A thread holds two of them, 8 apart.
-_COLUMNS, APART = 64, 8
+_COLUMNS, _APART = 64, 8
 # A thread loads four words of a column's numbers at once: a vector.
 _VECTOR = VECTOR_BYTES // WORD_BYTES
 # In a piece, the words of numbers of a column; with the word of its scales; of a thread's columns.
@@ -49,7 +49,7 @@ _WITH_SCALES = _WORDS + 1
 _PER_THREAD = 2 * _WITH_SCALES
 # The selector by which `mosaic.chosen_bytes(word, 0, selector)` takes byte 0 of a word, and zeros
 # in place of the others: the digits 4. The last digit is the byte's index.
-BYTE_0 = 0x4440
+_BYTE_0 = 0x4440
 # The table of bytes: a word for each byte and lane.
 _BYTES = 256
 TABLE_BYTES = _BYTES * WARP * WORD_BYTES
@@ -219,22 +219,22 @@ class Decoder:
             column_of_scales = mosaic.add(column, mosaic.mul(piece_of_ring, stage_columns))
             scales_start = mosaic.pointer_at(scales, column_of_scales, word)
             q = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(3))
-            selector = arith.ori(q, mosaic.i32(BYTE_0))
-            table_of_lane = own_table(table)
+            selector = arith.ori(q, mosaic.i32(_BYTE_0))
+            table_of_lane = _own_table(table)
             lane = arith.andi(mosaic.warpgroup_thread(), mosaic.i32(WARP - 1))
             column_modulo_8 = arith.shrui(lane, mosaic.i32(2))
             words = []
             for half in range(2):
-                # The thread's second column is `APART` columns after the first.
-                words_before = mosaic.i32(half * APART * _WORDS * pieces)
+                # The thread's second column is `_APART` columns after the first.
+                words_before = mosaic.i32(half * _APART * _WORDS * pieces)
                 for i in range(0, _WORDS, _VECTOR):
                     index = (piece * _WORDS + i) // _VECTOR
-                    vector_place = place_of_vector(index, column_modulo_8, pieces)
+                    vector_place = _place_of_vector(index, column_modulo_8, pieces)
                     place = mosaic.add(words_before, mosaic.mul(vector_place, _VECTOR))
                     start = mosaic.element_pointer(values_start, place, word)
                     for eight_numbers in mosaic.load_numbers(start, _VECTOR):
-                        words.append(look_up(table_of_lane, eight_numbers, selector))
-                start = mosaic.element_pointer(scales_start, mosaic.i32(half * APART), word)
+                        words.append(_look_up(table_of_lane, eight_numbers, selector))
+                start = mosaic.element_pointer(scales_start, mosaic.i32(half * _APART), word)
                 words += mosaic.load_numbers(start, 1)
             all_words = vector.from_elements(mosaic.vector_type(len(words), word), words)
             return mosaic.array_of([all_words], _LOADED, _PER_THREAD, is_signed=True)
@@ -279,7 +279,7 @@ def transforms_of_numbers(pieces: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, column_bytes)), plgpu.SwizzleTransform(column_bytes)
 
 
-def place_of_vector(index: int, column: Value, pieces: int) -> Value:
+def _place_of_vector(index: int, column: Value, pieces: int) -> Value:
     """Emits where a column, given modulo 8, has its vector of 16 bytes number `index`."""
     place = mosaic.i32(index)
     if not transforms_of_numbers(pieces):
@@ -289,16 +289,16 @@ def place_of_vector(index: int, column: Value, pieces: int) -> Value:
     return arith.xori(place, column if pieces == 4 else arith.shrui(column, mosaic.i32(1)))
 
 
-def own_table(table: Value) -> Value:
+def _own_table(table: Value) -> Value:
     """Emits the address of the first word of this lane's copy of the table."""
     bytes_before = mosaic.mul(_entry(mosaic.i32(0)), WORD_BYTES)
     return mosaic.add(mosaic.address(table, 32), bytes_before)
 
 
-def look_up(own_table: Value, word: Value, selector: Value) -> Value:
-    """Looks up the two numbers of byte `selector` - BYTE_0 of `word`: two bfloat16 in a word."""
+def _look_up(table: Value, word: Value, selector: Value) -> Value:
+    """Looks up the two numbers of byte `selector` - _BYTE_0 of `word`: two bfloat16 in a word."""
     byte = mosaic.chosen_bytes(word, mosaic.i32(0), selector)
-    place = mosaic.add(own_table, mosaic.mul(byte, WARP * WORD_BYTES))
+    place = mosaic.add(table, mosaic.mul(byte, WARP * WORD_BYTES))
     return llvm.load(mosaic.integer_type(32), mosaic.shared_pointer(place))
 
 
@@ -335,7 +335,7 @@ def _scaled(pairs: Sequence[Value], scales: Value) -> list[Value]:
         mosaic.chosen_bytes(scales, mosaic.i32(0), mosaic.i32(each)) for each in (0x1010, 0x3232)
     )
     half = len(pairs) // 2
-    return [_multiplied(pair, low if i < half else high) for i, pair in enumerate(pairs)]
+    return [multiplied(pair, low if i < half else high) for i, pair in enumerate(pairs)]
 
 
 def _entry(byte: Value) -> Value:
@@ -363,6 +363,7 @@ def _bfloat16_of_byte(byte: Value) -> Value:
     return arith.ori(sizes, arith.andi(signs, mosaic.i32(0x80008000)))
 
 
-def _multiplied(pair: Value, scale: Value) -> Value:
+def multiplied(pair: Value, scale: Value) -> Value:
+    """Multiplies two pairs of bfloat16 numbers, each in a word."""
     word = mosaic.integer_type(32)
     return llvm.inline_asm(word, [pair, scale], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")

@@ -1,8 +1,8 @@
 """Matrices in MXFP4, which the kernels of `grouped_matmul` and `gated_matmul` decode.
 
 They are copied to shared memory as they are stored, in stages of one or more *pieces* of 64 of K.
-Rows of high tiles are multiplied by instructions of a warpgroup, for which the compute warpgroups
-decode columns in registers (`decoder`), and those of low tiles by single warps (`warp_products`).
+The compute warpgroups decode columns in registers (`decoder`). Where groups have few rows, another
+kernel is faster (`weight_only`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import Scaled, bitcast
-from pallas_kernels.matmul import warp_products
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
-from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Starts, Tiles
-from pallas_kernels.matmul.kernel import CHUNK, STEP, choose, transposed, zeros
+from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Starts
+from pallas_kernels.matmul.kernel import CHUNK, STEP, choose, transposed
 from pallas_kernels.matmul.operand_ring import Feed, Steps
 
 
@@ -47,12 +45,6 @@ class Mxfp4Matrices(Matrices):
         # Of the values, two numbers a byte.
         shape = stages, *several, tiles.block_n, pieces * NUMBER_BYTES
         ring = super().types(kernel)["ring"]
-        if _by_warps(tiles):
-            # The layout from which the threads of single warps load rows.
-            rows = plgpu.SMEM(
-                ring.left.shape, kernel.dtype, transforms=warp_products.ROW_TRANSFORMS
-            )
-            ring = dataclasses.replace(ring, left=rows)
         transforms = transforms_of_numbers(pieces)
         ring = dataclasses.replace(
             ring,
@@ -80,9 +72,6 @@ class Mxfp4Matrices(Matrices):
     def sum_products(
         self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
     ) -> tuple[jax.Array, Feed | None]:
-        if _by_warps(self.kernel.tiles):
-            # A loader fills the ring, so the feed is None.
-            return self._sum_by_warps(starts, height_index, shape, steps), steps.feed
         decoder, left, tiles = self.decoder, self.ring.left, self.kernel.tiles
         parts = [
             _Part(top, i * tiles.block_m, piece, matrix, first_column + top)
@@ -117,32 +106,6 @@ class Mxfp4Matrices(Matrices):
         # When `multiply` returns, the matmuls of its last two parts may still run.
         matmuls = min(len(parts), 2)
         return self.ring.accumulate(steps, matmuls, shape, multiply)
-
-    def _sum_by_warps(
-        self, starts: Starts, height_index: jax.Array, shape: tuple[int, int], steps: Steps
-    ) -> jax.Array:
-        """Computes the sums of `sum_products` by instructions of single warps."""
-        tiles, left, decoder = self.kernel.tiles, self.ring.left, self.decoder
-        # In the order of their products in the sums: from left to right, then from top to bottom.
-        columns = [
-            (matrix, first_column + top)
-            for top in range(0, tiles.part, CHUNK)
-            for matrix, first_column in starts
-        ]
-
-        def add(totals: jax.Array, stage: jax.Array) -> jax.Array:
-            def of_height(height: int) -> jax.Array:
-                return warp_products.add_products(totals, left, stage, decoder, columns, height)
-
-            branches = [functools.partial(of_height, height) for height in tiles.heights]
-            return lax.switch(height_index, branches)
-
-        return self.ring.accumulate_complete(steps, zeros(shape, jnp.float32), add)
-
-
-def _by_warps(tiles: Tiles) -> bool:
-    """Whether tiles have so few rows that single warps multiply them."""
-    return tiles.block_m <= warp_products.MOST_ROWS
 
 
 class _Part(NamedTuple):

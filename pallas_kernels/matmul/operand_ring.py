@@ -289,34 +289,5 @@ class OperandRing:
 
         return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
 
-    def accumulate_complete(
-        self, steps: Steps, totals: jax.Array, add: Callable[[jax.Array, jax.Array], jax.Array]
-    ) -> jax.Array:
-        """Sums products like `accumulate`, by matmuls that are complete when they return.
-
-        `add(totals, stage)` returns `totals`, in registers, plus the products of a stage's
-        operands. `meanwhile` runs after it. A loader must fill the ring.
-        """
-
-        def take_step(step: jax.Array, totals: jax.Array) -> jax.Array:
-            def add_stage() -> jax.Array:
-                stage = self.stage_of(steps.used + step)
-                plgpu.barrier_wait(self.full.at[stage])
-                new_totals = add(totals, stage)
-                # Bulk copies may overwrite only what the threads have read.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(self.empty.at[stage])
-                return new_totals
-
-            if steps.least:
-                new_totals = lax.cond(step < steps.count, add_stage, lambda: totals)
-            else:
-                new_totals = add_stage()
-            if steps.meanwhile is not None:
-                steps.meanwhile(step)
-            return new_totals
-
-        return lax.fori_loop(0, jnp.maximum(steps.count, steps.least), take_step, totals)
-
     def _release(self, number: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])

@@ -35,11 +35,13 @@ _HEIGHTS = 8
 _LOW = 64
 
 
-def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
+def most_tiles(
+    num_groups: int, heights: Sequence[int], num_rows: int, alignment: int = ROW_ALIGNMENT
+) -> int:
     """Returns the number of tiles for which a table has room, which groups never exceed."""
-    # A group's first tile begins up to 7 rows before the group, its last may be partly empty.
+    # A group's first tile may begin before the group, its last may be partly empty.
     height = min(heights[-1], _LOW)
-    return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
+    return (num_rows + (alignment - 1) * num_groups) // height + num_groups
 
 
 def table_of(groups: Groups, heights: tuple[int, ...], num_rows: int) -> jax.Array:
@@ -48,7 +50,12 @@ def table_of(groups: Groups, heights: tuple[int, ...], num_rows: int) -> jax.Arr
     return row_tiles(groups, heights, num_rows)
 
 
-def row_tiles(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
+def row_tiles(
+    group_sizes: jax.Array,
+    heights: tuple[int, ...],
+    num_rows: int,
+    alignment: int = ROW_ALIGNMENT,
+) -> jax.Array:
     """Returns the table of row tiles: which rows each tile of a grouped matmul has.
 
     A group is cut into as few tiles as possible, given the largest of `heights`. These tiles have
@@ -56,17 +63,18 @@ def row_tiles(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -
 
     Args:
       group_sizes: [L] int32, the number of rows of each group, in order.
-      heights: the numbers of rows that a tile may have, multiples of 8 in rising order.
+      heights: the numbers of rows that a tile may have, multiples of `alignment` in rising order.
+      alignment: a tile's first row is a multiple of it; a power of two.
 
     Returns:
-      [most_tiles + 1, 4] int32: a tile's group, its first row (a multiple of 8), and the range
-      [begin, end) of its rows that belong to the group. The last entry instead begins with the
-      number of tiles, and the number of rows in groups. Entries between these are undefined, but
-      entry 0 is valid even without tiles, since kernels look it up before they know the number.
+      [most_tiles + 1, 4] int32: a tile's group, its first row, and the range [begin, end) of its
+      rows that belong to the group. The last entry instead begins with the number of tiles, and the
+      number of rows in groups. Entries between these are undefined, but entry 0 is valid even
+      without tiles, since kernels look it up before they know the number.
     """
-    most = most_tiles(group_sizes.shape[0], heights, num_rows)
+    most = most_tiles(group_sizes.shape[0], heights, num_rows, alignment)
     padded = [*heights, *[heights[-1]] * (-len(heights) % _HEIGHTS)]
-    return _call(group_sizes, jnp.asarray(padded, jnp.int32), most, num_rows)
+    return _call(group_sizes, jnp.asarray(padded, jnp.int32), most, num_rows, alignment)
 
 
 def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
@@ -78,8 +86,10 @@ def _lowest(heights: Sequence[Any], rows: jax.Array) -> jax.Array:
 
 
 # Jitted, so that a program with several matmuls traces the kernel only once.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _call(
+    group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int, alignment: int
+) -> jax.Array:
     """Computes the table of `row_tiles` by a kernel; it has room for `most` tiles."""
     num_groups, num_heights = group_sizes.shape[0], heights.shape[0]
 
@@ -93,13 +103,13 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
                 table[entry, column] = number
 
         zero = jnp.int32(0)
-        start, tiles_before = _rows_and_tiles_before(sizes, group, heights[-1], num_rows)
+        start, tiles_before = _rows_and_tiles_before(sizes, group, heights[-1], num_rows, alignment)
 
         @pl.when(group < num_groups)
         def _group():
             # The group has rows [start, end), without those cut off.
             end = jnp.minimum(start + jnp.clip(sizes[group], 0, num_rows), num_rows)
-            first = start - lax.rem(start, ROW_ALIGNMENT)
+            first = start - lax.rem(start, alignment)
             # The number of tiles of the largest height that cover rows [first, end).
             tiles = lax.div(end - first + (heights[-1] - 1), heights[-1])
             tiles = jnp.where(end > start, tiles, 0)
@@ -133,7 +143,7 @@ def _call(group_sizes: jax.Array, heights: jax.Array, most: int, num_rows: int) 
 
 
 def _rows_and_tiles_before(
-    sizes: Any, end_group: jax.Array, height: jax.Array, num_rows: int
+    sizes: Any, end_group: jax.Array, height: jax.Array, num_rows: int, alignment: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of rows and of tiles of all groups before group `end_group`."""
     # `sizes` is [L] int32, in memory; `height` is the largest of the tile heights.
@@ -171,8 +181,8 @@ def _rows_and_tiles_before(
         tiles = zero
         for size in group_rows:
             end = cut_sum(start, size)
-            # The first tile begins at a multiple of 8 rows, up to 7 rows above the group.
-            above = arith.andi(start, mosaic.i32(ROW_ALIGNMENT - 1))
+            # The first tile may begin above the group.
+            above = arith.andi(start, mosaic.i32(alignment - 1))
             to_cover = mosaic.add(above, arith.subi(end, start))
             rounded_up = mosaic.add(to_cover, arith.subi(height, mosaic.i32(1)))
             group_tiles = arith.divui(rounded_up, height)

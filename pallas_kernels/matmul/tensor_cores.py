@@ -36,6 +36,7 @@ def add_warp_product(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{of_dtype}.{of_dtype}.f32 {{$0, $1, $2, $3}}, "
         "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4),
+        has_side_effects=True,  # LLVM must not move it to a branch, where only some threads are
     )
     return [llvm.extractvalue(f32, new_sums, [i]) for i in range(4)]
 

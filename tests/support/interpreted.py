@@ -30,7 +30,6 @@ from pallas_kernels.matmul import (
     row_blocks,
     row_tiles,
     tensor_cores,
-    warp_products,
     weight_only,
 )
 from pallas_kernels.matmul.kernel import CHUNK, COMPUTERS, STEP, swizzled
@@ -79,9 +78,6 @@ def matmul_kernels(options: Any) -> Iterator[None]:
         ),
         decoder.Staged: dict(types=_staged_types),
         mxfp4_matmul: dict(transforms_of_numbers=lambda pieces: ()),
-        warp_products: dict(
-            add_products=_add_products, ROW_TRANSFORMS=swizzled(jnp.dtype(jnp.bfloat16))
-        ),
         weight_only: dict(_compute_block=_compute_weight_only_block),
     }
     with replaced(replacements):
@@ -95,16 +91,21 @@ def _copy_or_add(copy: Any, buffer: Any, destination: Any, reduction_op: Any = N
     copy(buffer, destination)
 
 
-def row_tiles_by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
+def row_tiles_by_xla(
+    group_sizes: jax.Array,
+    heights: tuple[int, ...],
+    num_rows: int,
+    alignment: int = ROW_ALIGNMENT,
+) -> jax.Array:
     """Computes `row_tiles.row_tiles` without a kernel."""
     num_groups = group_sizes.shape[0]
     starts, ends = row_blocks.row_ranges(group_sizes, num_rows)
     group_sizes = ends - starts
-    first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    first = starts // alignment * alignment
     counts = jnp.where(group_sizes > 0, -((first - ends) // heights[-1]), 0)
     height = row_tiles._lowest(list(heights), -((first - ends) // jnp.maximum(counts, 1)))
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most = row_tiles.most_tiles(num_groups, heights, num_rows)
+    most = row_tiles.most_tiles(num_groups, heights, num_rows, alignment)
     tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
     group = jnp.where(tile_ends[-1] > 0, group, 0)  # the entries of no tile are 0
@@ -116,12 +117,12 @@ def row_tiles_by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows:
 
 
 def _rows_and_tiles_before(
-    sizes: Any, own: jax.Array, height: jax.Array, num_rows: int
+    sizes: Any, own: jax.Array, height: jax.Array, num_rows: int, alignment: int
 ) -> tuple[jax.Array, jax.Array]:
     def count_one(group: jax.Array, totals: Any) -> Any:
         rows, tiles = totals
         end = jnp.minimum(rows + jnp.clip(sizes[group], 0, num_rows), num_rows)
-        needed = lax.div(lax.rem(rows, ROW_ALIGNMENT) + (end - rows) + (height - 1), height)
+        needed = lax.div(lax.rem(rows, alignment) + (end - rows) + (height - 1), height)
         return end, tiles + jnp.where(end > rows, needed, 0)
 
     return lax.fori_loop(jnp.int32(0), own, count_one, (jnp.int32(0), jnp.int32(0)))
@@ -285,50 +286,34 @@ def _decode(self: Any, parts: Iterator[int], loaded: jax.Array) -> Any:
     return stored
 
 
-def _add_products(
-    totals: jax.Array,
-    left: Any,
-    stage: jax.Array,
-    decoder: Any,
-    parts: Sequence[Sequence[Any]],
-    height: int,
-) -> jax.Array:
-    rows, block_m = left[stage, :height], left.shape[1]
-    side_by_side = totals.shape[1] // block_m
-    for piece in range(decoder.pieces):
-        own = rows[:, piece * STEP : (piece + 1) * STEP].astype(jnp.float32)
-        for i, part in enumerate(parts):
-            columns = decoder.load(stage, piece, *part).astype(jnp.float32)
-            products = lax.dot(columns, own.T)
-            places = zip(divmod(i, side_by_side), (CHUNK, block_m), strict=True)
-            starts = [index * size for index, size in places]
-            sizes = zip(totals.shape, starts, products.shape, strict=True)
-            edges = [(start, total - start - size, 0) for total, start, size in sizes]
-            totals += lax.pad(products, jnp.float32(0), edges)
-    return totals
-
-
-def _compute_weight_only_block(sizes: Any, refs: Any, group: Any, block: Any, first: Any) -> None:
-    *refs, _rows, _scales, _sums = refs
-    count = sizes.strips * sizes.rounds
+def _compute_weight_only_block(
+    sizes: Any, refs: Any, group: Any, block: Any, first: Any, rows: Any
+) -> None:
+    *refs, _rows, _ring = refs
+    count = sizes.strips_at_once * sizes.rounds
 
     def compute(i: jax.Array, _: None) -> None:
         begin = (block * count + i) * 16
 
         @pl.when(begin < sizes.width)
         def _() -> None:
-            _weight_only_columns(sizes, refs, group, first, begin)
+            def of_row(row: jax.Array, _: None) -> None:
+                _weight_only_columns(sizes, refs, group, first, row, begin)
+
+            lax.fori_loop(0, rows, of_row, None)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _() -> None:
         lax.fori_loop(0, count, compute, None)
 
 
-def _weight_only_columns(sizes: Any, refs: Any, group: Any, first: Any, begin: Any) -> None:
-    """Computes 16 columns of the output, from column `begin` on."""
+def _weight_only_columns(
+    sizes: Any, refs: Any, group: Any, first: Any, row: Any, begin: Any
+) -> None:
+    """Computes 16 columns of a row of the output, from column `begin` on."""
     rows_ref, *others, out = refs
     columns = pl.ds(begin, 16)
-    rows = rows_ref[pl.ds(0 if sizes.shared_rows else first, sizes.num_rows)]
+    own = rows_ref[(0 if sizes.same_rows else first) + row].astype(jnp.float32)
     biases = iter(others[2 * sizes.num_matrices :])
     numbers = []
     for i in range(sizes.num_matrices):
@@ -339,10 +324,9 @@ def _weight_only_columns(sizes: Any, refs: Any, group: Any, first: Any, begin: A
         else:
             of_columns = bitcast(scales[group, columns], E8M0)
             decoded = sizes.format.decode((values, of_columns), jnp.float32)
-        total = jnp.dot(rows.astype(jnp.float32), decoded.T)
-        total = lax.reduce_precision(total, 8, 7)
+        total = lax.reduce_precision(jnp.dot(decoded, own), 8, 7)
         if sizes.has_bias[i]:
             total += next(biases)[group, columns].astype(jnp.float32)
         numbers.append(total)
     result = numbers[0] if sizes.gating is None else sizes.gating(*numbers)
-    out[pl.ds(first, sizes.num_rows), columns] = result.astype(jnp.bfloat16)
+    out[first + row, columns] = result.astype(jnp.bfloat16)

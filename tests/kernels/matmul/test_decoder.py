@@ -92,7 +92,7 @@ def assert_close(got, want):
             "high tiles": ((160, [1, 140, 19]), 192, 256, Tiles((64, 192), 128, 3, 2)),
             # Each of the two parts of a warpgroup's columns consists of two pieces of K.
             "long steps": (MORE, 256, 256, Tiles((32, 64), 256, 3, 2, step=128)),
-            "few rows, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 3, 2, step=256)),
+            "low tiles, two parts": (FEW, 256, 256, Tiles((8, 16, 24), 256, 3, 2, step=256)),
         },
         "small",
     ),
@@ -116,9 +116,7 @@ GATED = {
     "halves of 72 rows": ((160, [1, 140, 19]), 192, 128, Tiles((64, 144), 64, 3, 3)),
     # A stage is longer than the 64 of K that are decoded at a time.
     "long steps": (MORE, 512, 256, Tiles((32, 64), 128, 3, 3, step=256)),
-    "few rows, long steps": (FEW, 384, 128, Tiles((8, 32), 128, 3, 3, step=192)),
-    "few rows, wide": (FEW, 128, 256, Tiles((8, 16, 24), 256, 3, 3)),
-    "few rows, narrow": (FEW, 256, 128, Tiles((8, 16, 24), 64, 3, 3, step=128)),
+    "low narrow tiles, long steps": (FEW, 384, 128, Tiles((8, 16), 64, 3, 3, step=192)),
 }
 GATED_IN_BFLOAT16 = {
     "bfloat16, small": (FEW, 64, 128, Tiles((16, 32), 128, 3, 1)),

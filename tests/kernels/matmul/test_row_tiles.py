@@ -14,7 +14,7 @@ from support.selection import quick
 
 from pallas_kernels.matmul.row_tiles import row_tiles
 
-by_xla = jax.jit(row_tiles_by_xla, static_argnums=(1, 2))
+by_xla = jax.jit(row_tiles_by_xla, static_argnums=(1, 2, 3))
 
 
 def sizes_of(num_groups, seed=0):
@@ -39,8 +39,8 @@ def assert_equal_tables(got, want):
     np.testing.assert_array_equal(got[-1], want[-1])
 
 
-def by_kernel(sizes, heights, num_rows):
-    return run_kernels(functools.partial(row_tiles, sizes, heights, num_rows))
+def by_kernel(sizes, heights, num_rows, *alignment):
+    return run_kernels(functools.partial(row_tiles, sizes, heights, num_rows, *alignment))
 
 
 TABLES = [(11, (16, 64)), (1, (64,)), (3, (32, 96))]
@@ -57,7 +57,9 @@ TABLES_ON_GPU = [
 def test_the_kernel_makes_the_same_table(num_groups, heights):
     sizes, num_rows = sizes_of(num_groups, seed=num_groups)
     for most in (num_rows, num_rows // 16 * 8)[: 2 if ON_GPU else 1]:
-        assert_equal_tables(by_kernel(sizes, heights, most), by_xla(sizes, heights, most))
+        for options in ((), (1,)):
+            operands = sizes, heights, most, *options
+            assert_equal_tables(by_kernel(*operands), by_xla(*operands))
 
 
 MOST = 2**31 - 1

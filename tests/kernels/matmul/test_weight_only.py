@@ -19,32 +19,42 @@ from pallas_kernels.matmul.chosen_groups import chosen_groups
 L = 4
 # No row chooses group 1, and -1 chooses no group.
 CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]], 9: [[3, 0]] * 8 + [[2, 2]]}
-# The contraction dimension K and the width N. A sum is shared by 1, 2 or 8 warps, or by 4 in MXFP4.
-# The number of chunks of 128 may be uneven, and in MXFP4 the last chunk may be shorter.
-SIZES = [(256, 128), (640, 256), (2048, 256)]
-SIZES_OF_MXFP4 = {640: (1120, 144)}
+# Or group 1 has no rows, and another more than a tile.
+SIZES = [5, 0, 21, 3]
 FORMATS = {"float8": FLOAT8_MATRICES, "mxfp4": MXFP4}
+CORES = weight_only._CORES
 
 
-def case(format, num_rows, depth, width, matrices, shared, with_bias):
-    """Returns the operands of a product, and which output row has each (row, choice)."""
+def case(format, num_rows, depth, width, matrices, kind, with_bias):
+    """Returns the operands of a product, and [products, 3]: its row, that of x, and the group."""
     rng = np.random.default_rng(depth + num_rows)
-    groups, rows = chosen_groups(jnp.asarray(CHOICES[num_rows], jnp.int32), L)
-    count = num_rows if shared else (len(groups.table) - 1) * groups.height
+    if kind == "sizes":
+        groups, count = jnp.asarray(SIZES, jnp.int32), 32
+        rows = np.arange(sum(SIZES))
+        products = np.stack([rows, rows, np.arange(L).repeat(SIZES)], axis=1)
+    else:
+        choices = np.asarray(CHOICES[num_rows], np.int32)
+        groups, rows = chosen_groups(jnp.asarray(choices), L)
+        count = num_rows if kind == "shared" else (len(groups.table) - 1) * groups.height
+        own, choice = np.nonzero(choices >= 0)
+        rows = np.asarray(rows)[own, choice]
+        products = np.stack([rows, own if kind == "shared" else rows, choices[own, choice]], axis=1)
     x = rng.standard_normal((count, depth)) * np.exp2(rng.integers(-20, 20, (count, 1)))
     # Numbers of a chunk may differ much in size.
     x[:, ::7] *= 2.0**-12
     stored = []
     for _ in range(matrices):
         numbers = rng.standard_normal((L, width, depth)) / np.sqrt(depth)
-        # No row chose group 1. Its matrices are NaN, which must not reach a result.
+        # Some scales of MXFP4 are above 1, and others are not.
+        numbers[:, :, :64] *= 2.0 ** rng.integers(-8, 8, (L, width, 1))
+        # Group 1 has no rows. Its matrices are NaN, which must not reach a result.
         numbers[1] = np.nan
         stored.append(quantize(jnp.asarray(numbers, jnp.bfloat16), format))
     biases = [
         jnp.asarray(rng.standard_normal((L, width)), dtype) if with_bias else None
         for dtype in (jnp.bfloat16, jnp.float32)[:matrices]
     ]
-    return jnp.asarray(x, jnp.bfloat16), stored, biases, groups, np.asarray(rows)
+    return jnp.asarray(x, jnp.bfloat16), stored, biases, groups, products
 
 
 def run(x, stored, biases, groups, num_rows, gating):
@@ -71,7 +81,7 @@ def expected(x, stored, biases, group, gating):
     for each, bias in zip(stored, biases, strict=True):
         matrix = np.asarray(each.dequantize(jnp.float32)[group], np.float64)
         products.append(matrix @ x)
-        bounds.append(2**-9 * np.abs(products[-1]) + 2**-14 * (np.abs(matrix) @ np.abs(x)))
+        bounds.append(2**-8 * np.abs(products[-1]) + 2**-14 * (np.abs(matrix) @ np.abs(x)))
         if bias is not None:
             products[-1] += np.asarray(bias[group], np.float64)
     numbers = [jnp.asarray(each, jnp.float32) for each in products]
@@ -81,30 +91,48 @@ def expected(x, stored, biases, group, gating):
 @runs_kernels
 @pytest.mark.parametrize("name", quick([*FORMATS], "mxfp4"))
 @pytest.mark.parametrize(
-    ("num_rows", "depth", "width", "matrices", "shared", "with_bias"),
+    ("num_rows", "depth", "width", "matrices", "kind", "with_bias", "cores", "divided"),
     quick(
+        # Last, as many warps share a sum, rounds, steps ahead and warps of a block.
         [
-            (1, *SIZES[0], 2, True, False),
-            (3, *SIZES[1], 1, False, True),
-            (9, *SIZES[2], 2, True, True),
-            (1, *SIZES[2], 1, False, False),
+            (1, 256, 128, 2, "shared", False, CORES, (1, 1, 2, 8)),
+            (3, 640, 256, 1, "own", True, CORES, (2, 1, 2, 8)),
+            # In MXFP4, the last chunk is shorter.
+            (3, 1120, 144, 2, "shared", True, CORES, (4, 1, 1, 8)),
+            (9, 2048, 256, 2, "shared", True, CORES, (8, 1, 1, 8)),
+            (1, 2048, 256, 1, "own", False, CORES, (8, 1, 2, 8)),
+            (8, 640, 256, 1, "sizes", True, CORES, (2, 1, 2, 8)),
+            (8, 1120, 1152, 2, "sizes", False, 1, (1, 3, 1, 8)),
+            (8, 96, 1152, 2, "sizes", True, 1, (1, 3, 2, 8)),
+            (1, 256, 1152, 1, "shared", False, 1, (1, 3, 2, 8)),
+            (16, 2048, 384, 2, "sizes", False, 8, (2, 2, 1, 8)),
+            (16, 2816, 256, 2, "sizes", True, 8, (2, 1, 1, 16)),
+            (16, 2816, 896, 2, "sizes", False, 1, (1, 3, 1, 16)),
         ],
-        (1, *SIZES[0], 2, True, False),
+        (1, 256, 128, 2, "shared", False, CORES, (1, 1, 2, 8)),
+        (8, 640, 256, 1, "sizes", True, CORES, (2, 1, 2, 8)),
     ),
 )
-def test_products(name, num_rows, depth, width, matrices, shared, with_bias):
-    if name == "mxfp4":
-        depth, width = SIZES_OF_MXFP4.get(depth, (depth, width))
-    x, stored, biases, groups, rows = case(
-        FORMATS[name], num_rows, depth, width, matrices, shared, with_bias
+def test_products(
+    name, num_rows, depth, width, matrices, kind, with_bias, cores, divided, monkeypatch
+):
+    of_fields, made = weight_only._Sizes, []
+    monkeypatch.setattr(weight_only, "_CORES", cores)
+    monkeypatch.setattr(
+        weight_only, "_Sizes", lambda **fields: made.append(of_fields(**fields)) or made[0]
+    )
+    if name == "float8":
+        depth, width = (-(-side // 128) * 128 for side in (depth, width))
+    x, stored, biases, groups, products = case(
+        FORMATS[name], num_rows, depth, width, matrices, kind, with_bias
     )
     gating = Elementwise(swiglu, 2) if matrices == 2 else None
     out = run(x, stored, biases, groups, num_rows, gating)
-    given = np.asarray(CHOICES[num_rows])
-    for row, choice in np.argwhere(given >= 0):
-        at = rows[row, choice]
-        own = np.asarray(x[row if shared else at]).astype(np.float64)
-        want, bounds = expected(own, stored, biases, given[row, choice], gating)
+    sizes = made[0]
+    assert (sizes.splits, sizes.rounds, sizes.steps_ahead, sizes.num_warps) == divided
+    for at, row, group in products:
+        own = np.asarray(x[row]).astype(np.float64)
+        want, bounds = expected(own, stored, biases, group, gating)
         if gating is None:
             # The sum of product and bias is rounded, too.
             assert (np.abs(out[at] - want) <= bounds[0] + 2**-8 * np.abs(want)).all()
@@ -120,20 +148,23 @@ def test_products(name, num_rows, depth, width, matrices, shared, with_bias):
 )
 def test_nan_and_infinity_stay_in_their_rows_and_columns(name, depth):
     num_rows, width = 3, 128
-    x, stored, biases, groups, rows = case(FORMATS[name], num_rows, depth, width, 1, True, False)
+    x, stored, biases, groups, products = case(
+        FORMATS[name], num_rows, depth, width, 1, "shared", False
+    )
     matrix = np.array(stored[0].dequantize(jnp.float32))
     # MXFP4 has no NaN: the whole block of 32 becomes NaN, but only of this column.
     matrix[0, 5, 100] = np.nan
     numbers = quantize(jnp.asarray(matrix), FORMATS[name])
     x = x.at[1, 3].set(jnp.nan).at[2, 200].set(jnp.inf)
     out = run(x, [numbers], biases, groups, num_rows, None)
-    of_group_0 = [out[rows[row, choice]] for row, choice in ((0, 1), (1, 0))]
+    by_row_and_group = {(row, group): out[at] for at, row, group in products}
     # A thread computes columns 5 and 13.
     others = np.arange(width) != 5
-    assert np.isnan(of_group_0[0][5]) and np.isfinite(of_group_0[0][others]).all()
-    assert np.isnan(of_group_0[1]).all()
-    assert np.isfinite(out[rows[0, 0]]).all()
-    assert not np.isfinite(out[rows[2, 0]]).any()
+    assert np.isnan(by_row_and_group[0, 0][5])
+    assert np.isfinite(by_row_and_group[0, 0][others]).all()
+    assert np.isnan(by_row_and_group[1, 0]).all()
+    assert np.isfinite(by_row_and_group[0, 3]).all()
+    assert not np.isfinite(by_row_and_group[2, 2]).any()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +173,8 @@ def test_nan_and_infinity_stay_in_their_rows_and_columns(name, depth):
         (FLOAT8_ROWS, 1, 256, 128, "not float8_e4m3fn"),
         (FLOAT8_MATRICES, 1, 320, 128, "and a multiple of 128"),
         (MXFP4, 1, 320, 120, "but have 320 and 120"),
-        (MXFP4, 1, 96, 128, "at least 128"),
+        (MXFP4, 1, 96, 128, None),
+        (FLOAT8_MATRICES, 8, 7168, 2048, None),
         (MXFP4, 17, 256, 128, "17 rows of 256 numbers"),
         (MXFP4, 16, 8192, 128, "16 rows of 8192 numbers"),
         (MXFP4, 16, 2880, 2880, None),
