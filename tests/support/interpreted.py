@@ -297,10 +297,7 @@ def _compute_weight_only_block(
 
         @pl.when(begin < sizes.width)
         def _() -> None:
-            def of_row(row: jax.Array, _: None) -> None:
-                _weight_only_columns(sizes, refs, group, first, row, begin)
-
-            lax.fori_loop(0, rows, of_row, None)
+            _weight_only_columns(sizes, refs, group, first, rows, begin)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _() -> None:
@@ -308,25 +305,29 @@ def _compute_weight_only_block(
 
 
 def _weight_only_columns(
-    sizes: Any, refs: Any, group: Any, first: Any, row: Any, begin: Any
+    sizes: Any, refs: Any, group: Any, first: Any, rows: Any, begin: Any
 ) -> None:
-    """Computes 16 columns of a row of the output, from column `begin` on."""
+    """Computes 16 columns of `rows` rows of the output, from column `begin` on."""
     rows_ref, *others, out = refs
     columns = pl.ds(begin, 16)
-    own = rows_ref[(0 if sizes.same_rows else first) + row].astype(jnp.float32)
     biases = iter(others[2 * sizes.num_matrices :])
-    numbers = []
+    matrices, offsets = [], []
     for i in range(sizes.num_matrices):
         values, scales = others[2 * i][group, columns], others[2 * i + 1]
         if sizes.is_float8:
             of_columns = jnp.repeat(scales[group, lax.div(begin, 128)], 128)
-            decoded = values.astype(jnp.float32) * of_columns
+            matrices.append(values.astype(jnp.float32) * of_columns)
         else:
             of_columns = bitcast(scales[group, columns], E8M0)
-            decoded = sizes.format.decode((values, of_columns), jnp.float32)
-        total = lax.reduce_precision(jnp.dot(decoded, own), 8, 7)
-        if sizes.has_bias[i]:
-            total += next(biases)[group, columns].astype(jnp.float32)
-        numbers.append(total)
-    result = numbers[0] if sizes.gating is None else sizes.gating(*numbers)
-    out[first + row, columns] = result.astype(jnp.bfloat16)
+            matrices.append(sizes.format.decode((values, of_columns), jnp.float32))
+        bias = next(biases)[group, columns] if sizes.has_bias[i] else jnp.zeros(16)
+        offsets.append(bias.astype(jnp.float32))
+
+    def of_row(row: jax.Array, _: None) -> None:
+        own = rows_ref[(0 if sizes.same_rows else first) + row].astype(jnp.float32)
+        products = [lax.reduce_precision(jnp.dot(matrix, own), 8, 7) for matrix in matrices]
+        numbers = [product + offset for product, offset in zip(products, offsets, strict=True)]
+        result = numbers[0] if sizes.gating is None else sizes.gating(*numbers)
+        out[first + row, columns] = result.astype(jnp.bfloat16)
+
+    lax.fori_loop(0, rows, of_row, None)
