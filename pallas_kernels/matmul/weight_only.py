@@ -178,7 +178,7 @@ def weight_only_matmul(
     ]
     operands = [rows, *parts, *(bias for bias in biases if bias is not None), table]
 
-    def kernel(*refs: Any, rows: Any, ring: Any) -> None:
+    def kernel(*refs: Any, row_vectors: Any, ring: Any) -> None:
         *others, table, out = refs
         tile, block = quotient_and_rest(lax.axis_index("block"), jnp.int32(sizes.blocks_of_tile))
         group, begin, end = (table[tile, each] for each in (GROUP, BEGIN, END))
@@ -187,7 +187,8 @@ def weight_only_matmul(
         # `group` always holds. It makes the kernel load the number before the branch.
         @pl.when((tile < table[table.shape[0] - 1, 0]) & (begin < end) & (group >= 0))
         def _() -> None:
-            _compute_block(sizes, [*others, out, rows, ring], group, block, begin, end - begin)
+            memrefs = [*others, out, row_vectors, ring]
+            _compute_block(sizes, memrefs, group, block, begin, end - begin)
 
     return compiler.kernel(
         kernel,
@@ -224,7 +225,7 @@ class _Sizes:
         return jnp.float16 if self.is_float8 else jnp.bfloat16
 
     @property
-    def chunk(self) -> int:
+    def chunk_numbers(self) -> int:
         """The numbers of a column in a chunk."""
         return _CHUNK_BYTES * self.format.numbers_per_value
 
@@ -243,17 +244,17 @@ class _Sizes:
 
     @property
     def steps(self) -> int:
-        return -(-self.depth // (self.chunk * self.splits))
+        return -(-self.depth // (self.chunk_numbers * self.splits))
 
     @property
     def vectors_of_step(self) -> int:
         """The number of vectors of a row that a thread multiplies in a step."""
-        return self.chunk // (_QUAD * _ROW_NUMBERS)
+        return self.chunk_numbers // (_QUAD * _ROW_NUMBERS)
 
     @property
     def vectors_of_row(self) -> int:
         """The number of vectors of a row in shared memory, with zeros past K."""
-        return self.chunks * self.chunk // _ROW_NUMBERS
+        return self.chunks * self.chunk_numbers // _ROW_NUMBERS
 
     @property
     def row_bytes(self) -> int:
@@ -327,7 +328,7 @@ class _Sizes:
         ring_words = (1 + self.steps_ahead) * self.stage_bytes // WORD_BYTES
         return dict(
             # The rows' vectors, [chunks, vectors_of_step, T, 4], and their scales, [chunks, T].
-            rows=plgpu.SMEM((row_words,), jnp.float32),
+            row_vectors=plgpu.SMEM((row_words,), jnp.float32),
             # Stages: [2 * num_matrices, threads] vectors, and [num_matrices, threads] words.
             ring=plgpu.SMEM((ring_words,), jnp.float32),
         )
@@ -352,9 +353,9 @@ class _Thread:
     ) -> None:
         # `memrefs` are input rows, matrices, biases, output and scratch.
         self.sizes, self.group, self.first, self.count = sizes, group, first, count
-        self.source, *operands, self.out, rows, ring = memrefs
+        self.source, *operands, self.out, row_vectors, ring = memrefs
         self.biases = operands[2 * sizes.num_matrices :]
-        self.rows, self.ring = mosaic.address(rows, 32), mosaic.address(ring, 32)
+        self.rows, self.ring = mosaic.address(row_vectors, 32), mosaic.address(ring, 32)
         self.thread = mosaic.thread()
         self.warp, self.lane, self.quad, self.quad_thread = _place(self.thread)
         # The warp computes strip number `strip` of a round, over each chunk number `split` mod
@@ -418,7 +419,7 @@ class _Thread:
         last = mosaic.i32(self.sizes.steps_ahead)
         return arith.select(mosaic.equal(stage, 0), last, arith.subi(stage, mosaic.i32(1)))
 
-    def chunk(self, step: Value) -> Value:
+    def chunk_of(self, step: Value) -> Value:
         return mosaic.add(mosaic.mul(step, self.sizes.splits), self.split)
 
     def start(self, strip: Value, step: Value, stage: Value) -> None:
@@ -426,7 +427,7 @@ class _Thread:
         # Past the last strip, a warp computes numbers that `store_results` leaves out.
         with mosaic.when(mosaic.below(strip, self.end_strip)):
             for each in self.matrices:
-                each.copy(strip, self.chunk(step), stage)
+                each.copy(strip, self.chunk_of(step), stage)
         mosaic.asm("cp.async.commit_group;", "~{memory}")
 
     def stage_after(self, stage: Value) -> Value:
@@ -442,7 +443,7 @@ class _Thread:
         mosaic.asm("bar.warp.sync 0xffffffff;", "~{memory}")
         # The stage of the step before is free, and takes the later step's numbers.
         self.start(strip, later_step, self.stage_before(stage))
-        chunk = self.chunk(step)
+        chunk = self.chunk_of(step)
         words = [each.load(stage) for each in self.matrices]
         scales = [each.load_scales(stage, chunk) for each in self.matrices]
         if self.sizes.is_float8:
@@ -744,11 +745,11 @@ class _Matrices:
     def inside(self, chunk: Value) -> Value | None:
         """Returns whether the thread's part of a chunk is in K (i1); None if it always is."""
         sizes = self.sizes
-        if sizes.chunks * sizes.chunk == sizes.depth:
+        if sizes.chunks * sizes.chunk_numbers == sizes.depth:
             return None
         # In MXFP4, the last chunk may have fewer blocks of 32, one of which belongs to each thread.
         in_chunk = 0 if sizes.is_float8 else sizes.format.block[1]
-        number = mosaic.mul(chunk, sizes.chunk)
+        number = mosaic.mul(chunk, sizes.chunk_numbers)
         number = mosaic.add(number, mosaic.mul(self.thread.quad_thread, in_chunk))
         return mosaic.below(number, sizes.depth)
 
@@ -757,7 +758,7 @@ class _Matrices:
         if self.sizes.is_float8:
             # One scale for the whole warp; past K, the last one.
             block = arith.divui(strip, mosaic.i32(_BLOCK // _COLUMNS))
-            row = arith.divui(chunk, mosaic.i32(_BLOCK // self.sizes.chunk))
+            row = arith.divui(chunk, mosaic.i32(_BLOCK // self.sizes.chunk_numbers))
             row = arith.minui(row, mosaic.i32(self.num_scales - 1))
             at = mosaic.add(mosaic.mul(block, self.num_scales), row)
             return mosaic.mul(at, WORD_BYTES), mosaic.equal(self.thread.lane, 0)
