@@ -188,7 +188,8 @@ class MatmulBench(runner.Bench):
         if row["implementation"] == "dense":
             return False
         op, case = row["op"], self.sizes[row["case"]]
-        # In float8 each operand is rounded, by up to 2^-4 of a number; so is the result of "gated".
+        # In float8 operands are rounded: a number by up to 2^-4 of itself, a sum of products by
+        # less, since errors cancel. "gated" has two such sums, and rounds its result, too.
         # In bfloat16 only results are, by up to 2^-8; 1e-2 leaves room for two roundings.
         of_float8 = 2 * 2**-4 if op == "gated" else 2**-4
         limit = 1e-2 if row["matmul_dtype"] == "none" else of_float8

@@ -149,7 +149,7 @@ def _memory_unavailable_reason(
 
 # Each kind of target has two methods. `unavailable_reason` returns why kernels cannot run there;
 # None if they can, or if that is not known yet. With `ranks_per_host`, kernels run among so many
-# consecutive ranks, one host (None: among all), and the answer is the same on all hosts.
+# consecutive ranks, one host (None: among all); of a program, the answer is the same on all hosts.
 # `num_hosts` returns how many hosts, 2 or more, the ranks span, or why they cannot exchange rows;
 # None while the hosts are not known yet.
 
@@ -236,7 +236,7 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A list of devices; device i runs rank i."""
+    """A list of devices; device i runs rank i. Reports that are no program ask of it."""
 
     devices: Sequence[jax.Device]
 
@@ -245,8 +245,7 @@ class Machine:
     ) -> str | None:
         if reason := unavailable_reason(self.devices):
             return reason
-        # A list of devices has no axes to look at. Each process checks its own GPUs: those of other
-        # hosts are not in its domain.
+        # Whatever the axes and hosts are, a process can only check if its own GPUs share memory.
         own = [each for each in self.devices if each.process_index == jax.process_index()]
         return symmetric_memory.unavailable_reason(own)
 

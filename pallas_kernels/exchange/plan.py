@@ -387,7 +387,7 @@ def for_rank_dispatch(
     row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
     """Returns the `Plan` of `rank_dispatch`, where routing weights are sent if `weighted`."""
-    step_tokens = 2  # the tokens between two signals
+    step_tokens = 2  # the tokens between two signals: few, so that receivers start early
     list_words = sizes.top_k * (2 if weighted else 1)
     # The sender's window of this rank's tokens, and the lists that every rank sends in a step.
     window_words = align_up(_WINDOW_TOKENS * list_words, WARPGROUP)

@@ -116,8 +116,9 @@ class Fabric(Ranks, Protocol):
     def send_values(self, words: Any, start: Any) -> None:
         """Sends n 32-bit values to every rank; words[i] gets the index start + i.
 
-        Any block of the receiver may read them by `read_values`. Requires that a rank receives
-        something from each peer in every call.
+        Any block of the receiver may read them by `read_values`. Requires that a rank waits for a
+        signal or a value of each peer in every call: a peer that sends one in the next call has
+        read these values, whose memory the call after that overwrites.
         """
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:

@@ -149,7 +149,8 @@ class Gpus(RanksOfMesh):
             thread_of_block = mosaic.thread()
             # Every call sends MAX_BUFFERS words with addresses, even if the kernel has fewer
             # buffers. Otherwise the word of an old call could remain in the peer's memory until
-            # tags have wrapped around, and be taken for a word of the current call.
+            # tags have wrapped around, and be taken for a word of the current call. The threads of
+            # the first warpgroup are more than these words.
             sends = below(thread_of_block, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(is_block_0, sends)):
                 self._send_addresses(at, heap, refs, thread)
