@@ -25,7 +25,7 @@ def tokamax_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
     starts, ends = row_ranges(group_sizes, lhs.shape[0])
-    # The sizes `ends - starts` are without rows past R.
+    # The kernels take a multiple of 8 rows, and groups, of `ends - starts` rows, that have no more.
     out = _ragged_dot(pad_rows(lhs), rhs, ends - starts, transpose_rhs=transpose_rhs)
     return zero_tail(out[: lhs.shape[0]], group_sizes)
 

@@ -201,7 +201,7 @@ def _few_rows_by_kernel(operands: _Operands, options: _Options) -> jax.Array | N
     )
     if isinstance(groups, ChosenGroups) or not options.zero_unused:
         return out
-    return zero_tail(out, jnp.clip(groups, 0, len(out)))
+    return zero_tail(out, groups)
 
 
 def _is_read_as_stored(backend: Backend, rows: jax.Array, matrices: QuantizedArray) -> bool:

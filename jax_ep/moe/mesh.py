@@ -233,7 +233,8 @@ def _is_replicated(
     if seen.is_complete:
         # Linen's `init` makes arrays that are sharded after it returns, by rules or by the caller.
         return seen.is_on_ranks and not in_init
-    # Linen (`in_init` is not None) replicates a dimension without a rule; NNX may split it.
+    # The caller has found no rule that splits the dimension over several ranks. Linen (`in_init` is
+    # not None) replicates one without a rule; NNX may split it.
     return bool(axis_rules) and (in_init is not None or logical in dict(axis_rules))
 
 
