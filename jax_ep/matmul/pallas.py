@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symbolic_rows_reason
 from jax_ep.matmul.gating import Gating
 from jax_ep.runtime import availability
-from pallas_kernels.fabric.hardware import REGISTERS_MOVE
+from pallas_kernels.fabric.hardware import HOPPER_CORES, REGISTERS_MOVE
 from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -51,8 +51,6 @@ if REGISTERS_MOVE:
 # The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
 # which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
 _MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
-# The number of streaming multiprocessors of an H100 or H200 SXM, for which tile sizes are chosen.
-HOPPER_CORES = 132
 
 
 def unavailable_reason(problem: Problem) -> str | None:

@@ -39,7 +39,7 @@ from jax import lax
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import memory_map, mosaic, vectors
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
-from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
+from pallas_kernels.fabric.mosaic import Array, Value, arith, llvm, vector
 
 # As float32, both `EMPTY` and this word are NaN.
 _INSTEAD = 0xFFFFFFFE
@@ -321,8 +321,8 @@ class TileMemory:
         """Emits this thread's four words of a tile as they were before the sender replaced any."""
         i32 = mosaic.integer_type(32)
         has_note = _any([mosaic.equal(word, _INSTEAD) for word in words])
-        branch = scf.IfOp(has_note, [i32] * _WORDS, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
+
+        def as_noted() -> list[Value]:
             pointer = self._note(gpu, buffer)
 
             def ask() -> tuple[Value, list[Value]]:
@@ -333,14 +333,12 @@ class TileMemory:
             (note,) = mosaic.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
             mosaic.asm("st.relaxed.sys.global.b8 [$0], $1;", "l,r", pointer, mosaic.i32(_NO_NOTE))
             bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
-            sent = [
+            return [
                 arith.select(mosaic.equal(bit, 0), word, mosaic.i32(memory_map.EMPTY))
                 for bit, word in zip(bits, words, strict=True)
             ]
-            scf.yield_(sent)
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(words))
-        return list(branch.results)
+
+        return mosaic.either(has_note, as_noted, lambda: list(words), [i32] * _WORDS)
 
     # Addresses in the memory of the low-latency protocol, in the heap of GPU `gpu`.
 

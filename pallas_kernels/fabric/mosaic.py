@@ -554,13 +554,11 @@ def poll(
         """Emits whether the thread may poll again, i1."""
         mask = i32(_POLLS_PER_CLOCK - 1)
         reads_clock = equal(arith.andi(polls, mask), mask)  # once in _POLLS_PER_CLOCK polls
-        clock = scf.IfOp(reads_clock, [i1], has_else=True)
-        with ir.InsertionPoint(clock.then_block):
-            waited = arith.subi(global_timer(), start)
-            scf.yield_([below(waited, limit)])
-        with ir.InsertionPoint(clock.else_block):
-            scf.yield_([arith.constant(i1, 1)])
-        return clock.results[0]
+
+        def compare() -> list[Value]:
+            return [below(arith.subi(global_timer(), start), limit)]
+
+        return either(reads_clock, compare, lambda: [arith.constant(i1, 1)], [i1])[0]
 
     # The loop carries the number of polls. Its results are that number, whether the thread must
     # still poll, and the last values.

@@ -50,6 +50,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import compiler, float8, mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import (
+    HOPPER_CORES,
     ROW_ALIGNMENT,
     SHARED_MEMORY_BYTES,
     VECTOR_BYTES,
@@ -70,6 +71,7 @@ from pallas_kernels.matmul.quantized_tiles import (
     bits_of_e8m0,
     max_of,
     pointer_to,
+    with_shuffled,
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, GROUP, row_tiles
 
@@ -86,8 +88,6 @@ _ROW_NUMBERS = VECTOR_BYTES // 2
 _BLOCK = FLOAT8_MATRICES.block[1]
 # The most rows of a tile, and the most bytes of these rows.
 MOST_ROWS, _MOST_ROW_BYTES = 16, 112 * 1024
-# The number of multiprocessors of an H100 or H200.
-_CORES = 132
 # The warps of a block, and the most blocks that a multiprocessor runs at a time. Three run only if
 # threads have at most 80 registers.
 _WARPS, _MOST_BLOCKS = 8, 3
@@ -239,7 +239,7 @@ class _Sizes:
         """The number of warps that together compute the same columns."""
         # As many as the GPU can run at the same time; but each sums over 256 of K or more.
         warps_of_one = self.num_used * self.width / _COLUMNS
-        most = _MOST_BLOCKS * _WARPS * _CORES / warps_of_one
+        most = _MOST_BLOCKS * _WARPS * HOPPER_CORES / warps_of_one
         return next((n for n in (8, 4, 2) if n <= most and 256 * n <= self.depth), 1)
 
     @property
@@ -290,7 +290,7 @@ class _Sizes:
     def rounds(self) -> int:
         # Each block of a tile loads all its rows. So all tiles together have about as many blocks
         # as run at the same time.
-        blocks = max(1, round(self.blocks_at_once * _CORES / self.num_used))
+        blocks = max(1, round(self.blocks_at_once * HOPPER_CORES / self.num_used))
         return min(-(-self._rounds_of_tile // blocks), _MOST_ROUNDS)
 
     @property
@@ -853,14 +853,14 @@ def _pairs_of_float8(word: Value) -> list[Value]:
 def _as_float16(words: Sequence[Value]) -> tuple[list[Value], Value]:
     """Scales 8 bfloat16 numbers of a chunk, and rounds them to float16; also returns the scale."""
     numbers = BFLOAT16.numbers(words)
-    largest = max_of(float8.magnitude(each)[1] for each in numbers)
+    largest = [max_of(float8.magnitude(each)[1] for each in numbers)]
     # 8 adjacent threads have the numbers of a chunk.
     for distance in (1, 2, 4):
-        largest = arith.maxui(largest, mosaic.shuffle(largest, distance))
+        largest = with_shuffled(largest, distance)
     # In float32, the exponent's 8 bits begin at bit 23. The largest number's exponent, less 12, is
     # that of the scale, but at least 1: the scale is not subnormal.
     exponent = arith.maxui(
-        arith.andi(largest, mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST_EXPONENT + 1) << 23)
+        arith.andi(largest[0], mosaic.i32(0x7F800000)), mosaic.i32((_LARGEST_EXPONENT + 1) << 23)
     )
     scale = arith.subi(exponent, mosaic.i32(_LARGEST_EXPONENT << 23))
     # The biased exponents of 2^e and 2^-e add up to 254.

@@ -22,7 +22,7 @@ CHOICES = {1: [[2, 0, -1]], 3: [[3, 0], [0, -1], [2, 3]], 9: [[3, 0]] * 8 + [[2,
 # Or group 1 has no rows, and another more than a tile.
 SIZES = [5, 0, 21, 3]
 FORMATS = {"float8": FLOAT8_MATRICES, "mxfp4": MXFP4}
-CORES = weight_only._CORES
+CORES = weight_only.HOPPER_CORES
 
 
 def case(format, num_rows, depth, width, matrices, kind, with_bias):
@@ -81,7 +81,9 @@ def expected(x, stored, biases, group, gating):
     for each, bias in zip(stored, biases, strict=True):
         matrix = np.asarray(each.dequantize(jnp.float32)[group], np.float64)
         products.append(matrix @ x)
-        bounds.append(2**-8 * np.abs(products[-1]) + 2**-14 * (np.abs(matrix) @ np.abs(x)))
+        # Half of the distance between bfloat16 numbers, of 8 bits, at the product.
+        rounding = np.ldexp(2.0**-9, np.frexp(products[-1])[1])
+        bounds.append(rounding + 2**-14 * (np.abs(matrix) @ np.abs(x)))
         if bias is not None:
             products[-1] += np.asarray(bias[group], np.float64)
     numbers = [jnp.asarray(each, jnp.float32) for each in products]
@@ -117,7 +119,7 @@ def test_products(
     name, num_rows, depth, width, matrices, kind, with_bias, cores, divided, monkeypatch
 ):
     of_fields, made = weight_only._Sizes, []
-    monkeypatch.setattr(weight_only, "_CORES", cores)
+    monkeypatch.setattr(weight_only, "HOPPER_CORES", cores)
     monkeypatch.setattr(
         weight_only, "_Sizes", lambda **fields: made.append(of_fields(**fields)) or made[0]
     )
