@@ -25,9 +25,9 @@ from jax_ep.runtime import availability
 
 OPERATIONS = tuple(ALGORITHMS)
 # Maps each operation to the algorithms that are measured by default. "fused" is left out because it
-# only selects "fused_one_shot" or "fused_two_shot", and "multimem" because it needs multicast.
+# only selects "fused_one_shot" or "fused_two_shot".
 MEASURED = {
-    op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
+    op: tuple(name for name in algorithms.names if name != "fused")
     for op, algorithms in ALGORITHMS.items()
 }
 _DTYPE = jnp.dtype(jnp.bfloat16)
@@ -40,7 +40,7 @@ def add_flags(flags: Flags) -> None:
     flags.add("ops", ",".join(OPERATIONS), "The operations to measure.", some(choice(OPERATIONS)))
     rows = "Rows of the whole array. Default: 8 and powers of 2 from 32 to 4096; on CPUs 32,128."
     flags.add("rows", None, rows, some(integer))
-    algorithms = "The algorithms to measure. Default: all that run here, but fused and multimem."
+    algorithms = "The algorithms to measure. Default: all that run here, but fused."
     flags.add("implementations", None, algorithms, some(choice(_ALGORITHM_NAMES)))
     flags.add("write_table", None, "The JSON file of the lookup table to update.", output)
     # A loop of fewer calls would time its own start.

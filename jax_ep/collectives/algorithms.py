@@ -51,7 +51,7 @@ def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementation
     return Implementations(table, argument="algorithm", operation=op)
 
 
-_ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")
+_ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot")
 # Maps each collective to its algorithms. algorithm=None selects among them by the measured times in
 # `jax_ep.collectives.table`.
 ALGORITHMS: dict[str, Implementations[Implementation]] = {

@@ -20,12 +20,10 @@ there are none. A named algorithm that cannot run raises an error that says why.
               the fastest up to a few megabytes. On a host of up to 4 GPUs, x is at most 4 MiB in
               one_shot_ll and all_gather, 2 N MiB in two_shot_ll, and 4 N MiB in reduce_scatter and
               all_to_all. On a host of more GPUs, each limit is half as large.
-  "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums in float32 and
-              broadcasts the sums. Needs multicast memory. `algorithm=None` never picks it.
 
-The library's kernels (all algorithms but "xla" and "multimem") run between GPUs of one host, in any
-number of processes. They sum in float32, in rank order, and round once: all ranks get the same
-bits, on every run.
+The library's kernels (all algorithms but "xla") run between GPUs of one host, in any number of
+processes. They sum in float32, in rank order, and round once: all ranks get the same bits, on every
+run.
 
 A kernel call communicates with the peer's call of the same number. So all GPUs must run the calls
 in the same order, or results are silently wrong:
@@ -64,7 +62,7 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       x: floating, any shape.
       axis_name: the mesh axis, or tuple of axes, of the ranks.
       algorithm: "one_shot_ll" or "two_shot_ll" (over the low-latency protocol), "one_shot",
-        "two_shot", "xla", "multimem", or None for the fastest that can run.
+        "two_shot", "xla", or None for the fastest that can run.
 
     Returns:
       x's shape and dtype. Under `check_vma=True` it no longer varies over `axis_name`.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.collectives import xla
-from jax_ep.runtime import availability, jax_compat
+from jax_ep.runtime import availability
 from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
@@ -64,14 +64,6 @@ def unavailable_reason(
         return f"x has {math.prod(x.shape)} elements, and the kernels support fewer than 2^31"
     if op == "all_reduce_rms_norm" and x.shape[-1] > _MAX_HIDDEN:
         return f"it supports rows of at most {_MAX_HIDDEN} elements, not {x.shape[-1]}"
-    if algorithm == "multimem":
-        if reason := jax_compat.multimem_unavailable_reason():
-            return reason
-        # Without GPUs here, the program is lowered for another machine, whose GPUs are assumed to
-        # have multicast memory.
-        if jax.default_backend() != "gpu":
-            return None
-        return availability.multicast_unavailable_reason(jax.devices())
     if not _is_low_latency(algorithm):
         return None
     # The mesh's GPUs count unless this host's are known: `domain` is None if the program is lowered
@@ -127,8 +119,6 @@ class PallasCollectives:
     axis_name: tuple[str, ...]
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
-        if self.algorithm == "multimem":
-            return _multimem_all_reduce(x, self.axis_name)
         if self.algorithm.startswith("one_shot"):
             flat = _pad(x.reshape(-1))
             out = self._run(with_signals.one_shot, low_latency_kernels.one_shot, flat, flat.size)
@@ -236,26 +226,6 @@ class _RowGrid:
             rows = -(-num_rows // (memory_map.MAX_WORKERS // num_warpgroups))
         num_blocks = -(-num_rows // rows)
         return cls(rows_per_block=rows, num_blocks=num_blocks, num_warpgroups=num_warpgroups)
-
-
-def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
-    reduce_scatter, all_gather = jax_compat.multimem_kernels()
-    num_ranks = lax.axis_size(axis_name)
-    # A shard has whole 16-byte vectors of 16-bit numbers for each of 128 threads of JAX's kernels.
-    multiple = num_ranks * 128 * 8
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
-
-    def options(dtype: Any) -> dict[str, Any]:
-        # JAX's own tile, of up to eight vectors for each thread, may not divide the shard.
-        elements = 128 * 16 // jnp.dtype(dtype).itemsize  # of one vector for each thread
-        tile_size = elements * math.gcd(flat.size // num_ranks // elements, 8)
-        # JAX's own tuning tries 32 blocks among others. No measurement of them is recorded here.
-        return dict(axis_name=axis_name, num_blocks=32, tile_size=tile_size)
-
-    # Operands are widened, so that the switch sums in float32.
-    shard = reduce_scatter(flat.astype(jnp.float32), **options(jnp.float32))
-    out = all_gather(shard.astype(x.dtype), **options(x.dtype))
-    return out[: x.size].reshape(x.shape)
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:

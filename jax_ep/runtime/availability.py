@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_ep.runtime import cuda_driver, environment, jax_compat, symmetric_memory
+from jax_ep.runtime import environment, jax_compat, symmetric_memory
 from pallas_kernels.fabric import requirements
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
@@ -24,7 +24,6 @@ _OLDEST_JAX = (0, 11)
 _OLDEST_CAPABILITY = 9.0
 # The compute capabilities of GPUs on which the kernels have run: those of H100 and H200.
 _RUN_ON = ("9.0",)
-_MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -76,18 +75,6 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
                 f"it needs {SHARED_MEMORY_BYTES} bytes of shared memory for a thread block, and "
                 f"{device.device_kind} has {shared}"
             )
-    return None
-
-
-def multicast_unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
-    """Returns why GPUs have no NVLink multicast memory; None if the driver says that they do."""
-    # An administrator or a container may forbid it all the same; kernels then fail when they run.
-    for device in devices:
-        supported = cuda_driver.attribute(device.local_hardware_id, _MULTICAST_SUPPORTED)
-        if supported is None:
-            return f"the CUDA driver does not say whether {device} has multicast memory"
-        if not supported:
-            return f"multicast memory is missing: the driver offers none on {device}"
     return None
 
 

@@ -46,16 +46,6 @@ def kernel_module_version() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def attribute(ordinal: int | None, number: int) -> int | None:
-    """Returns attribute `number` (a CUdevice_attribute) of a GPU; None also for `ordinal` None."""
-    if ordinal is None:
-        return None
-    try:
-        return _number(ctypes.c_int, "cuDeviceGetAttribute", ctypes.c_int(number), _device(ordinal))
-    except Error:
-        return None
-
-
 class Error(RuntimeError):
     """Raised if a function of the CUDA driver fails, or if there is no driver."""
 

@@ -59,11 +59,6 @@ def primitives_unavailable_reason() -> str | None:
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
-# JAX's kernels that use the NVLink switch, imported only when needed: that loads Mosaic.
-_MULTIMEM = (
-    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
-    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
-)
 # Maps each optional name of JAX to what the library does, or lacks, where JAX does not have it.
 _OPTIONAL = {
     "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
@@ -72,12 +67,11 @@ _OPTIONAL = {
     "jax._src.config._check_vma": "kernels that write to operands need check_vma=False",
     "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
     "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
-    **dict.fromkeys(_MULTIMEM, "no multimem"),
 }
 
 
 def optional_names_missing() -> list[str]:
-    """Returns the names in `_OPTIONAL` that JAX lacks, as "name: consequence"; loads Mosaic."""
+    """Returns the names in `_OPTIONAL` that JAX lacks, as "name: consequence"."""
     return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
 
 
@@ -516,14 +510,3 @@ def address_of(array: jax.Array) -> int:
             f"JAX {jax.__version__} lacks jax.Array.unsafe_buffer_pointer, which gives addresses"
         )
     return int(get_address())
-
-
-def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
-    """Returns JAX's reduce_scatter and all_gather for the NVLink switch; None for a missing one."""
-    return [_find(path) for path in _MULTIMEM]
-
-
-def multimem_unavailable_reason() -> str | None:
-    """Returns which of JAX's kernels for the NVLink switch are missing, or None; loads Mosaic."""
-    missing = [path for path in _MULTIMEM if _find(path) is None]
-    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None

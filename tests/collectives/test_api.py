@@ -30,11 +30,11 @@ EVERYWHERE = ("xla", "unfused")
 
 
 def supported(op: str) -> list[str | None]:
-    """Returns the algorithms that run on this machine, except "multimem"; on GPUs also None."""
+    """Returns the algorithms that run on this machine; on GPUs also None."""
     names = ALGORITHMS[op].names
     if availability.unavailable_reason():
         return [name for name in names if name in EVERYWHERE]
-    return [None, *(name for name in names if name != "multimem")]
+    return [None, *names]
 
 
 CASES = [(op, algorithm) for op in LINEAR for algorithm in supported(op)]

@@ -73,7 +73,7 @@ def test_the_shipped_table_is_well_formed():
                 assert int(ranks) > 1 and limits[-1] is None
                 assert limits[:-1] == sorted(limits[:-1])
                 names = {name for _, name in entry["choices"]}
-                assert names <= set(ALGORITHMS[op].names) - {"multimem"}
+                assert names <= set(ALGORITHMS[op].names)
                 assert entry["machine"] and entry["date"] and entry["jax"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
-from support.kernels import lowered, needs_kernels, on_ranks, program_for_cuda
+from support.kernels import needs_kernels, on_ranks, program_for_cuda
 from support.meshes import cuda_mesh, mesh
 
 import jax_ep
@@ -171,25 +169,5 @@ def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
         raise AssertionError("this loads Mosaic")
 
     monkeypatch.setattr(availability, "mosaic_unavailable_reason", loads_mosaic)
-    monkeypatch.setattr(jax_compat, "multimem_unavailable_reason", loads_mosaic)
     jax.clear_caches()
     assert programs("cpu")
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_multimem_takes_arrays_that_jaxs_tiles_do_not_divide(dtype):
-    on_two = functools.partial(jax_ep.all_reduce, axis_name="expert", algorithm="multimem")
-    program = on_ranks(on_two, cuda_mesh((2,), ("expert",)), in_specs=P(), out_specs=P())
-    for thousands in (5, 18, 35):
-        assert "mosaic_gpu" in lowered(program, S((thousands, 1000), dtype))
-
-
-@needs_kernels
-@pytest.mark.needs_devices(2)
-def test_multimem_is_refused_where_jax_lacks_its_kernels(monkeypatch):
-    assert "mosaic_gpu" in lower(reduced("multimem"), "cuda")
-    missing = "jax.experimental.pallas.ops.gpu.all_gather_mgpu"
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=f'"multimem" cannot run here: JAX .* lacks {missing}'):
-        lower(reduced("multimem"), "cuda")

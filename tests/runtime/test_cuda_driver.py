@@ -40,40 +40,14 @@ def test_gpus_with_little_shared_memory_are_refused(install):
     assert reason is not None and "shared memory" in reason and "101376" in reason
 
 
-@pytest.mark.parametrize(
-    ("library", "ordinal"),
-    [
-        (None, 0),
-        (FakeCuda([0, 1], refuses="cuDeviceGetAttribute"), 0),
-        (FakeCuda([0, 1]), 9),
-        (FakeCuda([0, 1]), None),
-    ],
-    ids=["no driver", "no answer", "no such GPU", "no ordinal"],
-)
-def test_what_the_driver_does_not_say_is_none(install, library, ordinal):
-    install(library)
-    assert cuda_driver.attribute(ordinal, 132) is None
-
-
 def test_a_driver_that_fails_to_start_is_none(monkeypatch):
     broken = types.SimpleNamespace(cuInit=lambda flags: 999)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: broken)
     cuda_driver._libcuda.cache_clear()
     try:
-        assert cuda_driver.cuda_version() is None and cuda_driver.attribute(0, 132) is None
+        assert cuda_driver.cuda_version() is None
     finally:
         cuda_driver._libcuda.cache_clear()
-
-
-def test_multicast_that_a_gpu_lacks_is_refused(install):
-    library = install(FakeCuda([0, 1, 2]))
-    library.no_multicast = {2}
-    assert availability.multicast_unavailable_reason(gpus(0, 1)) is None
-    reason = availability.multicast_unavailable_reason(gpus(0, 2))
-    assert "missing" in reason and "id=1" in reason
-    for silent in (None, FakeCuda([0, 1], refuses="cuDeviceGetAttribute")):
-        install(silent)
-        assert "does not say" in availability.multicast_unavailable_reason(gpus(0, 1))
 
 
 @pytest.mark.parametrize("refused", ["cuStreamCreate", "cuMemsetD32Async"])

@@ -58,8 +58,6 @@ class FakeCuda:
         self.mappings: list[Mapping] = []
         self.reserved: dict[int, int] = {}
         self.contexts: list[int] = []
-        # The ordinals of GPUs without multicast memory.
-        self.no_multicast: set[int] = set()
         # The next free address or handle; it differs from those of all other processes.
         self._next = 2**44 + os.getpid() * 2**32
 
@@ -96,11 +94,6 @@ class FakeCuda:
     def _cuDeviceGet(self, device, ordinal):
         device._obj.value = FIRST_HANDLE + ordinal.value
         return SUCCESS if 0 <= ordinal.value < len(self.visible) else ERROR
-
-    def _cuDeviceGetAttribute(self, value, number, device):
-        # This is CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h.
-        assert number.value == 132
-        value._obj.value = device.value - FIRST_HANDLE not in self.no_multicast
 
     def _cuDeviceGetPCIBusId(self, text, length, device):
         text.value = f"0000:{0x10 + self.visible[device.value - FIRST_HANDLE]:02X}:00.0".encode()
