@@ -36,9 +36,10 @@ _MULTIPLES = {
 # other tile sizes are chosen.
 _FEW_ROWS = 64
 # Without `setmaxnreg`, which moves registers between warpgroups, tiles of these heights leave room
-# for a loader, a third warpgroup. The last one pays from `_LARGE` rows a group on, on average.
-# Measured with 256 and 1024 rows.
-_LARGE = 512
+# for a loader, a third warpgroup. The last one pays from `_LARGE` rows a group on, on average, and
+# without a loader higher ones up to a depth K of `_SHORT`. Measured with 256 to 2048 rows, and with
+# a depth of 768 to 7168.
+_LARGE, _SHORT = 512, 1024
 _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, and if they have at least `_MANY_ROWS`, the heights `_HIGH`. Measured with 16 to 512 rows.
@@ -121,16 +122,16 @@ def sum_of_products(
     lhs, rhs = pairs[0]
     num_groups, num_cols, mxfp4_depth = _sizes(rhs, transpose_rhs)
     num_rows = output_rows(groups, lhs.shape[0])
+    depth = sum(lhs.shape[1] for lhs, _ in pairs)
     if isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, mxfp4_depth=mxfp4_depth)
     else:
-        tiles = product_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
+        tiles = product_tiles(lhs.shape[0], num_groups, num_cols, depth, mxfp4_depth=mxfp4_depth)
     format = None
     if mxfp4_depth is not None:
         from pallas_kernels.matmul.mxfp4_matmul import Mxfp4Matrices
 
         format = Mxfp4Matrices
-    depth = sum(lhs.shape[1] for lhs, _ in pairs)
     out = grouped_matmul(
         [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
         groups,
@@ -241,9 +242,9 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 
 
 def product_tiles(
-    num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
+    num_rows: int, num_groups: int, num_cols: int, depth: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tiles of a product [num_rows, num_cols]; `mxfp4_depth`: K if rhs is in MXFP4."""
+    """Chooses tiles of a product of depth K [num_rows, num_cols]; `mxfp4_depth`: K in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     # Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.
@@ -262,7 +263,7 @@ def product_tiles(
         heights = (64, 128)
     elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
-    elif REGISTERS_MOVE:
+    elif REGISTERS_MOVE or (depth <= _SHORT and num_rows >= _LARGE * num_groups):
         heights = (*_BESIDE_LOADER, 208, 256)
     else:  # 208 or 256 rows would leave no room for a loader
         heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]

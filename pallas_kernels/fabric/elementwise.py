@@ -104,7 +104,8 @@ _abs = _instruction("abs.f32", 1)
 _fma = _instruction("fma.rn.f32", 3)
 # Comparisons give 1 or 0, as float32.
 _compare = {name: _instruction(f"set.{name}.f32.f32", 2) for name in ("eq", "ge", "gt", "le", "lt")}
-_reciprocal = _instruction("rcp.approx.f32", 1)
+# Not for subnormal numbers.
+_reciprocal = _instruction("rcp.approx.ftz.f32", 1)
 _quotient = _instruction("div.full.f32", 2)
 
 
@@ -135,7 +136,10 @@ def _exp(x: Value) -> Value:
 
 
 def _logistic(x: Value) -> Value:
-    return _reciprocal(_add(_exp(_neg(x)), mosaic.f32(1.0)))
+    # rcp.approx(d), for d = exp(-x) + 1. ptxas emits seven instructions for it, since the result is
+    # subnormal for d above 2^126. Of d / 4 it never is, and has the same bits: d is at least 1.
+    quarter = mosaic.f32(0.25)
+    return _mul(_reciprocal(_fma(_exp(_neg(x)), quarter, quarter)), quarter)
 
 
 def _tanh(x: Value) -> Value:

@@ -38,8 +38,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, SHARED_MEMORY_BYTES
-from pallas_kernels.matmul import register_tiles
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE, ROW_ALIGNMENT, SHARED_MEMORY_BYTES
+from pallas_kernels.matmul import operand_ring, register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -67,7 +67,7 @@ class DrhsTiles:
     """The tile sizes of `drhs_of_each`, and the depth of its ring in shared memory."""
 
     block_n: int  # columns of an output tile, a multiple of 64 up to 256
-    num_stages: int  # at least 3, of 64 rows each
+    num_stages: int  # of 64 rows each; at least 3, and an even number without a loader
     band: int = 1  # columns of output tiles in a band; see `Kernel.tile_position`
 
     @classmethod
@@ -76,8 +76,8 @@ class DrhsTiles:
         # Of the kernel's `buffers`, and of a stage of the ring.
         buffer_bytes = 2 * BLOCK_M * CHUNK
         stage_bytes = 2 * STEP * (BLOCK_M + block_n)
-        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - buffer_bytes) // stage_bytes
-        return cls(block_n, min(stages, 6), band)
+        stages = min((SHARED_MEMORY_BYTES - OTHER_BYTES - buffer_bytes) // stage_bytes, 6)
+        return cls(block_n, stages if REGISTERS_MOVE else stages // 2 * 2, band)
 
 
 def drhs_of_each(
@@ -243,7 +243,7 @@ class _Loader(Loader):
         def load_tile(tile: _Tile, _: Any, carry: Any) -> Any:
             def load_step(i: jax.Array, carry: Any) -> Any:
                 filled, uncleared = carry
-                feeder.load_released(tile, i, number=filled, ahead=())
+                feeder.load_released(tile, i, operand_ring.Slot(filled), ahead=())
                 return filled + 1, self._clear_oldest(
                     filled - lag, uncleared, tile.rows_of_group(i)
                 )
@@ -287,13 +287,13 @@ class _Loader(Loader):
     def steps_of(self, tile: _Tile) -> jax.Array:
         return tile.steps
 
-    def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+    def load(self, tile: _Tile, step: jax.Array, slot: operand_ring.Slot, ahead: Any) -> None:
         # Only copies load, so nothing is read ahead.
         inner = pl.ds(aligned(tile.first + step * STEP), STEP)
         rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
         right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.grad_index)
-        self.ring.fill(number, TileSource([self.lhs.at[inner, rows]]), [right])
+        self.ring.fill(slot, TileSource([self.lhs.at[inner, rows]]), [right])
 
 
 def clear(

@@ -55,7 +55,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, Slot
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -77,7 +77,7 @@ _FEW_ROWS = 64
 class Float8Tiles:
     """The options of the float8 kernels: pipeline stages, order and width of output tiles."""
 
-    # At least 3, of 128 of K each.
+    # Of 128 of K each; at least 3, and an even number without a loader.
     num_stages: int = 4
     # Columns of output tiles in a band; see `Kernel.tile_position`.
     band: int = 8
@@ -248,6 +248,13 @@ class Float8Kernel(Kernel):
         return self.halves == 1
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the computers start products in turns, one each."""
+        # Otherwise those that feed the ring often start at the same time. Then both add at the same
+        # time, too, while the tensor cores wait.
+        return not self.has_loader and self.tiles.waits_ahead
+
+    @property
     def steps(self) -> int:
         return sum(self.depths) // BLOCK
 
@@ -312,7 +319,11 @@ class Float8Kernel(Kernel):
             def one_tile(tile, _, carry):
                 return self.compute_tile(computer, tile, *carry)
 
+            if self.takes_turns:  # computer 0 has the first turn
+                pl.when(number == 1)(tensor_cores.give_turn)
             used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
+            if self.takes_turns:
+                pl.when(number == 0)(tensor_cores.wait_for_turn)
             feeder.finish(used)
             self.finish(computer, used_rows)
 
@@ -348,20 +359,23 @@ class Float8Kernel(Kernel):
     def fill_stage(
         self,
         scratch: Any,
-        number: jax.Array,
+        slot: Slot,
         left: Any,
         left_scales: Any,
         rights: Sequence[Any],
         block_scales: Sequence[jax.Array],
     ) -> None:
-        """Starts the copies of one step's tiles and scales to the empty stage of step `number`."""
+        """Starts the copies of one step's tiles and scales to its stage, which is empty."""
         # References in global memory: `left` [128, 128], `left_scales` [128], or None if not
         # `rows_have_scales`, and `rights` [block_n, 128]. `block_scales` has one of each half.
-        stage = stage_of(number, self.tiles.num_stages)
+        stage = stage_of(slot.number, self.tiles.num_stages)
         full = scratch["full"].at[stage]
-        plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
-        if self.rows_have_scales:
-            plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
+        if slot.left:
+            plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
+            if self.rows_have_scales:
+                plgpu.copy_gmem_to_smem(left_scales, scratch["row_scales"].at[stage], full)
+        if not slot.right:
+            return
         width = self.tiles.block_n
         for i, right in enumerate(rights):
             destination = scratch["right"].at[stage, i * width : (i + 1) * width]
@@ -410,16 +424,28 @@ class Float8Kernel(Kernel):
                 scales = wait_for(n)
             stage = stage_of(used + n, num_stages)
             product = tensor_cores.start_float8_product(
-                scratch["left"], scratch["right"], stage, row, first_half
+                scratch["left"], scratch["right"], stage, row, first_half, self.takes_turns
             )
-            # While the tensor cores compute the first product, load a stage, and wait for the next.
-            feed, next_scales = computer.feeder.follow(used + n, feed), None
-            if self.tiles.waits_ahead:
-                wait_for_next = functools.partial(wait_for, n + 1)
-                next_scales = lax.cond(n + 1 < steps, wait_for_next, lambda: scales)
-            totals = tensor_cores.add_float8_products(totals, product, num_halves, *scales)
+            row_scales, block_scales = scales
+            sums, next_scales = [], None
+            for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
+                # While the tensor cores compute a product: wait for the next step, feed the ring.
+                if i == 0 and self.tiles.waits_ahead:
+                    wait_for_next = functools.partial(wait_for, n + 1)
+                    next_scales = lax.cond(n + 1 < steps, wait_for_next, lambda: scales)
+                for left, right in loaded[i]:
+                    feed = computer.feeder.follow(Slot(used + n, left, right), feed)
+                total, product = tensor_cores.add_float8_product(
+                    total, product, i, num_halves, row_scales, scale
+                )
+                sums.append(total)
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return totals, feed, next_scales
+            return tuple(sums), feed, next_scales
+
+        # Which operands are loaded during each product, left and right ones.
+        loaded = [[(True, True)], *[[]] * (self.halves - 1)]
+        if self.takes_turns:
+            loaded = [[(True, False)], [(False, True)]]
 
         def all_steps(feed):
             first_scales = wait_for(jnp.int32(0)) if self.tiles.waits_ahead else None
@@ -439,7 +465,11 @@ class Float8Kernel(Kernel):
             stage = stage_of(used + i, self.tiles.num_stages)
             plgpu.barrier_wait(computer.scratch["full"].at[stage])
             plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
-            return computer.feeder.follow(used + i, feed)
+            if self.takes_turns:
+                for _ in range(self.halves):
+                    tensor_cores.wait_for_turn()
+                    tensor_cores.give_turn()
+            return computer.feeder.follow(Slot(used + i), feed)
 
         return lax.fori_loop(0, self.steps, step, feed)
 
@@ -495,7 +525,7 @@ class _RowLoader:
 
         return self._of_pair(jnp.minimum(step, self.kernel.steps - 1), read)
 
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+    def load(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
         group, first, left_edge = tile
         rows = pl.ds(aligned(first), BLOCK)
         columns = self.kernel.columns_of(left_edge)
@@ -505,7 +535,7 @@ class _RowLoader:
             inner = pl.ds(i * BLOCK, BLOCK)
             self.kernel.fill_stage(
                 self.scratch,
-                number,
+                slot,
                 left=values.at[rows, inner],
                 left_scales=scales.at[i, rows],
                 rights=[m.at[group, columns, inner] for m in matrices_and_scales[::2]],

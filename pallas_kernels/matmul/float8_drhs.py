@@ -32,6 +32,7 @@ from pallas_kernels.matmul.kernel import (
     store_or_add,
     swizzled,
 )
+from pallas_kernels.matmul.operand_ring import Slot
 from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # The number of parts of a tile for which a compute warpgroup has buffers in shared memory.
@@ -89,11 +90,6 @@ def drhs_of_each(
         adds=sums is not None,
         num_waves=num_waves,
     )
-    if not kernel.has_loader:
-        # A computer that feeds the ring would load a step of an empty group, and wait forever.
-        raise ValueError(
-            f"tiles must leave registers for a loader warpgroup, but are {kernel.tiles}."
-        )
     shape = num_groups * height, width
     results = run_into(
         None if sums is None else [each.reshape(shape) for each in sums],
@@ -231,12 +227,12 @@ class _Loader:
         )
         return [scale[...] * lhs_scale for scale in scales]
 
-    def load(self, tile: _Tile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+    def load(self, tile: _Tile, step: jax.Array, slot: Slot, ahead: Any) -> None:
         inner = pl.ds((tile.first_block + step) * BLOCK, BLOCK)
         columns = self.kernel.columns_of(tile.left_edge)
         self.kernel.fill_stage(
             self.scratch,
-            number,
+            slot,
             left=self.operands[0].at[pl.ds(pl.multiple_of(tile.row, BLOCK), BLOCK), inner],
             left_scales=None,  # `read_ahead` has multiplied them into the block scales
             rights=[grad.at[columns, inner] for grad in self.operands[2::2]],

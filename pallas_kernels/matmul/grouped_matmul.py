@@ -334,7 +334,7 @@ class Loader(operand_ring.Loader):
     def steps_of(self, _: Any) -> int:
         return self.kernel.steps
 
-    def load(self, tile: OperandTile, step: jax.Array, number: jax.Array, ahead: Any) -> None:
+    def load(self, tile: OperandTile, step: jax.Array, slot: operand_ring.Slot, ahead: Any) -> None:
         # Only copies load here, so `ahead` is not used. A pair is lhs and arrays of matrices.
         per_pair = 1 + self.kernel.num_matrices
         # A tile's steps run through the depth of one pair after the other.
@@ -342,7 +342,7 @@ class Loader(operand_ring.Loader):
         for pair, depth in enumerate(self.kernel.depths):
             steps = depth // self.kernel.tiles.step
             operands = self.operands[pair * per_pair : (pair + 1) * per_pair]
-            fill = functools.partial(self._fill, tile, operands, step - first_step, number)
+            fill = functools.partial(self._fill, tile, operands, step - first_step, slot)
             if len(self.kernel.depths) == 1:
                 fill()
             else:
@@ -350,9 +350,9 @@ class Loader(operand_ring.Loader):
             first_step += steps
 
     def _fill(
-        self, tile: OperandTile, operands: Sequence[Any], step: jax.Array, number: jax.Array
+        self, tile: OperandTile, operands: Sequence[Any], step: jax.Array, slot: operand_ring.Slot
     ) -> None:
-        """Fills the stage of step `number` by the operands of a pair, at its step `step`."""
+        """Fills a stage by the operands of a pair, at its step `step`."""
         lhs, *rhs = operands
         length = self.kernel.tiles.step
         inner = pl.ds(step * length, length)
@@ -363,7 +363,7 @@ class Loader(operand_ring.Loader):
         top, heights = aligned(tile.first_row), self.row_tiles.heights
         lhs_tiles = [lhs.at[pl.ds(top, height), inner] for height in heights]
         rights = [TileSource([matrix.at[tile.group, *index]]) for matrix in rhs]
-        self.ring.fill(number, TileSource(lhs_tiles, tile.height_index), rights)
+        self.ring.fill(slot, TileSource(lhs_tiles, tile.height_index), rights)
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
         """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""

@@ -245,7 +245,10 @@ def stage_of(number: jax.Array, num_stages: int) -> jax.Array:
 
 
 def quotient_and_rest(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return lax.div(a, b), lax.rem(a, b)
+    """Returns a / b, rounded down, and the rest; neither number is negative."""
+    # Without signs, a division takes fewer instructions.
+    a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
+    return lax.div(a, b).astype(jnp.int32), lax.rem(a, b).astype(jnp.int32)
 
 
 def transposed(ref: Any) -> Any:

@@ -21,7 +21,7 @@ from pallas_kernels.formats import Scaled, bitcast
 from pallas_kernels.matmul.decoder import NUMBER_BYTES, Decoder, Staged, transforms_of_numbers
 from pallas_kernels.matmul.grouped_matmul import Loader, Matrices, Product, RowTiles, Starts
 from pallas_kernels.matmul.kernel import CHUNK, STEP, choose, transposed
-from pallas_kernels.matmul.operand_ring import Feed, Steps
+from pallas_kernels.matmul.operand_ring import Feed, Slot, Steps
 
 
 class Mxfp4Matrices(Matrices):
@@ -134,8 +134,8 @@ class _Loader(Loader):
         step = jnp.minimum(step, self.kernel.steps - 1)
         return self.decoder.load_scales(tile.group, tile.left_edge, step)
 
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        super().load(tile, step, number, ahead)
-        stage = self.ring.stage_of(number)
+    def load(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
+        super().load(tile, step, slot, ahead)
+        stage = self.ring.stage_of(slot.number)
         self.decoder.stage_scales(stage, ahead)
         plgpu.barrier_arrive(self.ring.full.at[stage])

@@ -6,8 +6,9 @@ and uses the stages in turn.
 
 A third warpgroup, the *loader*, fills stages as soon as both computers have released them. If a
 computer needs more registers than it has beside a loader, there is none, and each of 256 threads
-may have 255. Computer 0 then *feeds* the ring: after it has released step n - 1, it starts the
-copies of step n + stages - 1 to the same stage, while the tensor cores multiply step n:
+may have 255. The computers then *feed* the ring: once step n - 1 is released, one of them starts
+the copies of step n + stages - 1 to the same stage, while the tensor cores multiply step n.
+Computer 0 does so in even steps, and computer 1 in odd ones:
 
               full: the copies have arrived                    both computers multiply step n
   memory ------> stages of the ring  ... n-1 | n | n+1 ... ------> its half of the output tile
@@ -48,6 +49,15 @@ class TileSource:
         choose(self.index, [functools.partial(start, tile) for tile in self.candidates])
 
 
+class Slot(NamedTuple):
+    """Where a step's operands go, and which of them."""
+
+    number: jax.Array  # of the step in the thread block, int32
+    # Whether the left operand is loaded, and whether the right ones are.
+    left: bool = True
+    right: bool = True
+
+
 class Loader(Protocol):
     """Loads the operands of a kernel's output tiles, step by step."""
 
@@ -61,26 +71,28 @@ class Loader(Protocol):
         return ()
 
     # `ahead` is the result of `read_ahead` for this step, called two steps before: to hide latency.
-    def load(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        """Fills a stage by step `step` of a tile, which is step `number` of the thread block."""
+    def load(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
+        """Fills a stage by step `step` of a tile."""
 
 
 class Feed(NamedTuple):
-    """The next step to load: step number `step` of the block's tile number `turn`, int32."""
+    """A computer's next step to load: step `step` of the block's tile number `turn`, int32."""
 
+    computer: jax.Array
     turn: jax.Array
     step: jax.Array
-    # The result of `Loader.find`.
+    # The results of `Loader.find` for this tile and for the next one, found long before it is used.
     tile: Any
-    # The results of `Loader.read_ahead` for this step and the one after it.
-    ahead: tuple[Any, Any]
+    next_tile: Any
+    # The result of `Loader.read_ahead` for this step.
+    ahead: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Feeder:
     """Loads all steps of the thread block, in order, by `loader`.
 
-    A loader warpgroup calls `run`. Where there is none, `start` and `follow` load in computer 0.
+    A loader warpgroup calls `run`. Where there is none, `start` and `follow` load in the computers.
     """
 
     loader: Loader
@@ -99,7 +111,7 @@ class Feeder:
                 # `now` and `following`: what is read ahead for this step and for the next one.
                 number, (now, following) = carry
                 after_following = read_ahead(tile, step + 2)
-                self.load_released(tile, step, number, now)
+                self.load_released(tile, step, Slot(number), now)
                 return number + 1, (following, after_following)
 
             ahead = read_ahead(tile, jnp.int32(0)), read_ahead(tile, jnp.int32(1))
@@ -109,61 +121,72 @@ class Feeder:
         num_steps = self.tiles.walk(self.loader.find, one_tile, jnp.int32(0))
         drain(self.empty, num_steps, self.num_stages)
 
-    def finish(self, used: jax.Array) -> None:
-        """Waits in computer 0, if it feeds the ring, until all `used` steps are released."""
-        if not self.has_loader:
-            is_first = lax.axis_index("warpgroup") == 0
-            pl.when(is_first)(lambda: drain(self.empty, used, self.num_stages))
+    def load_released(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
+        """Calls `loader.load`; loads the left operand once the stage is released."""
+        if slot.left:
+            pl.when(slot.number >= self.num_stages)(lambda: self._wait(slot.number))
+        self.loader.load(tile, step, slot, ahead)
 
-    def load_released(self, tile: Any, step: jax.Array, number: jax.Array, ahead: Any) -> None:
-        """Calls `loader.load` once the stage of step `number` is released."""
-
-        @pl.when(number >= self.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(self.empty.at[stage_of(number, self.num_stages)])
-
-        self.loader.load(tile, step, number, ahead)
+    def _wait(self, number: jax.Array) -> None:
+        """Waits until the stage of step `number`, as it was filled before, is released."""
+        plgpu.barrier_wait(self.empty.at[stage_of(number, self.num_stages)])
 
     def start(self) -> Feed | None:
         """Fills all stages but one, which begin empty; returns the feed, None with a loader."""
         if self.has_loader:
             return None
-        # Computer 1 loads nothing: its feed begins past the last tile.
-        is_first = lax.axis_index("warpgroup") == 0
-        feed = self._first_step_of(jnp.where(is_first, 0, self.tiles.count))
-        return lax.fori_loop(0, self.num_stages - 1, self._load, feed)
+        # A computer must wait for each release of a stage that it fills, so it fills the same ones.
+        assert self.num_stages % 2 == 0, self.num_stages
+        computer, turn = lax.axis_index("warpgroup"), jnp.int32(0)
+        first, second = (self.loader.find(self.tiles.index(turn + i)) for i in range(2))
+        feed = self._at_existing_step(Feed(computer, turn, computer, first, second, None))
+        return lax.fori_loop(0, self.num_stages - 1, lambda n, f: self._load(Slot(n), f), feed)
 
-    def follow(self, number: jax.Array, feed: Feed | None) -> Feed | None:
+    def follow(self, slot: Slot, feed: Feed | None) -> Feed | None:
         """Loads step `number` + stages - 1, to the stage of step `number` - 1; returns the feed."""
-        # A computer calls it in each step `number`, once it has released step `number` - 1.
+        # A computer calls it in each step `slot.number`, once it has released step `number` - 1:
+        # for all operands, or first for the left one.
         if feed is None:
             return None
-        return self._load(number + (self.num_stages - 1), feed)
+        return self._load(slot._replace(number=slot.number + (self.num_stages - 1)), feed)
 
-    def _load(self, number: jax.Array, feed: Feed) -> Feed:
-        """Loads the feed's step in computer 0, if any step is left; returns the feed after it."""
+    def finish(self, used: jax.Array) -> None:
+        """Waits in a computer, if it feeds the ring, until the steps it loaded are released."""
+        if self.has_loader:
+            return
+        computer = lax.axis_index("warpgroup")
+
+        def wait(i: jax.Array, _: None) -> None:
+            # Earlier steps of the same stages were waited for before the stage was filled again.
+            number = used - 1 - i
+            pl.when(number & 1 == computer)(lambda: self._wait(number))
+
+        lax.fori_loop(0, jnp.minimum(used, self.num_stages), wait, None)
+
+    def _load(self, slot: Slot, feed: Feed) -> Feed:
+        """Loads a step, if it exists and is this computer's; returns the feed."""
 
         def load(feed: Feed) -> Feed:
-            now, following = feed.ahead
-            next_step = feed.step + 1
-            self.load_released(feed.tile, feed.step, number, now)
+            self.load_released(feed.tile, feed.step, slot, feed.ahead)
+            following = feed._replace(step=feed.step + 2)
+            return self._at_existing_step(following) if slot.right else feed
 
-            def of_same_tile() -> Feed:
-                after_following = self.loader.read_ahead(feed.tile, next_step + 1)
-                return feed._replace(step=next_step, ahead=(following, after_following))
+        is_own = (slot.number & 1 == feed.computer) & (feed.turn < self.tiles.count)
+        return lax.cond(is_own, load, lambda feed: feed, feed)
 
-            def of_next_tile() -> Feed:
-                return self._first_step_of(feed.turn + 1)
+    def _at_existing_step(self, feed: Feed) -> Feed:
+        """Returns the feed at its step; past the tile's end, that is one of a later tile."""
 
-            is_left = next_step < self.loader.steps_of(feed.tile)
-            return lax.cond(is_left, of_same_tile, of_next_tile)
+        def is_past(feed: Feed) -> jax.Array:
+            return (feed.step >= self.loader.steps_of(feed.tile)) & (feed.turn < self.tiles.count)
 
-        return lax.cond(feed.turn < self.tiles.count, load, lambda feed: feed, feed)
+        def in_next_tile(feed: Feed) -> Feed:
+            step = feed.step - self.loader.steps_of(feed.tile)
+            after_next = self.loader.find(self.tiles.index(feed.turn + 2))
+            return Feed(feed.computer, feed.turn + 1, step, feed.next_tile, after_next, None)
 
-    def _first_step_of(self, turn: jax.Array) -> Feed:
-        tile = self.loader.find(self.tiles.index(turn))
-        zero, read_ahead = jnp.int32(0), self.loader.read_ahead
-        return Feed(turn, zero, tile, (read_ahead(tile, zero), read_ahead(tile, zero + 1)))
+        feed = lax.while_loop(is_past, in_next_tile, feed._replace(ahead=None))
+        return feed._replace(ahead=self.loader.read_ahead(feed.tile, feed.step))
 
 
 class Steps(NamedTuple):
@@ -230,12 +253,13 @@ class OperandRing:
         tile = self.right.at[stage]
         return tile if self.num_matrices == 1 else tile.at[matrix]
 
-    def fill(self, number: jax.Array, left: TileSource, rights: Sequence[TileSource]) -> None:
-        """Starts the copies of the operand tiles of step `number`, whose stage is empty."""
-        stage = self.stage_of(number)
+    def fill(self, slot: Slot, left: TileSource, rights: Sequence[TileSource]) -> None:
+        """Starts the copies of a step's operand tiles, whose stage is empty."""
+        stage = self.stage_of(slot.number)
         full = self.full.at[stage]
-        left.copy(self.left.at[stage], full)
-        for i, right in enumerate(rights):
+        if slot.left:
+            left.copy(self.left.at[stage], full)
+        for i, right in enumerate(rights if slot.right else ()):
             right.copy(self.right_tile(stage, i), full)
 
     def accumulate(
@@ -278,7 +302,7 @@ class OperandRing:
                 # After this wait, only this step's matmuls may still run, and read its own stage.
                 plgpu.wgmma_wait(matmuls)
                 release_before(step)
-                return steps.feeder.follow(used + step, feed)
+                return steps.feeder.follow(Slot(used + step), feed)
 
             all_steps = jnp.maximum(count, steps.least)
             feed = lax.fori_loop(0, all_steps, take_step, steps.feed)

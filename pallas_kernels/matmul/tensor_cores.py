@@ -41,18 +41,26 @@ def add_warp_product(
     return [llvm.extractvalue(f32, new_sums, [i]) for i in range(4)]
 
 
+class _Form(NamedTuple):
+    """The types of the operands in PTX, and whether the computers start products in turns."""
+
+    left: str
+    right: str
+    in_turns: bool
+
+
 class StartedProduct(NamedTuple):
     """A product of float8 tiles, to which the tensor cores may still write."""
 
     # [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
     product: jax.Array
-    # Both tiles, as operands of `mosaic.inline`, their offsets in 16 bytes, and their types in PTX.
+    # Both tiles, as operands of `mosaic.inline`, and their offsets in 16 bytes.
     operands: list[Any]
-    kinds: list[str]
+    form: Any
 
 
 def start_float8_product(
-    left: Any, right: Any, stage: jax.Array, row: Any, first: Any
+    left: Any, right: Any, stage: jax.Array, row: Any, first: Any, in_turns: bool
 ) -> StartedProduct:
     """Starts to multiply 64 rows of a float8 tile by a *block*: 128 rows of another, transposed.
 
@@ -61,6 +69,7 @@ def start_float8_product(
       right: [stages, 128 * blocks, 128] float8 in shared memory, swizzled like `left`.
       row: the first of the 64 rows of left[stage], a multiple of 8.
       first: the block of right[stage] to multiply by.
+      in_turns: whether the computer waits for its turn before it starts a product.
     """
     tile = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
     # In units of 16 bytes: a row of a tile has 8.
@@ -69,50 +78,71 @@ def start_float8_product(
         for ref, begin in ((left, row), (right, first * _COLUMNS))
     ]
     operands = [(left, tile), (right, tile), *offsets]
-    kinds = [float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right)]
-    emit = functools.partial(_emit_start_of_float8_product, kinds)
-    return StartedProduct(mosaic.inline(emit, operands, _PRODUCT), operands, kinds)
+    left_type, right_type = (float8.PTX_TYPES[jnp.dtype(ref.dtype)] for ref in (left, right))
+    form = _Form(left_type, right_type, in_turns)
+    emit = functools.partial(_emit_start_of_float8_product, form)
+    return StartedProduct(mosaic.inline(emit, operands, _PRODUCT), operands, form)
 
 
-def add_float8_products(
-    totals: Sequence[jax.Array],
+def add_float8_product(
+    total: jax.Array,
     started: StartedProduct,
+    index: int,
     count: Any,
     row_scales: jax.Array | None,
-    block_scales: Sequence[Any],
-) -> tuple[jax.Array, ...]:
-    """Adds scaled products of 64 rows of a float8 tile and the blocks of another one to totals.
+    block_scale: Any,
+) -> tuple[jax.Array, StartedProduct]:
+    """Adds a scaled product of 64 rows of a float8 tile and a block of another one to a total.
 
-    The tensor cores compute the product with one block after the other. Each thread waits until it
-    is complete, multiplies its elements of the product by their scales, and adds them.
+    Waits until the product is complete. Then each thread multiplies its elements by their scales,
+    adds them, and starts the product with the next block, if there is one.
 
     Args:
-      totals: for each block, [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
-      started: the product with the first block.
-      count: how many blocks to multiply by, from the first on: at least 1, at most one a total.
+      total: [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
+      started: the product with block `index`, counted from the first that was started.
+      count: how many blocks to multiply by, at least 1. Nothing is added from this index on.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
-      block_scales: for each total, the float32 scale of its block.
+      block_scale: the float32 scale of the block.
 
     Returns:
-      The new totals. Those of blocks below `count` grew by the products times both scales.
+      The new total, and the product with the next block.
     """
-    num, layout = len(totals), plgpu.Layout.WGMMA
-    emit = functools.partial(_emit_float8_products, num, started.kinds)
+    layout = plgpu.Layout.WGMMA
+    last = started.operands[1][0].shape[1] // _COLUMNS - 1
+    emit = functools.partial(_emit_float8_product, started.form, index, last)
     operands = [*started.operands, (started.product, layout), jnp.int32(count)]
-    operands += [*((total, layout) for total in totals), *block_scales]
+    operands += [(total, layout), block_scale]
     if row_scales is not None:
         operands.append((row_scales, layout.reduce(1)))
-    return tuple(mosaic.inline(emit, operands, [_PRODUCT] * num))
+    total, product = mosaic.inline(emit, operands, [_PRODUCT] * 2)
+    return total, started._replace(product=product)
+
+
+def wait_for_turn() -> None:
+    """Waits until the other computer has given this one the turn to start a product."""
+    mosaic.inline(lambda: mosaic.asm(_WAIT_FOR_TURN, "~{memory}"), [])
+
+
+def give_turn() -> None:
+    mosaic.inline(lambda: mosaic.asm(_GIVE_TURN, "~{memory}"), [])
+
+
+# Computer c waits at barrier 8 + c. Mosaic uses the barriers from 1 on, one for each warpgroup.
+_WAIT_FOR_TURN, _GIVE_TURN = (
+    f"{{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7;{of_other} "
+    f"add.u32 t, t, 8; bar.{what} t, {2 * WARPGROUP}; }}"
+    for what, of_other in (("sync", ""), ("arrive", " xor.b32 t, t, 1;"))
+)
 
 
 def _emit_start_of_float8_product(
-    kinds: Sequence[str], left_ref: Value, right_ref: Value, left_offset: Array, right_offset: Array
+    form: _Form, left_ref: Value, right_ref: Value, left_offset: Array, right_offset: Array
 ) -> Array:
     """Emits `start_float8_product` for one thread."""
     # The operands of the PTX: the product's registers, and both descriptors.
     registers = [f"${i}" for i in range(_PER_PRODUCT)]
     left, right = (f"${_PER_PRODUCT + i}" for i in range(2))
-    text = _multiply(kinds, registers, left, right)
+    text = _multiply(form, registers, left, right)
     values = _inline_asm(
         _PER_PRODUCT,
         [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)],
@@ -122,55 +152,45 @@ def _emit_start_of_float8_product(
     return _products_of(values)[0]
 
 
-def _emit_float8_products(
-    num_blocks: int,
-    kinds: Sequence[str],
+def _emit_float8_product(
+    form: _Form,
+    index: int,
+    last: int,
     left_ref: Value,
     right_ref: Value,
     left_offset: Array,
     right_offset: Array,
     product: Array,
     count: Array,
-    *arrays: Array,
+    total: Array,
+    block_scale: Array,
+    *row_scales: Array,
 ) -> list[Array]:
-    """Emits `add_float8_products` for one thread."""
-    # All of this is one piece of PTX, in which all products use the same registers. If LLVM saw the
-    # products as values, ptxas would assign registers of its own to each, and spill the totals.
-    num_results = (num_blocks + 1) * _PER_PRODUCT
-    count = mosaic.scalar(count)
-    # `arrays` are the totals, the scales of blocks and, unless they are 1, the scales of rows.
-    old_totals, scales = arrays[:num_blocks], arrays[num_blocks:]
-    block_scales = [mosaic.scalar(each) for each in scales[:num_blocks]]
-    row_scales = scales[num_blocks:]
+    """Emits `add_float8_product` for one thread."""
     # A thread holds elements of two rows.
-    thread_row_scales = [None, None]
+    factors = [mosaic.scalar(block_scale)] * 2
     if row_scales:
-        registers = mosaic.registers(row_scales[0])
-        thread_row_scales = [vector.extract(each, [], [0]) for each in registers]
-    factors = [
-        scale if row_scale is None else arith.mulf(row_scale, scale)
-        for scale in block_scales
-        for row_scale in thread_row_scales
-    ]
+        scales = [vector.extract(each, [], [0]) for each in mosaic.registers(row_scales[0])]
+        factors = list(map(arith.mulf, scales, factors))
     operands = [_descriptor(left_ref, left_offset), _descriptor(right_ref, right_offset)]
-    operands += [count, *factors]
+    operands += [mosaic.scalar(count), *factors]
     inputs = [
         vector.extract(register, [], [i])
-        for array in (*old_totals, product)
+        for array in (total, product)
         for register in mosaic.registers(array)
         for i in range(2)
     ]
-    # The new totals are in the registers of the old ones, and all products in those of the first:
+    # This is one piece of PTX, in which the next product uses the registers of the old one. If LLVM
+    # saw the wait, ptxas would assign registers of its own to each, and spill the totals.
     # LLVM's constraint "0" puts an input in the register of result 0, "1" in that of result 1.
+    num_results = 2 * _PER_PRODUCT
     constraints = (
         *["=f"] * num_results,
         *map(str, range(num_results)),
-        *["l", "l", "r"],  # the types of `operands`
-        *["f"] * len(factors),
+        *["l", "l", "r", "f", "f"],  # the types of `operands`
     )
-    text = _text_of_float8_products(num_blocks, kinds)
-    values = _inline_asm(num_results, [*inputs, *operands], text, constraints)
-    return _products_of(values)[:num_blocks]
+    text = _text_of_float8_product(form, index, last)
+    return _products_of(_inline_asm(num_results, [*inputs, *operands], text, constraints))
 
 
 def _inline_asm(
@@ -214,46 +234,46 @@ def _descriptor(ref: Value, offset: Array) -> Value:
     return arith.ori(wide, mosaic.i64(1 << 62 | 64 << 32))
 
 
-def _multiply(kinds: Sequence[str], registers: Sequence[str], left: str, right: str) -> list[str]:
+def _multiply(form: _Form, registers: Sequence[str], left: str, right: str) -> list[str]:
     """Returns the PTX that starts a product to `registers`; `left` and `right` are descriptors."""
     # The caller's PTX declares the registers a and b and the predicates. This text sets them all
     # itself, so that a caller need not know in which order it inserts products.
     names = "{" + ",".join(registers) + "}"
     text = ["setp.ne.b32 nothing, 0, 0; setp.eq.b32 more, 0, 0;"]  # false and true
     text.append(f"mov.b64 a, {left}; mov.b64 b, {right};")
+    text += [_WAIT_FOR_TURN] if form.in_turns else []
     text.append("wgmma.fence.sync.aligned;")
     # An instruction sums over 32 of the 128 columns: 2 of the units of 16 bytes in a descriptor. It
     # adds to the registers if its predicate is true; the first one must overwrite them.
     for i in range(4):
         text.append(
-            f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{kinds[0]}.{kinds[1]} "
+            f"wgmma.mma_async.sync.aligned.m64n{_COLUMNS}k32.f32.{form.left}.{form.right} "
             f"{names}, a, b, {'more' if i else 'nothing'}, 1, 1;"
         )
         if i < 3:
             text.append("add.s64 a, a, 2; add.s64 b, b, 2;")
+    text += [_GIVE_TURN] if form.in_turns else []
     return [*text, "wgmma.commit_group.sync.aligned;"]
 
 
-def _text_of_float8_products(num_blocks: int, kinds: Sequence[str]) -> str:
-    """Returns the PTX of `add_float8_products`, with the operands of `_emit_float8_products`."""
-    # Results are the totals of all blocks and one product. Inputs are these again, in the same
-    # registers, both descriptors, the count, and for each block its factor for two rows.
-    num_results = (num_blocks + 1) * _PER_PRODUCT
-    products = [f"${num_blocks * _PER_PRODUCT + i}" for i in range(_PER_PRODUCT)]
-    operands = (f"${2 * num_results + i}" for i in range(3 + 2 * num_blocks))
-    left, right, count, *factors = operands
+def _text_of_float8_product(form: _Form, index: int, last: int) -> str:
+    """Returns the PTX of `add_float8_product`, with the operands of `_emit_float8_product`."""
+    # Results are the total and the product. Inputs are these again, in the same registers, both
+    # descriptors, the count, and the factors for two rows.
+    totals, products = (
+        [f"${first + i}" for i in range(_PER_PRODUCT)] for first in (0, _PER_PRODUCT)
+    )
+    left, right, count, *factors = (f"${4 * _PER_PRODUCT + i}" for i in range(5))
     text = ["{ .reg .b64 a, b, next; .reg .pred nothing, more, past;"]
-    for block in range(num_blocks):
-        if block:
-            # Past `count`, blocks are skipped, with the instructions for them.
-            text.append(f"setp.le.s32 past, {count}, {block}; @past bra.uni done;")
-            # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
-            text.append(f"add.s64 next, {right}, {block * _COLUMNS * 128 // 16};")
-            text += _multiply(kinds, products, left, "next")
-        text.append("wgmma.wait_group.sync.aligned 0;")
-        for i, element in enumerate(products):
-            total = f"${block * _PER_PRODUCT + i}"
-            # Of four neighbouring numbers, two belong to each of the thread's two rows.
-            factor = factors[2 * block + i // 2 % 2]
-            text.append(f"fma.rn.f32 {total}, {element}, {factor}, {total};")
+    if index:
+        text.append(f"setp.le.s32 past, {count}, {index}; @past bra.uni done;")
+    text.append("wgmma.wait_group.sync.aligned 0;")
+    for i, (total, element) in enumerate(zip(totals, products, strict=True)):
+        # Of four neighbouring numbers, two belong to each of the thread's two rows.
+        text.append(f"fma.rn.f32 {total}, {element}, {factors[i // 2 % 2]}, {total};")
+    if index < last:
+        text.append(f"setp.le.s32 past, {count}, {index + 1}; @past bra.uni done;")
+        # Tiles of 128 rows of 128 bytes follow each other. A descriptor counts 16 bytes.
+        text.append(f"add.s64 next, {right}, {(index + 1) * _COLUMNS * 128 // 16};")
+        text += _multiply(form, products, left, "next")
     return " ".join([*text, "done: }"])

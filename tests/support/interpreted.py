@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -66,7 +66,10 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             read_registers=lambda room: room[...],
         ),
         tensor_cores: dict(
-            start_float8_product=_start_float8_product, add_float8_products=_add_float8_products
+            start_float8_product=_start_float8_product,
+            add_float8_product=_add_float8_product,
+            wait_for_turn=lambda: None,
+            give_turn=lambda: None,
         ),
         float8: dict(_quantize=_quantize),
         decoder.Decoder: dict(
@@ -198,12 +201,12 @@ def _zero_rows_outside(
 
 
 def _start_float8_product(
-    left: Any, right: Any, stage: jax.Array, row: Any, first: Any
+    left: Any, right: Any, stage: jax.Array, row: Any, first: Any, in_turns: bool
 ) -> tensor_cores.StartedProduct:
     product = _float8_product(left, right, stage, row, first)
     # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
-    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], [])
+    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], in_turns)
 
 
 def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: Any) -> jax.Array:
@@ -211,23 +214,21 @@ def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: An
     return jnp.dot(rows.astype(jnp.float32), columns.astype(jnp.float32).T)
 
 
-def _add_float8_products(
-    totals: Sequence[jax.Array],
+def _add_float8_product(
+    total: jax.Array,
     started: tensor_cores.StartedProduct,
+    index: int,
     count: Any,
     row_scales: jax.Array | None,
-    block_scales: Sequence[Any],
-) -> tuple[jax.Array, ...]:
-    product, (left, right, stage, row, first), _ = started
+    block_scale: Any,
+) -> tuple[jax.Array, tensor_cores.StartedProduct]:
+    left, right, stage, row, first = started.operands
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
-    sums = []
-    for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
-        if i:
-            block = jnp.minimum(first + i, right.shape[1] // 128 - 1)
-            product = _float8_product(left, right, stage, row, block)
-        sums.append(jnp.where(i < count, product * (of_rows * scale) + total, total))
+    scaled = started.product * (of_rows * block_scale)
+    following = jnp.minimum(first + index + 1, right.shape[1] // 128 - 1)
+    product = _float8_product(left, right, stage, row, following)
     plgpu.commit_smem()
-    return tuple(sums)
+    return jnp.where(index < count, scaled + total, total), started._replace(product=product)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,14 +21,13 @@ from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul import float8, float8_drhs
 from pallas_kernels.matmul.float8 import Float8Tiles
-from pallas_kernels.matmul.kernel import Kernel
 from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]
 # The last 42 of the 136 rows are in no group.
 ROWS, LIVE = 136, sum(SIZES)
 GROUP_SIZES = np.asarray(SIZES, np.int32)
-NARROW, WIDE = Float8Tiles(3, 2), Float8Tiles(3, 2, 256)
+NARROW, WIDE = Float8Tiles(4, 2), Float8Tiles(4, 2, 256)
 NOT_AHEAD = dataclasses.replace(NARROW, waits_ahead=False)
 WIDE_NOT_AHEAD = dataclasses.replace(WIDE, waits_ahead=False)
 
@@ -140,8 +139,6 @@ def gradients_of_matrices(lhs, grads, dtype, tiles, sums=None):
 )
 def test_gradient_of_matrices(monkeypatch, kinds, dtype, tiles, in_one_kernel):
     monkeypatch.setattr(float8_drhs, "REGISTERS_MOVE", in_one_kernel)
-    # With jax 0.12, tiles of two halves would have no loader.
-    monkeypatch.setattr(Kernel, "has_loader", True)
     lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
     got = gradients_of_matrices(lhs, grads, dtype, tiles)
     for mine, grad in zip(got, grads, strict=True):
@@ -154,12 +151,3 @@ def test_gradient_of_matrices(monkeypatch, kinds, dtype, tiles, in_one_kernel):
         want = (np.asarray(total).astype(np.float32) + gradient.astype(np.float32)).astype(dtype)
         # NumPy takes two NaN of bfloat16 for different.
         np.testing.assert_array_equal(mine.astype(np.float32), want.astype(np.float32))
-
-
-@simulated
-def test_gradients_of_matrices_need_a_loader(monkeypatch):
-    """Without one, a kernel would wait forever, if a group is empty."""
-    monkeypatch.setattr(Kernel, "has_loader", False)
-    numbers = operands.numbers("random", (LIVE, 256), 0)
-    with pytest.raises(ValueError, match="tiles must leave registers for a loader .*block_n=256"):
-        gradients_of_matrices(numbers, [numbers], jnp.bfloat16, WIDE)

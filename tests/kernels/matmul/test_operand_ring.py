@@ -30,7 +30,7 @@ def random(shape, seed=0):
 
 def grouped(**options):
     lhs, rhs = random((ROWS, 192)), random((4, 192, 128), 1)
-    tiles = Tiles((16, 48), 128, 3, 1)
+    tiles = Tiles((16, 48), 128, 4, 1)
     return grouped_matmul(
         [(lhs, rhs), (lhs, rhs)], SIZES, transpose_rhs=False, tiles=tiles, **options
     )
@@ -39,7 +39,7 @@ def grouped(**options):
 def gated(**options):
     lhs, rhs = random((ROWS, 192)), (random((4, 192, 128), 1), random((4, 192, 128), 2))
     gating = Elementwise(lambda gate, up: jax.nn.silu(gate) * up, 2)
-    tiles = Tiles((16, 48), 64, 3, 2)
+    tiles = Tiles((16, 48), 64, 4, 2)
     return gated_matmul(lhs, rhs, SIZES, gating, keep=False, tiles=tiles, **options)[0]
 
 
@@ -51,7 +51,7 @@ def drhs(**options):
 def float8_product(**options):
     lhs = scaled(operands.rows(operands.mixed((ROWS, 256))))
     rhs = scaled(operands.transposed_matrices(operands.numbers("random", (4, 256, 384))))
-    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2, 256), zero_unused=True)
+    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(4, 2, 256), zero_unused=True)
     return float8.float8_matmul([(lhs, rhs), (lhs, rhs)], SIZES, **how, **options)
 
 
@@ -64,12 +64,15 @@ def float8_matrices(**options):
 
     # The group in the middle has no rows.
     blocks = jnp.asarray([[0, 2], [2, 0], [2, 1]], jnp.int32)
-    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(3, 2))
+    how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(4, 2))
     return float8_drhs.drhs_of_each(rows(128), [rows(256)], blocks, **how, **options)[0]
 
 
+CALLS = [grouped, gated, drhs, float8_product, float8_matrices]
+
+
 @simulated
-@pytest.mark.parametrize("call", quick([grouped, gated, drhs, float8_product], float8_product))
+@pytest.mark.parametrize("call", quick(CALLS, float8_product, float8_matrices))
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
@@ -80,7 +83,7 @@ def test_both_load_the_same(monkeypatch, call):
 
 @simulated
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [grouped, gated, drhs, float8_product, float8_matrices])
+@pytest.mark.parametrize("call", CALLS)
 def test_waves_leave_the_bits_as_they_are(monkeypatch, call):
     monkeypatch.setattr(kernel, "_LEAST_TILES", 1)
     one, three = (
