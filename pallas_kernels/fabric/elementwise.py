@@ -104,8 +104,6 @@ _abs = _instruction("abs.f32", 1)
 _fma = _instruction("fma.rn.f32", 3)
 # Comparisons give 1 or 0, as float32.
 _compare = {name: _instruction(f"set.{name}.f32.f32", 2) for name in ("eq", "ge", "gt", "le", "lt")}
-# Not for subnormal numbers.
-_reciprocal = _instruction("rcp.approx.ftz.f32", 1)
 _quotient = _instruction("div.full.f32", 2)
 
 
@@ -136,10 +134,16 @@ def _exp(x: Value) -> Value:
 
 
 def _logistic(x: Value) -> Value:
-    # rcp.approx(d), for d = exp(-x) + 1. ptxas emits seven instructions for it, since the result is
-    # subnormal for d above 2^126. Of d / 4 it never is, and has the same bits: d is at least 1.
-    quarter = mosaic.f32(0.25)
-    return _mul(_reciprocal(_fma(_exp(_neg(x)), quarter, quarter)), quarter)
+    # 1 / d by rcp.approx, for d = exp(-x) + 1. ptxas emits seven instructions for it, since the
+    # result is subnormal for d above 2^126. That of d / 4 never is, and has the same bits.
+    # 0f3E800000 is 1 / 4.
+    return _ptx(
+        "{ .reg .f32 r;"
+        " fma.rn.f32 r, $1, 0f3E800000, 0f3E800000;"
+        " rcp.approx.ftz.f32 r, r;"
+        " mul.rn.f32 $0, r, 0f3E800000; }",
+        _exp(_neg(x)),
+    )
 
 
 def _tanh(x: Value) -> Value:

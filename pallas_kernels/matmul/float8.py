@@ -10,15 +10,14 @@ matrices `rhs`, for two halves of a tile of the output `out`:
   lhs [R, K]                  rhs [L, N, K]                     out [R, N]
   128 rows x 128 of K  times  2 x [128 columns x 128 of K]  =   2 x [128 rows x 128 columns]
 
-Operands are copied to a ring of stages in shared memory, by a loader warpgroup or, without one, by
-compute warpgroup 0, which then carries the next step to copy, the `Feed` (`operand_ring`). Two
-compute warpgroups multiply them. A compute warpgroup multiplies 64 rows of an output tile by the
-two matrix tiles of 128 columns, the *halves*, one after the other. In `float8_matmul` the halves
-are adjacent columns of one matrix; in `float8_gated_matmul` they are the same columns of two
-matrices. The registers of a compute warpgroup hold the totals of both halves, and the accumulators
-of one half. While one compute warpgroup adds scaled sums to its totals, the other one uses the
-tensor cores. Where a loader cannot give its registers to them, tiles of one matrix are *narrow*:
-of one half, whose totals and accumulators leave a loader its third of the registers.
+Operands are copied to a ring of stages in shared memory (`operand_ring`). Two compute warpgroups
+multiply them, each 64 rows of an output tile by the two matrix tiles of 128 columns, the *halves*,
+one after the other. In `float8_matmul` the halves are adjacent columns of one matrix; in
+`float8_gated_matmul` they are the same columns of two matrices. The registers of a compute
+warpgroup hold the totals of both halves, and the accumulators of one half. While one compute
+warpgroup adds scaled sums to its totals, the other one uses the tensor cores. Where a loader cannot
+give its registers to them, tiles of one matrix are *narrow*: of one half, whose totals and
+accumulators leave a loader its third of the registers.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
 multiplies these rows by one of the halves; in `float8_gated_matmul` the second one has no work.
@@ -221,6 +220,9 @@ class Computer(NamedTuple):
     feeder: Feeder
     outs: Sequence[Any]
     scratch: dict[str, Any]
+    # Whether the computers start products in turns, one each. Otherwise those that feed the ring
+    # often start at the same time. Then both add at the same time, while the tensor cores wait.
+    takes_turns: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +248,6 @@ class Float8Kernel(Kernel):
     @property
     def fits_beside_loader(self) -> bool:
         return self.halves == 1
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the computers start products in turns, one each."""
-        # Otherwise those that feed the ring often start at the same time. Then both add at the same
-        # time, too, while the tensor cores wait.
-        return not self.has_loader and self.tiles.waits_ahead
 
     @property
     def steps(self) -> int:
@@ -312,17 +307,18 @@ class Float8Kernel(Kernel):
         # `look_up(index)` returns the `tile` for `compute_tile`; `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
+        takes_turns = self.tiles.waits_ahead and not feeder.has_loader
 
         def compute(number):
-            computer = Computer(number, feeder, outs, scratch)
+            computer = Computer(number, feeder, outs, scratch, takes_turns)
 
             def one_tile(tile, _, carry):
                 return self.compute_tile(computer, tile, *carry)
 
-            if self.takes_turns:  # computer 0 has the first turn
+            if takes_turns:  # computer 0 has the first turn
                 pl.when(number == 1)(tensor_cores.give_turn)
             used, _ = tiles.walk(look_up, one_tile, (jnp.int32(0), feeder.start()))
-            if self.takes_turns:
+            if takes_turns:
                 pl.when(number == 0)(tensor_cores.wait_for_turn)
             feeder.finish(used)
             self.finish(computer, used_rows)
@@ -424,7 +420,7 @@ class Float8Kernel(Kernel):
                 scales = wait_for(n)
             stage = stage_of(used + n, num_stages)
             product = tensor_cores.start_float8_product(
-                scratch["left"], scratch["right"], stage, row, first_half, self.takes_turns
+                scratch["left"], scratch["right"], stage, row, first_half, computer.takes_turns
             )
             row_scales, block_scales = scales
             sums, next_scales = [], None
@@ -444,7 +440,7 @@ class Float8Kernel(Kernel):
 
         # Which operands are loaded during each product, left and right ones.
         loaded = [[(True, True)], *[[]] * (self.halves - 1)]
-        if self.takes_turns:
+        if computer.takes_turns:
             loaded = [[(True, False)], [(False, True)]]
 
         def all_steps(feed):
@@ -465,7 +461,7 @@ class Float8Kernel(Kernel):
             stage = stage_of(used + i, self.tiles.num_stages)
             plgpu.barrier_wait(computer.scratch["full"].at[stage])
             plgpu.barrier_arrive(computer.scratch["empty"].at[stage])
-            if self.takes_turns:
+            if computer.takes_turns:
                 for _ in range(self.halves):
                     tensor_cores.wait_for_turn()
                     tensor_cores.give_turn()

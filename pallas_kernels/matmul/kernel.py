@@ -3,7 +3,7 @@
 The kernels are persistent: a fixed number of thread blocks, or a few waves of them, loop over the
 tiles of the output. A thread block has two *computers*, warpgroups that each compute half of an
 output tile. Operands reach them by a ring of stages in shared memory (`operand_ring`), which a
-third warpgroup fills, the loader, or else computer 0. If the registers have room, a computer stores
+third warpgroup fills, the loader, or else the computers. If the registers have room, a computer stores
 an output tile while it multiplies the operands of the next one.
 """
 
@@ -99,7 +99,7 @@ class Kernel:
 
     @property
     def has_loader(self) -> bool:
-        """Whether a third warpgroup loads operands, and not computer 0."""
+        """Whether a third warpgroup loads operands, and not the computers."""
         # With a loader kernels are faster.
         return REGISTERS_MOVE or self.fits_beside_loader
 
@@ -200,8 +200,8 @@ def launch(
         scratch_types=scratch_types,
         num_blocks=kernel.all_blocks,
         num_warpgroups=COMPUTERS + kernel.has_loader,
-        # Pallas would add a barrier before each copy to a stage, which computer 0 waits for if it
-        # feeds the ring. Stages have barriers of their own, and each write to shared memory is
+        # Pallas would add a barrier before each copy to a stage, which computers wait for if they
+        # feed the ring. Stages have barriers of their own, and each write to shared memory is
         # between a wait for the copies from it and `commit_smem`, which are barriers, too.
         auto_barriers=False,
         kernel_name=name,
