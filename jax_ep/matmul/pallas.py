@@ -35,10 +35,10 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Without `setmaxnreg`, which moves registers between warpgroups, tiles of these heights leave room
-# for a loader, a third warpgroup. The last one pays from `_LARGE` rows a group on, on average, and
-# without a loader higher ones up to a depth K of `_SHORT`. Measured with 256 to 2048 rows, and with
-# a depth of 768 to 7168.
+# Without `setmaxnreg`, which moves registers between warpgroups, tiles of the heights
+# `_BESIDE_LOADER` leave room for a loader, a third warpgroup. From `_LARGE` rows a group on, on
+# average, the last of them pays, and if K is at most `_SHORT`, higher tiles without a loader do.
+# Measured with 256 to 2048 rows, and K of 768 to 7168.
 _LARGE, _SHORT = 512, 1024
 _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
@@ -244,7 +244,7 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, depth: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tiles of a product of depth K [num_rows, num_cols]; `mxfp4_depth`: K in MXFP4."""
+    """Chooses tiles of a product [num_rows, num_cols]; `depth`: K, summed over all pairs."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     # Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.

@@ -72,7 +72,7 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tile sizes with as many pipeline stages as fit into shared memory, at most 6."""
+        """Returns tile sizes with the most stages that fit, at most 6; even without a loader."""
         # Of the kernel's `buffers`, and of a stage of the ring.
         buffer_bytes = 2 * BLOCK_M * CHUNK
         stage_bytes = 2 * STEP * (BLOCK_M + block_n)
@@ -293,7 +293,7 @@ class _Loader(Loader):
         rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
         columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
         right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.grad_index)
-        self.ring.fill(slot, TileSource([self.lhs.at[inner, rows]]), [right])
+        self.ring.fill(slot.number, TileSource([self.lhs.at[inner, rows]]), [right])
 
 
 def clear(

@@ -307,7 +307,8 @@ class Float8Kernel(Kernel):
         # `look_up(index)` returns the `tile` for `compute_tile`; `used_rows` is for `finish`.
         tiles, num_stages = self.block_tiles(total), self.tiles.num_stages
         feeder = Feeder(loader, tiles, scratch["empty"], num_stages, self.has_loader)
-        takes_turns = self.tiles.waits_ahead and not feeder.has_loader
+        # Tiles of one half have a loader, except in tests.
+        takes_turns = self.tiles.waits_ahead and not feeder.has_loader and self.halves == HALVES
 
         def compute(number):
             computer = Computer(number, feeder, outs, scratch, takes_turns)
@@ -414,6 +415,11 @@ class Float8Kernel(Kernel):
                 for i in range(self.halves)
             ]
 
+        # For each product, which operands are loaded during it: (left, right).
+        loaded = [[(True, True)], *[[]] * (self.halves - 1)]
+        if computer.takes_turns:
+            loaded = [[(True, False)], [(False, True)]]
+
         def step(n, carry):
             totals, feed, scales = carry
             if not self.tiles.waits_ahead:
@@ -438,11 +444,6 @@ class Float8Kernel(Kernel):
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return tuple(sums), feed, next_scales
 
-        # Which operands are loaded during each product, left and right ones.
-        loaded = [[(True, True)], *[[]] * (self.halves - 1)]
-        if computer.takes_turns:
-            loaded = [[(True, False)], [(False, True)]]
-
         def all_steps(feed):
             first_scales = wait_for(jnp.int32(0)) if self.tiles.waits_ahead else None
             carry = zeros_of_halves, feed, first_scales
@@ -455,7 +456,7 @@ class Float8Kernel(Kernel):
         return lax.cond(steps > 0, all_steps, lambda feed: (zeros_of_halves, feed), feed)
 
     def skip(self, computer: Computer, used: jax.Array, feed: Feed | None) -> Feed | None:
-        """Releases the stages of a tile that this warpgroup does not compute; returns the feed."""
+        """Releases a tile's stages that this warpgroup does not multiply; passes on its turns."""
 
         def step(i, feed):
             stage = stage_of(used + i, self.tiles.num_stages)

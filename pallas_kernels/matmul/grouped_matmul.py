@@ -75,7 +75,7 @@ class Tiles:
     # Columns of an output tile, 128 or 256; each compute warpgroup computes half of them. Or 64 in
     # a gated product: each compute warpgroup then computes one of the two products.
     block_n: int
-    # At least 3.
+    # At least 3, and an even number without a loader.
     num_stages: int
     # Buffers of 32 x 64 through which each compute warpgroup stores results.
     num_buffers: int
@@ -342,7 +342,7 @@ class Loader(operand_ring.Loader):
         for pair, depth in enumerate(self.kernel.depths):
             steps = depth // self.kernel.tiles.step
             operands = self.operands[pair * per_pair : (pair + 1) * per_pair]
-            fill = functools.partial(self._fill, tile, operands, step - first_step, slot)
+            fill = functools.partial(self._fill, tile, operands, step - first_step, slot.number)
             if len(self.kernel.depths) == 1:
                 fill()
             else:
@@ -350,9 +350,9 @@ class Loader(operand_ring.Loader):
             first_step += steps
 
     def _fill(
-        self, tile: OperandTile, operands: Sequence[Any], step: jax.Array, slot: operand_ring.Slot
+        self, tile: OperandTile, operands: Sequence[Any], step: jax.Array, number: jax.Array
     ) -> None:
-        """Fills a stage by the operands of a pair, at its step `step`."""
+        """Fills the stage of step `number` by the operands of a pair, at its step `step`."""
         lhs, *rhs = operands
         length = self.kernel.tiles.step
         inner = pl.ds(step * length, length)
@@ -363,7 +363,7 @@ class Loader(operand_ring.Loader):
         top, heights = aligned(tile.first_row), self.row_tiles.heights
         lhs_tiles = [lhs.at[pl.ds(top, height), inner] for height in heights]
         rights = [TileSource([matrix.at[tile.group, *index]]) for matrix in rhs]
-        self.ring.fill(slot, TileSource(lhs_tiles, tile.height_index), rights)
+        self.ring.fill(number, TileSource(lhs_tiles, tile.height_index), rights)
 
     def stored_range(self, step: jax.Array, inner: Any) -> Any:
         """Returns where a matrix's numbers of step `step`, the range `inner` of K, are stored."""

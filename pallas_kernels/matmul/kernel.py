@@ -2,9 +2,9 @@
 
 The kernels are persistent: a fixed number of thread blocks, or a few waves of them, loop over the
 tiles of the output. A thread block has two *computers*, warpgroups that each compute half of an
-output tile. Operands reach them by a ring of stages in shared memory (`operand_ring`), which a
-third warpgroup fills, the loader, or else the computers. If the registers have room, a computer stores
-an output tile while it multiplies the operands of the next one.
+output tile. Operands reach them by a ring of stages in shared memory (`operand_ring`). A third
+warpgroup fills it, the loader, or else the computers do. If the registers have room, a computer
+stores an output tile while it multiplies the operands of the next one.
 """
 
 from __future__ import annotations
@@ -239,9 +239,7 @@ def aligned(row: jax.Array) -> jax.Array:
 
 def stage_of(number: jax.Array, num_stages: int) -> jax.Array:
     """Returns the stage of a ring for step `number`, which is at least 0."""
-    # Without signs, the rest of a division takes fewer instructions.
-    stage = lax.rem(number.astype(jnp.uint32), jnp.uint32(num_stages))
-    return stage.astype(jnp.int32)
+    return quotient_and_rest(number, jnp.int32(num_stages))[1]
 
 
 def quotient_and_rest(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

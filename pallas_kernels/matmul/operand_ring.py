@@ -8,7 +8,7 @@ A third warpgroup, the *loader*, fills stages as soon as both computers have rel
 computer needs more registers than it has beside a loader, there is none, and each of 256 threads
 may have 255. The computers then *feed* the ring: once step n - 1 is released, one of them starts
 the copies of step n + stages - 1 to the same stage, while the tensor cores multiply step n.
-Computer 0 does so in even steps, and computer 1 in odd ones:
+Computer 0 loads the even steps, and computer 1 the odd ones:
 
               full: the copies have arrived                    both computers multiply step n
   memory ------> stages of the ring  ... n-1 | n | n+1 ... ------> its half of the output tile
@@ -50,10 +50,10 @@ class TileSource:
 
 
 class Slot(NamedTuple):
-    """Where a step's operands go, and which of them."""
+    """The stage that a step's operands fill, and which of the operands are loaded."""
 
-    number: jax.Array  # of the step in the thread block, int32
-    # Whether the left operand is loaded, and whether the right ones are.
+    number: jax.Array  # of the step among all steps of the block, int32; selects the stage
+    # Only float8 kernels load the left operand and the right ones apart.
     left: bool = True
     right: bool = True
 
@@ -72,16 +72,16 @@ class Loader(Protocol):
 
     # `ahead` is the result of `read_ahead` for this step, called two steps before: to hide latency.
     def load(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
-        """Fills a stage by step `step` of a tile."""
+        """Loads operands of step `step` of a tile to the stage of `slot`."""
 
 
 class Feed(NamedTuple):
     """A computer's next step to load: step `step` of the block's tile number `turn`, int32."""
 
-    computer: jax.Array
+    computer: jax.Array  # 0 or 1; carried, since to ask for it takes a shuffle
     turn: jax.Array
     step: jax.Array
-    # The results of `Loader.find` for this tile and for the next one, found long before it is used.
+    # The results of `Loader.find` for this tile and the next: found a tile ahead, to hide latency.
     tile: Any
     next_tile: Any
     # The result of `Loader.read_ahead` for this step.
@@ -90,7 +90,7 @@ class Feed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Feeder:
-    """Loads all steps of the thread block, in order, by `loader`.
+    """Loads the steps of the thread block by `loader`.
 
     A loader warpgroup calls `run`. Where there is none, `start` and `follow` load in the computers.
     """
@@ -122,7 +122,7 @@ class Feeder:
         drain(self.empty, num_steps, self.num_stages)
 
     def load_released(self, tile: Any, step: jax.Array, slot: Slot, ahead: Any) -> None:
-        """Calls `loader.load`; loads the left operand once the stage is released."""
+        """Calls `loader.load`; before a left operand, waits until the stage is released."""
         if slot.left:
             pl.when(slot.number >= self.num_stages)(lambda: self._wait(slot.number))
         self.loader.load(tile, step, slot, ahead)
@@ -132,11 +132,12 @@ class Feeder:
         plgpu.barrier_wait(self.empty.at[stage_of(number, self.num_stages)])
 
     def start(self) -> Feed | None:
-        """Fills all stages but one, which begin empty; returns the feed, None with a loader."""
+        """Loads this computer's share of the first stages - 1 steps; returns the feed, or None."""
         if self.has_loader:
             return None
-        # A computer must wait for each release of a stage that it fills, so it fills the same ones.
-        assert self.num_stages % 2 == 0, self.num_stages
+        # Each computer counts a barrier's phases by its own waits. So each stage has one computer
+        # that always fills it, and waits for each of its releases.
+        assert self.num_stages > 2 and self.num_stages % 2 == 0, self.num_stages
         computer, turn = lax.axis_index("warpgroup"), jnp.int32(0)
         first, second = (self.loader.find(self.tiles.index(turn + i)) for i in range(2))
         feed = self._at_existing_step(Feed(computer, turn, computer, first, second, None))
@@ -144,8 +145,8 @@ class Feeder:
 
     def follow(self, slot: Slot, feed: Feed | None) -> Feed | None:
         """Loads step `number` + stages - 1, to the stage of step `number` - 1; returns the feed."""
-        # A computer calls it in each step `slot.number`, once it has released step `number` - 1:
-        # for all operands, or first for the left one.
+        # A computer calls it in each step, once it has released step `number` - 1. It may call
+        # twice: first for the left operand, then for the right ones.
         if feed is None:
             return None
         return self._load(slot._replace(number=slot.number + (self.num_stages - 1)), feed)
@@ -164,7 +165,7 @@ class Feeder:
         lax.fori_loop(0, jnp.minimum(used, self.num_stages), wait, None)
 
     def _load(self, slot: Slot, feed: Feed) -> Feed:
-        """Loads a step, if it exists and is this computer's; returns the feed."""
+        """Loads a step if it is this computer's, and exists; returns the new feed."""
 
         def load(feed: Feed) -> Feed:
             self.load_released(feed.tile, feed.step, slot, feed.ahead)
@@ -175,7 +176,7 @@ class Feeder:
         return lax.cond(is_own, load, lambda feed: feed, feed)
 
     def _at_existing_step(self, feed: Feed) -> Feed:
-        """Returns the feed at its step; past the tile's end, that is one of a later tile."""
+        """Moves a feed that is past its tile's end to a later tile; reads ahead for its step."""
 
         def is_past(feed: Feed) -> jax.Array:
             return (feed.step >= self.loader.steps_of(feed.tile)) & (feed.turn < self.tiles.count)
@@ -253,13 +254,12 @@ class OperandRing:
         tile = self.right.at[stage]
         return tile if self.num_matrices == 1 else tile.at[matrix]
 
-    def fill(self, slot: Slot, left: TileSource, rights: Sequence[TileSource]) -> None:
-        """Starts the copies of a step's operand tiles, whose stage is empty."""
-        stage = self.stage_of(slot.number)
+    def fill(self, number: jax.Array, left: TileSource, rights: Sequence[TileSource]) -> None:
+        """Starts the copies of the operand tiles of step `number`, whose stage is empty."""
+        stage = self.stage_of(number)
         full = self.full.at[stage]
-        if slot.left:
-            left.copy(self.left.at[stage], full)
-        for i, right in enumerate(rights if slot.right else ()):
+        left.copy(self.left.at[stage], full)
+        for i, right in enumerate(rights):
             right.copy(self.right_tile(stage, i), full)
 
     def accumulate(

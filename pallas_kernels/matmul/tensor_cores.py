@@ -56,7 +56,7 @@ class StartedProduct(NamedTuple):
     product: jax.Array
     # Both tiles, as operands of `mosaic.inline`, and their offsets in 16 bytes.
     operands: list[Any]
-    form: Any
+    form: _Form
 
 
 def start_float8_product(
@@ -100,12 +100,13 @@ def add_float8_product(
     Args:
       total: [64, 128] float32, in the layout `plgpu.Layout.WGMMA`.
       started: the product with block `index`, counted from the first that was started.
-      count: how many blocks to multiply by, at least 1. Nothing is added from this index on.
+      count: how many blocks to multiply by, at least 1, at most those from the first started on.
+        If `index` is not below it, nothing is added or started.
       row_scales: [64] float32 in the layout `plgpu.Layout.WGMMA.reduce(1)`; None if they are 1.
       block_scale: the float32 scale of the block.
 
     Returns:
-      The new total, and the product with the next block.
+      The new total, and the product with the next block; undefined if there is none.
     """
     layout = plgpu.Layout.WGMMA
     last = started.operands[1][0].shape[1] // _COLUMNS - 1
@@ -127,12 +128,10 @@ def give_turn() -> None:
     mosaic.inline(lambda: mosaic.asm(_GIVE_TURN, "~{memory}"), [])
 
 
-# Computer c waits at barrier 8 + c. Mosaic uses the barriers from 1 on, one for each warpgroup.
-_WAIT_FOR_TURN, _GIVE_TURN = (
-    f"{{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7;{of_other} "
-    f"add.u32 t, t, 8; bar.{what} t, {2 * WARPGROUP}; }}"
-    for what, of_other in (("sync", ""), ("arrive", " xor.b32 t, t, 1;"))
-)
+# Computer c waits at barrier 8 + c. Mosaic uses 0 and one barrier for each warpgroup, from 1 on.
+# `decoder` uses 8, too, in kernels without turns.
+_TURN = "{{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; {}add.u32 t, t, 8; bar.{} t, 256; }}"
+_WAIT_FOR_TURN, _GIVE_TURN = _TURN.format("", "sync"), _TURN.format("xor.b32 t, t, 1; ", "arrive")
 
 
 def _emit_start_of_float8_product(

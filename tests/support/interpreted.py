@@ -7,15 +7,18 @@ same, with their copies, barriers and shared memory.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -39,7 +42,7 @@ from support.one_thread import replaced
 @contextlib.contextmanager
 def matmul_kernels(options: Any) -> Iterator[None]:
     """Runs matmul kernels in the interpreter with `options` while the context is open."""
-    kernel, copy = compiler.kernel, plgpu.copy_smem_to_gmem
+    kernel, copy, turns = compiler.kernel, plgpu.copy_smem_to_gmem, _Turns()
     replacements: dict[Any, dict[str, Any]] = {
         compiler: dict(kernel=functools.partial(kernel, interpret=options)),
         plgpu: dict(
@@ -66,10 +69,10 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             read_registers=lambda room: room[...],
         ),
         tensor_cores: dict(
-            start_float8_product=_start_float8_product,
-            add_float8_product=_add_float8_product,
-            wait_for_turn=lambda: None,
-            give_turn=lambda: None,
+            start_float8_product=functools.partial(_start_float8_product, turns),
+            add_float8_product=functools.partial(_add_float8_product, turns),
+            wait_for_turn=lambda: _call_back(turns.wait),
+            give_turn=lambda: _call_back(turns.give),
         ),
         float8: dict(_quantize=_quantize),
         decoder.Decoder: dict(
@@ -85,6 +88,32 @@ def matmul_kernels(options: Any) -> Iterator[None]:
     }
     with replaced(replacements):
         yield
+        jax.effects_barrier()
+        assert not any(turns.left.values()), turns.left
+
+
+class _Turns:
+    """Counts the turns that each computer of a block was given, less those that it took."""
+
+    def __init__(self) -> None:
+        self.left: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.lock = threading.Lock()
+
+    def wait(self, block: Any, computer: Any) -> None:
+        with self.lock:
+            self.left[int(block), int(computer)] -= 1
+
+    def give(self, block: Any, computer: Any) -> None:
+        with self.lock:
+            self.left[int(block), 1 - int(computer)] += 1
+
+    def take(self) -> None:
+        _call_back(self.wait)
+        _call_back(self.give)
+
+
+def _call_back(function: Callable[[Any, Any], None]) -> None:
+    io_callback(function, None, lax.axis_index("block"), lax.axis_index("warpgroup"))
 
 
 def _copy_or_add(copy: Any, buffer: Any, destination: Any, reduction_op: Any = None) -> None:
@@ -201,8 +230,16 @@ def _zero_rows_outside(
 
 
 def _start_float8_product(
-    left: Any, right: Any, stage: jax.Array, row: Any, first: Any, in_turns: bool
+    turns: _Turns,
+    left: Any,
+    right: Any,
+    stage: jax.Array,
+    row: Any,
+    first: Any,
+    in_turns: bool,
 ) -> tensor_cores.StartedProduct:
+    if in_turns:
+        turns.take()
     product = _float8_product(left, right, stage, row, first)
     # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
@@ -215,6 +252,7 @@ def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: An
 
 
 def _add_float8_product(
+    turns: _Turns,
     total: jax.Array,
     started: tensor_cores.StartedProduct,
     index: int,
@@ -225,10 +263,14 @@ def _add_float8_product(
     left, right, stage, row, first = started.operands
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
     scaled = started.product * (of_rows * block_scale)
-    following = jnp.minimum(first + index + 1, right.shape[1] // 128 - 1)
-    product = _float8_product(left, right, stage, row, following)
+    if index + 1 < right.shape[1] // 128:
+        if started.form:
+            pl.when(index + 1 < count)(turns.take)
+        following = jnp.minimum(first + index + 1, right.shape[1] // 128 - 1)
+        product = _float8_product(left, right, stage, row, following)
+        started = started._replace(product=product)
     plgpu.commit_smem()
-    return jnp.where(index < count, scaled + total, total), started._replace(product=product)
+    return jnp.where(index < count, scaled + total, total), started
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ _INSTRUCTION = re.compile(r"(?:@!?%p\d+ )?([\w.:]+) (.*);")
 _BRACED = re.compile(r"\{ (.*)\}")
 _REGISTER = re.compile(r"%(?:rd|rs|r|p|f)\d+|%tid\.x")
 _NUMBER = re.compile(r"\d+")
-_BARRIER = re.compile(r"bar(rier)?\.")
+_BARRIER = re.compile(r"\bbar(rier)?\.")
 _WARP = 32
 
 
@@ -39,7 +39,7 @@ def divided_barriers(ptx: str) -> list[str]:
             if j not in apart and j not in certain[i]:
                 apart.add(j)
                 ahead += following[j]
-        if any(_BARRIER.match(line) for j in apart for line in blocks[j]):
+        if any(_BARRIER.search(line) for j in apart for line in blocks[j]):
             found.append(block[-1])
     return found
 

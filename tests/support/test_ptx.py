@@ -36,7 +36,8 @@ def kernel(condition: str = FIRST, **parts: str) -> str:
 
 
 def test_a_barrier_is_found_unless_threads_have_met_again():
-    assert divided_barriers(kernel(some=BARRIER)) == ["@%p1 bra $L__BB0_2;"]
+    for barrier in (BARRIER, "{ .reg .b32 t; add.u32 t, %r9, 8; bar.sync t, 256; }"):
+        assert divided_barriers(kernel(some=barrier)) == ["@%p1 bra $L__BB0_2;"]
     assert divided_barriers(kernel(all=BARRIER)) == []
 
 

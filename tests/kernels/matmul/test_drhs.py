@@ -36,10 +36,10 @@ def assert_close(got, want):
 # Sizes that are negative, or larger than the number of rows, are cut.
 CASES = {
     # Groups lie within a step, span several steps, are empty, or start off a multiple of 8 rows.
-    "groups of all kinds": ([3, 0, 70, 21], [3, 0, 70, 21], 136, 128, DrhsTiles(128, 3)),
+    "groups of all kinds": ([3, 0, 70, 21], [3, 0, 70, 21], 136, 128, DrhsTiles(128, 4)),
     # The gradient of a group, [192, 128], is one and a half tiles high. A tile has 64 columns, so
     # there are two columns of tiles, and each is a band: the blocks compute one after the other.
-    "two bands": ([0, 73, 0], [0, 73, 0], 80, 192, DrhsTiles(64, 3)),
+    "two bands": ([0, 73, 0], [0, 73, 0], 80, 192, DrhsTiles(64, 4)),
     # There are fewer steps than the loader starts copies of before it clears the first one.
     "few steps": ([5], [5], 64, 64, DrhsTiles(64, 6)),
     "no steps": ([0, 0, 0], [0, 0, 0], 64, 64, DrhsTiles(64, 6)),
@@ -61,7 +61,7 @@ def test_drhs(sizes, cut, num_rows, depth, tiles):
 def test_several_gradients_and_sums():
     """Several gradients, also added to sums, must equal those computed one by one, bit for bit."""
     lhs, grad, sizes = operands(136, [3, 0, 70, 21], 192, 128)
-    grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 3), num_blocks=2)
+    grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 4), num_blocks=2)
     alone = [np.asarray(run(lhs, each, sizes, options["tiles"])) for each in grads]
     got = interpret(lambda: drhs_of_each(lhs, grads, sizes, **options))
     for mine, each in zip(got, alone, strict=True):

@@ -39,11 +39,11 @@ def test_rows_past_the_last_group_may_stay_as_they_are():
         # columns, in two parts of 64.
         (80, [0, 37, 30], 384, Tiles((32,), 256, 3, 1)),
         # The output has 64 columns, all in the first compute warpgroup's half of the tile.
-        (320, [1, 300, 19], 64, Tiles((136, 256), 128, 3, 3)),
+        (320, [1, 300, 19], 64, Tiles((136, 256), 128, 4, 3)),
         # There are three columns of tiles in two bands: the first has two of them, the second one.
         (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
         # Tiles are higher than the whole array, and some groups have no rows.
-        (8, [5, 0], 128, Tiles((64, 256), 128, 3, 1)),
+        (8, [5, 0], 128, Tiles((64, 256), 128, 4, 1)),
         (8, [0, 0], 128, Tiles((64,), 128, 3, 1)),
     ],
     ids=str,

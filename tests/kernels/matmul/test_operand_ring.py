@@ -55,24 +55,33 @@ def float8_product(**options):
     return float8.float8_matmul([(lhs, rhs), (lhs, rhs)], SIZES, **how, **options)
 
 
+def float8_gated(**options):
+    lhs = scaled(operands.rows(operands.mixed((ROWS, 640))))  # an odd number of steps
+    rhs = [operands.numbers("random", (4, 640, 256), seed) for seed in (1, 2)]
+    matrices = tuple(scaled(operands.transposed_matrices(each)) for each in rhs)
+    gating, how = Elementwise(operands.swiglu, 2), dict(keep=False, tiles=Float8Tiles(4, 2))
+    hidden, *_ = float8.float8_gated_matmul(lhs, matrices, SIZES, gating, **how, **options)
+    return hidden.values[: SIZES.sum()].astype(jnp.float32)
+
+
 def float8_matrices(**options):
     rng = np.random.default_rng(0)
 
     def rows(columns):
-        values = jnp.asarray(rng.standard_normal((columns, 384)), jnp.float8_e4m3fn)
-        return TransposedRows(values, jnp.asarray(rng.random((3, columns // 128)), jnp.float32))
+        values = jnp.asarray(rng.standard_normal((columns, 1280)), jnp.float8_e4m3fn)
+        return TransposedRows(values, jnp.asarray(rng.random((10, columns // 128)), jnp.float32))
 
-    # The group in the middle has no rows.
-    blocks = jnp.asarray([[0, 2], [2, 0], [2, 1]], jnp.int32)
+    # The second group has no rows.
+    blocks = jnp.asarray([[0, 5], [5, 0], [5, 1], [6, 4]], jnp.int32)
     how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(4, 2))
     return float8_drhs.drhs_of_each(rows(128), [rows(256)], blocks, **how, **options)[0]
 
 
-CALLS = [grouped, gated, drhs, float8_product, float8_matrices]
+CALLS = [grouped, gated, drhs, float8_product, float8_gated, float8_matrices]
 
 
 @simulated
-@pytest.mark.parametrize("call", quick(CALLS, float8_product, float8_matrices))
+@pytest.mark.parametrize("call", quick(CALLS, float8_gated, float8_matrices))
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
