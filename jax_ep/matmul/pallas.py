@@ -244,7 +244,7 @@ def _sizes(rhs: jax.Array | Scaled, transpose_rhs: bool) -> tuple[int, int, int 
 def product_tiles(
     num_rows: int, num_groups: int, num_cols: int, depth: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
-    """Chooses tiles of a product [num_rows, num_cols]; `depth`: K, summed over all pairs."""
+    """Chooses tiles; `depth`: K, summed over all pairs; `mxfp4_depth`: K if rhs is in MXFP4."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     # Larger tiles read less memory, but there must be enough of them to occupy all multiprocessors.

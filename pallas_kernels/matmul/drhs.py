@@ -72,7 +72,7 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tile sizes with the most stages that fit, at most 6; even without a loader."""
+        """Returns sizes with the most stages that fit, up to 6; an even number without a loader."""
         # Of the kernel's `buffers`, and of a stage of the ring.
         buffer_bytes = 2 * BLOCK_M * CHUNK
         stage_bytes = 2 * STEP * (BLOCK_M + block_n)

@@ -243,7 +243,8 @@ def _start_float8_product(
     product = _float8_product(left, right, stage, row, first)
     # Here threads, not tensor cores, read the operands.
     plgpu.commit_smem()
-    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], in_turns)
+    form = tensor_cores._Form("", "", in_turns)  # PTX alone names types
+    return tensor_cores.StartedProduct(product, [left, right, stage, row, first], form)
 
 
 def _float8_product(left: Any, right: Any, stage: jax.Array, row: Any, block: Any) -> jax.Array:
@@ -264,7 +265,7 @@ def _add_float8_product(
     of_rows = 1.0 if row_scales is None else row_scales[:, None]
     scaled = started.product * (of_rows * block_scale)
     if index + 1 < right.shape[1] // 128:
-        if started.form:
+        if started.form.in_turns:
             pl.when(index + 1 < count)(turns.take)
         following = jnp.minimum(first + index + 1, right.shape[1] // 128 - 1)
         product = _float8_product(left, right, stage, row, following)
