@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 Args = argparse.Namespace
-_IMAGES = (".pdf", ".png", ".svg")
 
 
 class Error(SystemExit):
@@ -89,15 +87,6 @@ def output(path: str) -> str:
     if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path!r}")
     return path
-
-
-def image(path: str) -> str:
-    """Returns the path of a plot, unchanged, if matplotlib is installed and can write it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("plots need matplotlib: pip install 'jax_ep[bench]'")
-    if Path(path).suffix.lower() not in _IMAGES:
-        raise argparse.ArgumentTypeError(f"{path!r} does not end in one of {', '.join(_IMAGES)}")
-    return output(path)
 
 
 def check_experts(args: Args, num_experts: int, num_ranks: int, top_k: int) -> None:

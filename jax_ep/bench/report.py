@@ -1,4 +1,4 @@
-"""Shows rows of results: one text table, one kind of plot, and a JSON file."""
+"""Shows rows of results: one text table, and a JSON file."""
 
 from __future__ import annotations
 
@@ -96,48 +96,6 @@ def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
             lines += ["", f"{name(row)}: device us by kernel"]
             lines += [f"{us:10.1f}  {kernel}" for kernel, us in device["by_kernel_us"].items()]
     return lines or ["", "no device time by kernel: nothing saw the devices' kernels"]
-
-
-def plot(
-    rows: Sequence[Row],
-    path: str,
-    title: str,
-    group: Callable[[Row], tuple[str, str]],
-    bar: Callable[[Row], str],
-) -> None:
-    """Draws the wall times of rows as bars.
-
-    `group` returns a row's panel and its group of bars; `bar` the program, which has one color.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")  # which needs no display
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys(group(row)[0] for row in rows)) or ["nothing measured"]
-    bars = list(dict.fromkeys(bar(row) for row in rows))
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained"
-    )
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
-        in_panel = [row for row in rows if group(row)[0] == panel]
-        groups = list(dict.fromkeys(group(row)[1] for row in in_panel))
-        for i, name in enumerate(bars):
-            width = 0.8 / len(bars)  # of a bar; the bars of a group are centered at its number
-            of_program = [row for row in in_panel if bar(row) == name]
-            offset = (i - (len(bars) - 1) / 2) * width
-            places = [groups.index(group(row)[1]) + offset for row in of_program]
-            times = [row["wall"]["median_us"] if "wall" in row else 0.0 for row in of_program]
-            drawn = axis.bar(places, times, width, color=f"C{i}", label=name)
-            labels = [f"{time:.4g}" if time else "failed" for time in times]
-            axis.bar_label(drawn, labels, fontsize=7, rotation=90, padding=2)
-        axis.set_xticks(range(len(groups)), groups, fontsize="small")
-        axis.margins(y=0.2)
-        axis.set(title=panel, ylabel="in-loop wall time, us")
-        axis.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def save_json(path: str | None, facts: dict[str, Any]) -> None:

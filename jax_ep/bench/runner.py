@@ -1,4 +1,4 @@
-"""Runs a bench command: measures all its programs, and prints, saves and plots the results.
+"""Runs a bench command: measures all its programs, and prints and saves the results.
 
 A command is a `Bench`; docs/api/command_line.md says what the columns of its table mean. Each
 program gives one row of results: a dict with its times, or with its error. The programs of a case
@@ -21,7 +21,7 @@ import numpy as np
 from jax_ep.bench import report
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop, measure_bandwidths
-from jax_ep.flags import Args, Error, Flags, at_least, choice, image, integer, some
+from jax_ep.flags import Args, Error, Flags, at_least, choice, integer, some
 from jax_ep.formats import QuantizedArray
 from jax_ep.runtime import jax_compat
 from pallas_kernels.exchange.plan import FEW_TOKENS
@@ -178,8 +178,7 @@ def run(bench: Bench) -> int:
     if not cases:
         raise Error("--implementations and --baselines leave nothing to measure")
     machine = f"{devices_in_words(devices[: max(ranks)])}, jax {jax.__version__}"
-    title = "\n".join([machine, *bench.header(), *bench.copies])
-    print(title, flush=True)
+    print("\n".join([machine, *bench.header(), *bench.copies]), flush=True)
 
     rows: list[Row] = []
 
@@ -193,8 +192,6 @@ def run(bench: Bench) -> int:
         save()  # after each case, so that an interrupted run keeps its results
     bench.compare(rows)
     save()
-    if args.plot:
-        report.plot(rows, args.plot, title, bench.group, bench.program)
     lines = ["", *bench.table(rows), *report.notes(rows, bench.name)]
     if args.by_kernel:
         lines += report.kernels(rows, bench.name)
@@ -228,8 +225,6 @@ def add_flags(flags: Flags, check: str, repeats: int, least: int = 1) -> None:
     flags.switch("by_kernel", "Print each result's device time by kernel, below the table.")
     flags.switch("check", f"Before timing, compare {check}; a difference is an error.")
     flags.json()
-    plot = "The file for a plot of the wall times; its ending is its format."
-    flags.add("plot", None, plot, image)
 
 
 def iterations(args: Args, num_tokens: int, on_cpus: int, many: int, few: int) -> int:

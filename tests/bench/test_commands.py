@@ -66,16 +66,13 @@ def test_a_program_that_fails_costs_no_other_its_results(kind):
 
 @pytest.mark.slow
 def test_decoding_is_measured_in_every_format(tmp_path):
-    path, plot = tmp_path / "out.json", tmp_path / "out.png"
-    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.json"
     flags = "--layers=1", "--batches=2", "--ranks=1", "--iterations=2", "--repeats=1", "--check"
-    outputs = f"--json={path}", f"--plot={plot}"
-    assert jax_ep.cli.main(["jax_ep", "bench", "decode", *flags, *outputs]) == 0
+    assert jax_ep.cli.main(["jax_ep", "bench", "decode", *flags, f"--json={path}"]) == 0
     rows = json.loads(path.read_text())["rows"]
     sizes = {row["format"]: row["bytes"] for row in rows}
     assert all(row["checked"] and 4 <= row["experts_hit"] <= 8 for row in rows)
     assert len(rows) == 3 and sizes["mxfp4"] < sizes["float8_e4m3fn"] < sizes["bfloat16"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_estimate_follows_from_the_rows_that_random_tokens_need(tmp_path):
