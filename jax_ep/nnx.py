@@ -281,10 +281,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
 def _default_rules(
     fsdp: Mapping[str | None, Axes], given: Mapping[str, Any], config: MoEConfig, mesh: AbstractMesh
 ) -> dict[str, Any]:
-    """Returns rules for the logical axes of a parameter that have no rule in `given`.
-
-    `fsdp` maps each of its logical axes to the mesh axes that `fsdp_axes` give for it.
-    """
+    """Returns rules for the logical axes of a parameter that have no rule in `given`."""
+    # `fsdp` maps each of its logical axes to the mesh axes that `fsdp_axes` give for it.
     options: dict[str, Any] = {"exp": config.expert_axis, "mlp": config.tensor_axis or ()}
     defaults: dict[str, Any] = {}
     for axis, fsdp_axes in fsdp.items():

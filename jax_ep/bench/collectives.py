@@ -172,11 +172,10 @@ def problem_of(row: Row) -> Problem:
 
 
 class _InPlaceLoop(Loop):
-    """A timed loop in which each `lax.psum` reduces the previous call's result, in place.
+    """A timed loop in which each `lax.psum` reduces the previous call's result, in place."""
 
-    If every call had the same operand, XLA would copy the operand before each psum. Real programs
-    seldom need that copy, so it must not be timed.
-    """
+    # If every call had the same operand, XLA would copy the operand before each psum. Real programs
+    # seldom need that copy, so it must not be timed.
 
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int

@@ -97,10 +97,8 @@ class Loop:
     def _loop(
         self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
     ) -> Any:
-        """Runs the loop on one rank; each call of `step` waits for a link, a scalar.
-
-        `after` makes the next link of the link and a call's results, so that calls run in order.
-        """
+        """Runs the loop on one rank; each call of `step` waits for a link, a scalar."""
+        # `after` makes the next link of the link and a call's results, so that calls run in order.
         # All outputs must be computed whole. XLA for GPUs computes what passes through a barrier.
         # XLA for CPUs drops barriers, then what nothing reads, so there the loop carries outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"

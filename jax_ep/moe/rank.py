@@ -182,10 +182,8 @@ def _specs_of(operands: Operands, tokens_spec: PartitionSpec, where: LayerMesh) 
 def _run_on_rank(
     operands: Operands, config: MoEConfig, where: LayerMesh, num_sequences: int | None = None
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer on the tokens of this rank; returns the output like x, and the metrics.
-
-    `num_sequences` is the number of sequences in `call.sequence_ids`; None: all are whole here.
-    """
+    """Runs the layer on the tokens of this rank; returns the output like x, and the metrics."""
+    # `num_sequences` is the number of sequences in `call.sequence_ids`; None: all are whole here.
     params, call, placement, quantized = operands
     shape = call.x.shape
     with jax.named_scope("router"):

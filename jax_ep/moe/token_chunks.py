@@ -136,10 +136,8 @@ def _add_chunk(
     sums: dict[str, jax.Array],
     chunk: tuple[RoutedTokens, jax.Array],
 ) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Adds a chunk's gradients of `experts` to `sums`; also returns its tokens' and weights'.
-
-    `chunk` has the tokens, and the cotangent [size, H] of their output.
-    """
+    """Adds a chunk's gradients of `experts` to `sums`; also returns its tokens' and weights'."""
+    # `chunk` has the tokens, and the cotangent [size, H] of their output.
     routed, dout = chunk
     matrices = [name for name in EXPERT_MATRICES if name in sums]
     # Biases and adapters.

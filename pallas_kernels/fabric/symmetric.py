@@ -232,10 +232,8 @@ class Gpus(RanksOfMesh):
     def _store_offset(
         self, at: _Emitted, heap: Value, refs: Sequence[Value], thread: Value
     ) -> None:
-        """Emits code by which thread i waits for the address of refs[i // N] at rank i % N.
-
-        The thread stores in `at.offsets()` that address minus the address of refs[i // N] here.
-        """
+        """Emits code by which thread i waits for the address of refs[i // N] at rank i % N."""
+        # The thread stores in `at.offsets()` that address minus the address of refs[i // N] here.
         buffer, source = mosaic.divided(thread, self.num_ranks)
         gpu, number = entry_of(at.gpus, source), at.number(source)
         # Where this process maps the memory pool of `gpu`, minus where the pool's process has it.
