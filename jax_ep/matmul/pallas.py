@@ -196,7 +196,10 @@ def drhs_of_each(
     in_place = sums is not None and all(each.dtype == lhs.dtype for each in sums)
     num_cols = grads[0].shape[1]
     # The columns of a tile: the most that divide all columns, a multiple of 64 (`_MULTIPLES`).
-    block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
+    # With few rows, the gradients' bytes set the time, and a loader is worth more than width.
+    few_rows = lhs.shape[0] < _FEW_ROWS * group_sizes.shape[0]
+    widths = (128, 64) if few_rows and not REGISTERS_MOVE else (256, 192, 128, 64)
+    block_n = next(width for width in widths if num_cols % width == 0)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
         [pad_rows(grad) for grad in grads],

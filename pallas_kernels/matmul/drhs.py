@@ -21,7 +21,7 @@ past the last group, never enters an accumulator.
 Where there is a loader warpgroup, it clears a step after it has started the copies of the next
 `num_stages` - 2 steps, which run meanwhile. One copy more would be a deadlock: it needs a stage
 that the compute warpgroups release only after they have started to multiply the uncleared step.
-Without a loader, the compute warpgroups clear a step while the step before is multiplied.
+Without a loader, the compute warpgroups clear a step while the one before is multiplied.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
 BLOCK_M = COMPUTERS * CHUNK
+# The most columns of a tile whose sums leave registers for a loader that keeps its own.
+_MOST_BESIDE_LOADER = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,10 @@ class _Drhs(Kernel):
     height: int  # K, the number of columns of lhs
     num_grads: int
     adds: bool  # whether the results are added to what the outputs hold
+
+    @property
+    def fits_beside_loader(self) -> bool:
+        return self.tiles.block_n <= _MOST_BESIDE_LOADER
 
     def scratch_types(self) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
@@ -337,9 +343,11 @@ class _Computer:
         # The tile held at first lies below the output, so nothing of it is stored.
         below = jnp.int32(self.kernel.height)
         before_first = _Held(grad_index=zero, group=zero, top=below, left_edge=zero, values=values)
-        look_up = functools.partial(self.kernel.look_up, self.table)
-        carry = zero, self.feeder.start(), before_first
-        used, _, last = self.feeder.tiles.walk(look_up, self._compute_tile, carry)
+        feed, first, num_tiles = self.feeder.start(), self._look_up(zero), self.feeder.tiles.count
+        if not self.kernel.has_loader:
+            pl.when(num_tiles > 0)(lambda: self._clear(zero, first.rows_of_group(zero)))
+        carry = first, zero, feed, before_first
+        _, used, _, last = lax.fori_loop(0, num_tiles, self._compute_tile, carry)
         self._store_from(last, chunk=0)
         self.feeder.finish(used)
 
@@ -347,12 +355,26 @@ class _Computer:
     def _shape(self) -> tuple[int, int]:
         return CHUNK, self.kernel.tiles.block_n
 
+    def _look_up(self, turn: jax.Array) -> _Tile:
+        return self.kernel.look_up(self.table, self.feeder.tiles.index(turn))
+
     def _compute_tile(
-        self, tile: _Tile, _: Any, carry: tuple[jax.Array, Feed | None, _Held]
+        self, turn: jax.Array, carry: tuple[_Tile, jax.Array, Feed | None, _Held]
     ) -> Any:
         """Computes a half tile, and stores the half tile computed before; returns the new carry."""
-        used, feed, before = carry
-        multiply = functools.partial(self._multiply, tile)
+        tile, used, feed, before = carry
+        following = self._look_up(turn + 1)
+
+        def multiply(accumulator: Any, stage: jax.Array, step: jax.Array) -> None:
+            self._multiply(tile.rows_of_group(step), accumulator, stage)
+            if not self.kernel.has_loader:
+                is_last = step + 1 == tile.steps
+                rows = tile.rows_of_group(step + 1), following.rows_of_group(jnp.int32(0))
+                rows_then = jax.tree.map(lambda own, others: jnp.where(is_last, others, own), *rows)
+                stage_then = operand_ring.stage_after(stage, self.ring.num_stages)
+                exists = ~is_last | (turn + 1 < self.feeder.tiles.count)
+                pl.when(exists)(lambda: self._clear(stage_then, rows_then))
+
         # A chunk of `before` is stored in each step, and the rest after the last step.
         store_before = functools.partial(self._store, before)
         steps = Steps(used, tile.steps, self.feeder, feed, meanwhile=store_before)
@@ -361,23 +383,28 @@ class _Computer:
         top = tile.top + self.number * CHUNK
         values = total.astype(self.kernel.dtype)
         held = _Held(tile.grad_index, tile.group, top, tile.left_edge, values)
-        return used + tile.steps, feed, held
+        return following, used + tile.steps, feed, held
 
-    def _multiply(self, tile: _Tile, accumulator: Any, stage: jax.Array, step: jax.Array) -> None:
+    def _multiply(self, rows: _Range, accumulator: Any, stage: jax.Array) -> None:
         """Starts the matmul of a step of a tile, once its stage is cleared if necessary."""
         left, right = self.ring.left.at[stage], self.ring.right.at[stage]
-        rows = tile.rows_of_group(step)
-        cleared = self.cleared.at[stage]
-
-        @pl.when(rows.leaves_rows_out)
-        def _():
-            if not self.kernel.has_loader:
-                clear(self.ring, stage, rows, self.number, COMPUTERS)
-                plgpu.barrier_arrive(cleared)
-            plgpu.barrier_wait(cleared)
-
+        # Without a loader, `_clear` has waited for the operands of a step that is cleared.
+        is_cleared = rows.leaves_rows_out
+        pl.when(~is_cleared | self.kernel.has_loader)(
+            lambda: plgpu.barrier_wait(self.ring.full.at[stage])
+        )
+        pl.when(is_cleared)(lambda: plgpu.barrier_wait(self.cleared.at[stage]))
         columns = left.at[:, pl.ds(self.number * CHUNK, CHUNK)]
         plgpu.wgmma(accumulator, transposed(columns), right)
+
+    def _clear(self, stage: jax.Array, rows: _Range) -> None:
+        """Clears this warpgroup's share of a stage, once its operands are there, if necessary."""
+
+        @pl.when(rows.leaves_rows_out)
+        def _() -> None:
+            plgpu.barrier_wait(self.ring.full.at[stage])
+            clear(self.ring, stage, rows, self.number, COMPUTERS)
+            plgpu.barrier_arrive(self.cleared.at[stage])
 
     def _store_from(self, held: _Held, chunk: Any) -> None:
         """Stores the half tile `held` to its output, except the chunks before number `chunk`."""

@@ -54,7 +54,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
     zeros,
 )
-from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, Slot
+from pallas_kernels.matmul.operand_ring import Feed, Feeder, Loader, Slot, stage_after
 from pallas_kernels.matmul.quantized_tiles import max_of, with_shuffled
 from pallas_kernels.matmul.register_tiles import Target
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -70,6 +70,8 @@ _ROW_BYTES = 128
 # If groups have fewer rows than this on average, a kernel takes the time to read the matrices, of
 # which tiles of two halves have more under way. Measured with 1 to 8 and with 256 rows.
 _FEW_ROWS = 64
+# A kernel of this many multiplications, about 500 us, has no power to spare for narrow tiles.
+_MANY_MULTIPLICATIONS = 2**38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,13 @@ class Float8Tiles:
     waits_ahead: bool = True
 
     @classmethod
-    def of(cls, num_matrices: int, few_rows: bool = False) -> Float8Tiles:
+    def of(cls, num_matrices: int, few_rows: bool = False, is_long: bool = False) -> Float8Tiles:
         """Returns the fastest tiles for a kernel with one or two right operands.
 
-        `few_rows` is whether groups have fewer than `_FEW_ROWS` rows on average.
+        `few_rows` is whether groups have fewer than `_FEW_ROWS` rows on average, `is_long` whether
+        tiles have so many steps, or the kernel so many multiplications, that width is worth most.
         """
-        if REGISTERS_MOVE or few_rows or num_matrices > 1:
+        if REGISTERS_MOVE or few_rows or num_matrices > 1 or is_long:
             # With few rows, a computer waits for memory. It should release a stage before it waits.
             return cls(block_n=HALVES * BLOCK // num_matrices, waits_ahead=not few_rows)
         # Totals of two halves would leave no registers for a loader. A band of these narrow tiles
@@ -126,8 +129,11 @@ def float8_matmul(
     """
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
+    few_rows = num_rows < _FEW_ROWS * rhs.values.shape[0]
+    # Steps of several pairs leave too few registers to computers that feed the ring.
+    is_long = len(pairs) == 1 and num_rows * width * rhs.values.shape[2] >= _MANY_MULTIPLICATIONS
     kernel = _Product(
-        tiles=tiles or Float8Tiles.of(1, few_rows=num_rows < _FEW_ROWS * rhs.values.shape[0]),
+        tiles=tiles or Float8Tiles.of(1, few_rows, is_long),
         num_blocks=num_blocks,
         width=width,
         depths=tuple(rows.values.shape[1] for rows, _ in pairs),
@@ -400,10 +406,10 @@ class Float8Kernel(Kernel):
         scratch, num_stages = computer.scratch, self.tiles.num_stages
         zeros_of_halves = (zeros((ROWS, BLOCK), jnp.float32),) * self.halves
 
-        def wait_for(n):
-            # Waits for the operands of step n; returns the scales of its rows, None if they have
+        def wait_for(stage):
+            # Waits for the operands of a step; returns the scales of its rows, None if they have
             # none, and those of its blocks.
-            stage, row_scales = stage_of(used + n, num_stages), None
+            row_scales = None
             plgpu.barrier_wait(scratch["full"].at[stage])
             if self.rows_have_scales:
                 of_rows = scratch["row_scales"].at[stage, pl.ds(row, ROWS)]
@@ -421,10 +427,10 @@ class Float8Kernel(Kernel):
             loaded = [[(True, False)], [(False, True)]]
 
         def step(n, carry):
-            totals, feed, scales = carry
+            totals, feed, scales, stage = carry
             if not self.tiles.waits_ahead:
-                scales = wait_for(n)
-            stage = stage_of(used + n, num_stages)
+                scales = wait_for(stage)
+            next_stage = stage_after(stage, num_stages)
             product = tensor_cores.start_float8_product(
                 scratch["left"], scratch["right"], stage, row, first_half, computer.takes_turns
             )
@@ -433,7 +439,7 @@ class Float8Kernel(Kernel):
             for i, (total, scale) in enumerate(zip(totals, block_scales, strict=True)):
                 # While the tensor cores compute a product: wait for the next step, feed the ring.
                 if i == 0 and self.tiles.waits_ahead:
-                    wait_for_next = functools.partial(wait_for, n + 1)
+                    wait_for_next = functools.partial(wait_for, next_stage)
                     next_scales = lax.cond(n + 1 < steps, wait_for_next, lambda: scales)
                 for left, right in loaded[i]:
                     feed = computer.feeder.follow(Slot(used + n, left, right), feed)
@@ -442,11 +448,12 @@ class Float8Kernel(Kernel):
                 )
                 sums.append(total)
             plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return tuple(sums), feed, next_scales
+            return tuple(sums), feed, next_scales, next_stage
 
         def all_steps(feed):
-            first_scales = wait_for(jnp.int32(0)) if self.tiles.waits_ahead else None
-            carry = zeros_of_halves, feed, first_scales
+            stage = stage_of(used, num_stages)
+            first_scales = wait_for(stage) if self.tiles.waits_ahead else None
+            carry = zeros_of_halves, feed, first_scales, stage
             return lax.fori_loop(0, steps, step, carry)[:2]
 
         # The sum of an empty group has no step, so `all_steps` would wait for operands that never

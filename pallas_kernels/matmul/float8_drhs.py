@@ -23,7 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import REGISTERS_MOVE
+from pallas_kernels.fabric.mosaic import Array, Value, llvm
 from pallas_kernels.matmul.float8 import ROWS, Float8Kernel, Float8Tiles
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
@@ -37,6 +39,10 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 
 # The number of parts of a tile for which a compute warpgroup has buffers in shared memory.
 _COPY_BUFFERS = 2
+# The scales of a tile of at most this many steps are prefetched while the one before is loaded.
+_FEW_STEPS = 4
+# Without a loader, wide tiles are faster from this many rows a group on. Measured with 256 to 2048.
+_MANY_ROWS = 1024
 
 
 def drhs_of_each(
@@ -77,7 +83,7 @@ def drhs_of_each(
     (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
     num_groups = group_blocks.shape[0]
     kernel = _Drhs(
-        tiles=tiles or Float8Tiles.of(len(grads)),
+        tiles=tiles or Float8Tiles.of(len(grads), is_long=padded >= _MANY_ROWS * num_groups),
         num_blocks=num_blocks,
         width=width,
         depths=(padded,),
@@ -199,6 +205,19 @@ class _Tile(NamedTuple):
     steps: jax.Array  # the number of blocks
 
 
+def prefetch(ref: Any, row: jax.Array, column: jax.Array, num_rows: jax.Array) -> None:
+    """Starts to bring `num_rows` numbers of a column of `ref` near; at most 128 in a warpgroup."""
+
+    def emit(ref: Value, *scalars: Array) -> None:
+        thread, (row, column, num_rows) = mosaic.warpgroup_thread(), map(mosaic.scalar, scalars)
+        index = mosaic.add(mosaic.mul(mosaic.add(row, thread), ref.type.shape[1]), column)
+        address = llvm.ptrtoint(mosaic.integer_type(64), mosaic.pointer_at(ref, index))
+        with mosaic.when(mosaic.below(thread, num_rows)):
+            mosaic.asm("prefetch.global.L1 [$0];", "l,~{memory}", address)
+
+    mosaic.inline(emit, [ref, row, column, num_rows])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Loader:
     """An `operand_ring.Loader`: copies the operand tiles of a block of 128 rows in each step."""
@@ -211,13 +230,19 @@ class _Loader:
     def find(self, index: jax.Array) -> _Tile:
         group, row, left_edge = self.kernel.place(index)
         first_block, steps = (self.group_blocks[group, i] for i in range(2))
-        return _Tile(first_block, row, left_edge, steps)
+        tile = _Tile(first_block, row, left_edge, steps)
+        if self.kernel.has_loader and not REGISTERS_MOVE:
+            # In more steps, a loader has the time to wait for scales.
+            num_blocks = jnp.where(steps <= _FEW_STEPS, steps, 0)
+            for scales, edge in zip(self.operands[1::2], (row, left_edge), strict=True):
+                prefetch(scales, first_block, lax.div(edge, jnp.int32(BLOCK)), num_blocks)
+        return tile
 
     def steps_of(self, tile: _Tile) -> jax.Array:
         return tile.steps
 
-    def read_ahead(self, tile: _Tile, step: jax.Array) -> list[jax.Array]:
-        """Returns, for each half, the product of the scales of a step's blocks of lhs and grad."""
+    def read_ahead(self, tile: _Tile, step: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the scales of a step's blocks: of lhs, and of grad for each half."""
         lhs_scales, grad_scales = self.operands[1], self.operands[3::2]
         # The step may be past the last one.
         block = jnp.minimum(tile.first_block + step, lhs_scales.shape[0] - 1)
@@ -225,16 +250,18 @@ class _Loader:
         scales = self.kernel.block_scales(
             grad_scales, tile.left_edge, lambda scales, column: scales.at[block, column]
         )
-        return [scale[...] * lhs_scale for scale in scales]
+        # A multiplication here would wait for both.
+        return lhs_scale, [scale[...] for scale in scales]
 
     def load(self, tile: _Tile, step: jax.Array, slot: Slot, ahead: Any) -> None:
         inner = pl.ds((tile.first_block + step) * BLOCK, BLOCK)
         columns = self.kernel.columns_of(tile.left_edge)
+        lhs_scale, grad_scales = ahead
         self.kernel.fill_stage(
             self.scratch,
             slot,
             left=self.operands[0].at[pl.ds(pl.multiple_of(tile.row, BLOCK), BLOCK), inner],
-            left_scales=None,  # `read_ahead` has multiplied them into the block scales
+            left_scales=None,  # multiplied into the block scales
             rights=[grad.at[columns, inner] for grad in self.operands[2::2]],
-            block_scales=ahead,
+            block_scales=[scale * lhs_scale for scale in grad_scales],
         )

@@ -416,6 +416,8 @@ class Matrices:
         """
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+            plgpu.barrier_wait(self.ring.full.at[stage])
+
             def of_height(height: int) -> None:
                 rows = transposed(self.ring.left.at[stage, :height])
                 for i, (matrix, first_column) in enumerate(starts):

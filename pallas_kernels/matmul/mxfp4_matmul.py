@@ -84,6 +84,8 @@ class Mxfp4Matrices(Matrices):
             return decoder.load(stage, part.piece, part.matrix, part.first_column)
 
         def multiply(accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
+            plgpu.barrier_wait(self.ring.full.at[stage])
+
             def of_height(height: int) -> None:
                 """Decodes part by part, while the tensor cores multiply the part before."""
                 loaded = load(stage, parts[0])

@@ -190,6 +190,11 @@ class Feeder:
         return feed._replace(ahead=self.loader.read_ahead(feed.tile, feed.step))
 
 
+def stage_after(stage: jax.Array, num_stages: int) -> jax.Array:
+    """Returns the stage of the step after that of `stage`, without a division."""
+    return jnp.where(stage + 1 < num_stages, stage + 1, 0)
+
+
 class Steps(NamedTuple):
     """The ring's next steps, over which a compute warpgroup sums products."""
 
@@ -275,43 +280,41 @@ class OperandRing:
 
         Args:
           matmuls: how many of its asynchronous matmuls `multiply` may leave running.
-          multiply: `multiply(accumulator, stage, step)` starts the matmuls of a stage's operands,
-            which may still run when those of the next stage begin.
+          multiply: `multiply(accumulator, stage, step)` waits for a stage's operands, and starts
+            their matmuls, which may still run when those of the next stage begin.
         """
         used, count = steps.used, steps.count
 
-        def release_before(step: jax.Array) -> None:
-            # Releases the stage of the step before `step`. If `count` is 0, none was multiplied.
-            pl.when((step > 0) & (step <= count))(lambda: self._release(used + (step - 1)))
+        def release_before(step: jax.Array, stage: jax.Array) -> None:
+            # Releases the stage before that of `step`. If `count` is 0, none was multiplied.
+            before = jnp.where(stage > 0, stage, self.num_stages) - 1
+            is_multiplied = (step > 0) & (step <= count)
+            pl.when(is_multiplied)(lambda: plgpu.barrier_arrive(self.empty.at[before]))
 
         def all_steps_into(accumulator: Any) -> tuple[jax.Array, Feed | None]:
-            def take_step(step: jax.Array, feed: Feed | None) -> Feed | None:
-                def multiply_stage() -> None:
-                    stage = self.stage_of(used + step)
-                    plgpu.barrier_wait(self.full.at[stage])
-                    multiply(accumulator, stage, step)
+            def take_step(step: jax.Array, carry: Any) -> Any:
+                stage, feed = carry
 
                 # Without `least`, no step checks that it is below `count`. The check would cost up
                 # to 7 % of the time of the kernel for the gradients of matrices.
                 if steps.least > 0:
-                    pl.when(step < count)(multiply_stage)
+                    pl.when(step < count)(lambda: multiply(accumulator, stage, step))
                 else:
-                    multiply_stage()
+                    multiply(accumulator, stage, step)
                 if steps.meanwhile is not None:
                     steps.meanwhile(step)
                 # After this wait, only this step's matmuls may still run, and read its own stage.
                 plgpu.wgmma_wait(matmuls)
-                release_before(step)
-                return steps.feeder.follow(Slot(used + step), feed)
+                release_before(step, stage)
+                feed = steps.feeder.follow(Slot(used + step), feed)
+                return stage_after(stage, self.num_stages), feed
 
             all_steps = jnp.maximum(count, steps.least)
-            feed = lax.fori_loop(0, all_steps, take_step, steps.feed)
+            carry = self.stage_of(used), steps.feed
+            stage, feed = lax.fori_loop(0, all_steps, take_step, carry)
             # Reading the accumulator waits for all matmuls.
             total = accumulator[...]
-            release_before(all_steps)
+            release_before(all_steps, stage)
             return total, feed
 
         return pl.run_scoped(all_steps_into, plgpu.ACC(shape))
-
-    def _release(self, number: jax.Array) -> None:
-        plgpu.barrier_arrive(self.empty.at[self.stage_of(number)])

@@ -28,6 +28,7 @@ from pallas_kernels.formats import E8M0, FLOAT8_ROWS, MXFP4, bitcast
 from pallas_kernels.matmul import (
     decoder,
     float8,
+    float8_drhs,
     mxfp4_matmul,
     register_tiles,
     row_blocks,
@@ -75,6 +76,7 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             give_turn=lambda: _call_back(turns.give),
         ),
         float8: dict(_quantize=_quantize),
+        float8_drhs: dict(prefetch=lambda *_: None),
         decoder.Decoder: dict(
             load_scales=_load_scales,
             stage_scales=_stage_scales,

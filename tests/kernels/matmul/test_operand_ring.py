@@ -81,7 +81,7 @@ CALLS = [grouped, gated, drhs, float8_product, float8_gated, float8_matrices]
 
 
 @simulated
-@pytest.mark.parametrize("call", quick(CALLS, float8_gated, float8_matrices))
+@pytest.mark.parametrize("call", quick(CALLS, drhs, float8_gated, float8_matrices))
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
