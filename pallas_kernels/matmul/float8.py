@@ -16,7 +16,7 @@ one after the other. In `float8_matmul` the halves are adjacent columns of one m
 `float8_gated_matmul` they are the same columns of two matrices. The registers of a compute
 warpgroup hold the totals of both halves, and the accumulators of one half. While one compute
 warpgroup adds scaled sums to its totals, the other one uses the tensor cores. Where a loader cannot
-give its registers to them, tiles of one matrix are *narrow*: of one half, whose totals and
+give its registers to them, most tiles of one matrix are *narrow*: of one half, whose totals and
 accumulators leave a loader its third of the registers.
 
 A group's last tile may have 64 rows or fewer. In `float8_matmul` each compute warpgroup then
