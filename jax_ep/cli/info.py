@@ -91,15 +91,17 @@ def _exchange(devices: list[jax.Device]) -> dict[str, Any]:
     """Says which implementations of the exchange run on the devices, and which is the default."""
     problem = Problem(availability.Machine(devices))
     found: dict[str, Any] = {}
+    # In the order in which implementation=None tries them; the last, "xla", runs everywhere.
+    default, *slower = available = IMPLEMENTATIONS.available(problem)
     for each in IMPLEMENTATIONS:
         reason = each.unavailable_reason(problem)
-        found[each.name] = "runs here" if reason is None else f"does not run: {reason}"
-    # In the order in which implementation=None tries them; the last, "xla", runs everywhere.
-    default, *slower = IMPLEMENTATIONS.available(problem)
-    if found["pallas"] == "runs here" and (never := availability.never_run(devices)):
+        # A `Machine` does not say that devices are on several hosts.
+        inside = (each.name, default) == ("pallas", "two_level")
+        runs = "runs inside each host" if inside else "runs here"
+        found[each.name] = runs if reason is None else f"does not run: {reason}"
+    if "pallas" in available and (never := availability.never_run(devices)):
         compiles = f"pallas compiles, but has never run on compute capability {', '.join(never)}"
-        found["pallas"] = ["runs here", compiles]
-    # A `Machine` does not say that devices are on several hosts, inside which "pallas" then runs.
+        found["pallas"] = [found["pallas"], compiles]
     if default == "two_level":
         default = f"two_level between hosts, {slower[0]} inside each"
     return found | {"default": f"{default} (implementation=None)"}

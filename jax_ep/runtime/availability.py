@@ -112,11 +112,9 @@ def runs_local_kernels(program: jax_compat.Program) -> bool:
 def _memory_unavailable_reason(
     groups: Sequence[Sequence[jax.Device]], ranks_per_host: int | None
 ) -> str | None:
-    """Returns why the ranks of a kernel do not share memory; None if they do.
-
-    Each of `groups` is in rank order. A kernel runs among `ranks_per_host` consecutive ranks of a
-    group, which are on one host; None: among the whole group.
-    """
+    """Returns why the ranks of a kernel do not share memory; None if they do."""
+    # Each of `groups` is in rank order. A kernel runs among `ranks_per_host` consecutive ranks of a
+    # group, which are on one host; None: among the whole group.
     for ranks in groups:
         count = ranks_per_host or len(ranks)
         for start in range(0, len(ranks), count):

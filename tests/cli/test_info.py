@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -41,6 +42,15 @@ def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys)
     assert "\ndevices        none: JAX_PLATFORMS=" in capsys.readouterr().out
     assert jax_ep.cli.main(["jax_ep", "bench"]) == 2
     assert capsys.readouterr().err.startswith("JAX finds no device: JAX_PLATFORMS=")
+
+
+@pytest.mark.parametrize(("names", "runs"), [(2, "runs here"), (3, "runs inside each host")])
+def test_kernels_run_here_or_inside_each_of_several_hosts(names, runs, monkeypatch):
+    found = info.IMPLEMENTATIONS
+    able = [dataclasses.replace(each, unavailable_reason=lambda _: None) for each in found]
+    monkeypatch.setattr(info, "IMPLEMENTATIONS", dataclasses.replace(found, table=able[-names:]))
+    text = info.render({"exchange": info._exchange(jax.devices())})
+    assert f"\npallas         {runs}\n" in "\n" + text
 
 
 def on_hopper(monkeypatch, report, returncode=0):
