@@ -198,8 +198,8 @@ def drhs_of_each(
     # The columns of a tile: the most that divide all columns, a multiple of 64 (`_MULTIPLES`).
     # With few rows, the gradients' bytes set the time, and a loader is worth more than width.
     few_rows = lhs.shape[0] < _FEW_ROWS * group_sizes.shape[0]
-    widths = (128, 64) if few_rows and not REGISTERS_MOVE else (256, 192, 128, 64)
-    block_n = next(width for width in widths if num_cols % width == 0)
+    most = kernels.MOST_BESIDE_LOADER if few_rows and not REGISTERS_MOVE else 256
+    block_n = next(n for n in (256, 192, 128, 64) if n <= most and num_cols % n == 0)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
         [pad_rows(grad) for grad in grads],

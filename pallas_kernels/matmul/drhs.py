@@ -61,7 +61,7 @@ from pallas_kernels.matmul.row_blocks import row_ranges
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
 BLOCK_M = COMPUTERS * CHUNK
 # The most columns of a tile whose sums leave registers for a loader that keeps its own.
-_MOST_BESIDE_LOADER = 128
+MOST_BESIDE_LOADER = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Drhs(Kernel):
 
     @property
     def fits_beside_loader(self) -> bool:
-        return self.tiles.block_n <= _MOST_BESIDE_LOADER
+        return self.tiles.block_n <= MOST_BESIDE_LOADER
 
     def scratch_types(self) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)

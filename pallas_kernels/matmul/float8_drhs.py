@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import REGISTERS_MOVE
-from pallas_kernels.fabric.mosaic import Array, Value, llvm
+from pallas_kernels.fabric.hardware import REGISTERS_MOVE, WORD_BYTES
+from pallas_kernels.fabric.mosaic import Array, Value
 from pallas_kernels.matmul.float8 import ROWS, Float8Kernel, Float8Tiles
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
@@ -41,7 +41,7 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 _COPY_BUFFERS = 2
 # The scales of a tile of at most this many steps are prefetched while the one before is loaded.
 _FEW_STEPS = 4
-# Without a loader, wide tiles are faster from this many rows a group on. Measured with 256 to 2048.
+# Without `setmaxnreg` wide tiles are faster from this many rows a group on. Measured to 2048.
 _MANY_ROWS = 1024
 
 
@@ -211,7 +211,7 @@ def prefetch(ref: Any, row: jax.Array, column: jax.Array, num_rows: jax.Array) -
     def emit(ref: Value, *scalars: Array) -> None:
         thread, (row, column, num_rows) = mosaic.warpgroup_thread(), map(mosaic.scalar, scalars)
         index = mosaic.add(mosaic.mul(mosaic.add(row, thread), ref.type.shape[1]), column)
-        address = llvm.ptrtoint(mosaic.integer_type(64), mosaic.pointer_at(ref, index))
+        address = mosaic.address_at(mosaic.address(ref), 0, (index, WORD_BYTES))
         with mosaic.when(mosaic.below(thread, num_rows)):
             mosaic.asm("prefetch.global.L1 [$0];", "l,~{memory}", address)
 
@@ -232,7 +232,7 @@ class _Loader:
         first_block, steps = (self.group_blocks[group, i] for i in range(2))
         tile = _Tile(first_block, row, left_edge, steps)
         if self.kernel.has_loader and not REGISTERS_MOVE:
-            # In more steps, a loader has the time to wait for scales.
+            # Slower with `setmaxnreg`. In more steps, a loader has the time to wait for scales.
             num_blocks = jnp.where(steps <= _FEW_STEPS, steps, 0)
             for scales, edge in zip(self.operands[1::2], (row, left_edge), strict=True):
                 prefetch(scales, first_block, lax.div(edge, jnp.int32(BLOCK)), num_blocks)
