@@ -406,9 +406,11 @@ def _compute_drhs(lhs, grads, group_blocks, sums, *, dtype, implementation, plat
     if has_kernels:
         from pallas_kernels.matmul import float8_drhs as kernels
 
-        size = launch_size(*lhs.values.shape, sum(grad.values.shape[0] for grad in grads))
-        drhs = in_32_bits(kernels.drhs_of_each)
-        return drhs(lhs, grads, group_blocks, sums, dtype=dtype, **size)
+        drhs, size = in_32_bits(kernels.drhs), launch_size(*lhs.values.shape, shape[1])
+        return [
+            drhs(lhs, grad, group_blocks, total, dtype=dtype, **size)
+            for grad, total in zip(grads, sums or [None] * len(grads), strict=True)
+        ]
     rows, *of_grads = (
         _BLOCKS_OF_ROWS.decode((each.values.T, each.scales), jnp.float32) for each in (lhs, *grads)
     )

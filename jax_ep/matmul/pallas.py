@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_ep.matmul.backend import Backend, Pairs, Problem, added, pad_rows, symbolic_rows_reason
 from jax_ep.matmul.gating import Gating
 from jax_ep.runtime import availability
-from pallas_kernels.fabric.hardware import HOPPER_CORES, REGISTERS_MOVE
+from pallas_kernels.fabric.hardware import HOPPER_CORES
 from pallas_kernels.formats import MXFP4
 from pallas_kernels.matmul.chosen_groups import ChosenGroups, Groups, output_rows
 from pallas_kernels.matmul.row_blocks import BLOCK
@@ -35,20 +35,16 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Without `setmaxnreg`, which moves registers between warpgroups, tiles of the heights
-# `_BESIDE_LOADER` leave room for a loader, a third warpgroup. From `_LARGE` rows a group on, on
-# average, the last of them pays, and if K is at most `_SHORT`, higher tiles without a loader do.
-# Measured with 256 to 2048 rows, and K of 768 to 7168.
-_LARGE, _SHORT = 512, 1024
+# Tiles of the heights `_BESIDE_LOADER` leave registers for a loader warpgroup. From `_LARGE` rows a
+# group on, on average, the last of them pays, and if K is at most `_SHORT`, higher tiles without a
+# loader do. From `_VERY_LARGE` rows on these do up to K = 1536, and few are faster: a step chooses
+# one of them. Measured with 256 to 2048 rows, and K of 768 to 7168.
+_LARGE, _VERY_LARGE, _SHORT = 512, 2048, 1024
 _BESIDE_LOADER = (64, 128, 136, 144, 176)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, and if they have at least `_MANY_ROWS`, the heights `_HIGH`. Measured with 16 to 512 rows.
-# Without `setmaxnreg`, the heights leave room for a loader.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
-_LOW = (16, 32)
-_HIGH: tuple[int, ...] = (64, 128, 176)
-if REGISTERS_MOVE:
-    _HIGH = (64, 96, 128, 144, 160, 176, 192, 208, 232, 256)
+_LOW, _HIGH = (16, 32), (64, 128, 176)
 # The most waves of thread blocks of a kernel, and the least number of multiplications of a wave,
 # which take about 200 us in bfloat16. Each wave after the first costs a few microseconds.
 _MOST_WAVES, _LEAST_MULTIPLICATIONS = 4, 64 * 10**9
@@ -198,7 +194,7 @@ def drhs_of_each(
     # The columns of a tile: the most that divide all columns, a multiple of 64 (`_MULTIPLES`).
     # With few rows, the gradients' bytes set the time, and a loader is worth more than width.
     few_rows = lhs.shape[0] < _FEW_ROWS * group_sizes.shape[0]
-    most = kernels.MOST_BESIDE_LOADER if few_rows and not REGISTERS_MOVE else 256
+    most = kernels.MOST_BESIDE_LOADER if few_rows else 256
     block_n = next(n for n in (256, 192, 128, 64) if n <= most and num_cols % n == 0)
     results = kernels.drhs_of_each(
         pad_rows(lhs),
@@ -266,7 +262,9 @@ def product_tiles(
         heights = (64, 128)
     elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
-    elif REGISTERS_MOVE or (depth <= _SHORT and num_rows >= _LARGE * num_groups):
+    elif depth <= 1536 and num_rows >= _VERY_LARGE * num_groups:
+        heights = (64, 128, 256)
+    elif depth <= _SHORT and num_rows >= _LARGE * num_groups:
         heights = (*_BESIDE_LOADER, 208, 256)
     else:  # 208 or 256 rows would leave no room for a loader
         heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
@@ -285,21 +283,18 @@ def gated_tiles(
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
     # A tile has `block_n` columns of each product. With 128 columns, registers spill at 160 rows.
     heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
-    block_n = 128
+    block_n, most = 128, 8
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
         heights, block_n = _LOW, 64
-    elif is_quantized and not REGISTERS_MOVE:
+    elif is_quantized:
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (32, 64)
         block_n = 64
     elif few_rows or few_tiles:
         heights = (32, 64)
-    elif is_quantized:
-        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 80, 96)
-        block_n = 64  # with 128 columns, ptxas serializes `wgmma` above 64 rows
-    elif not REGISTERS_MOVE and num_rows >= _LARGE * num_groups:
-        # Beside tiles of 64 columns, a loader has room without `setmaxnreg`.
-        heights, block_n = _BESIDE_LOADER, 64
-    band_columns = band(num_cols, block_n, most=8)
+    elif num_rows >= _LARGE * num_groups:
+        # Beside tiles of 64 columns, a loader has room.
+        heights, block_n, most = _BESIDE_LOADER, 64, 12
+    band_columns = band(num_cols, block_n, most)
     return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
@@ -313,8 +308,7 @@ def chosen_tiles(
     num_tiles = (len(groups.table) - 1) * -(-num_cols // 128)  # of 128 columns
     # Tiles of 128 columns would leave half of the multiprocessors without a tile, or no room for a
     # loader. Only a gated product supports narrower ones.
-    needs_room = mxfp4_depth is not None and not REGISTERS_MOVE
-    is_narrow = num_tiles <= HOPPER_CORES // 2 or needs_room
+    is_narrow = num_tiles <= HOPPER_CORES // 2 or mxfp4_depth is not None
     block_n = 64 if num_matrices > 1 and is_narrow else 128
     band_columns = band(num_cols, block_n, most=8)
     options: Any = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)

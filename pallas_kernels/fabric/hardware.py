@@ -15,9 +15,6 @@ SHARED_MEMORY_BYTES = 227 * 1024
 # The streaming multiprocessors of an H100 or H200 SXM, for which matmuls divide their work.
 HOPPER_CORES = 132
 WORD_BYTES = 4
-# Whether warpgroups can give registers to each other, by `setmaxnreg`. Since 0.12 JAX assembles
-# relocatable code, in which the assembler ignores it: three warpgroups have 168 for each thread.
-REGISTERS_MOVE = jax.__version_info__ < (0, 12)
 # The most that a thread loads or stores by one instruction.
 VECTOR_BYTES = 16
 

@@ -25,13 +25,13 @@ REQUIRED = {
         "bitwidth dtype_to_ir_type getelementptr memref_ptr ptr_as_memref thread_idx "
         "warp_tree_reduce warpgroup_barrier"
     ).split(),
-    "jax.experimental.pallas": "cdiv ds multiple_of next_power_of_2 run_scoped when".split(),
+    "jax.experimental.pallas": "cdiv ds kernel next_power_of_2 run_scoped when".split(),
     "jax.experimental.pallas.mosaic_gpu": (
         "ACC Barrier CompilerParams Layout.TILED Layout.WGMMA Layout.WGMMA_TRANSPOSED "
         "Layout.WG_SPLAT Layout.WG_STRIDED LoweringSemantics.Lane OOBFillMode.PROMISE_IN_BOUNDS "
-        "RefType SMEM ShapeDtypeStruct SwizzleTransform Tiling TilingTransform barrier_arrive "
-        "barrier_wait broadcasted_iota commit_smem commit_smem_to_gmem_group copy_gmem_to_smem "
-        "copy_smem_to_gmem inline_mgpu kernel layout_cast load remote_ref set_max_registers "
+        "RefType SMEM ShapeDtypeStruct SwizzleTransform Tiling TilingTransform WarpMesh "
+        "barrier_arrive barrier_wait broadcasted_iota commit_smem commit_smem_to_gmem_group "
+        "copy_gmem_to_smem copy_smem_to_gmem inline_mgpu kernel layout_cast load remote_ref "
         "wait_smem_to_gmem wgmma wgmma_wait"
     ).split(),
     "jaxlib.mlir.dialects.arith": (

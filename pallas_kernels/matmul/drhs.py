@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.fabric.hardware import REGISTERS_MOVE, ROW_ALIGNMENT, SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT, SHARED_MEMORY_BYTES
 from pallas_kernels.matmul import operand_ring, register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
@@ -46,7 +46,6 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     STEP,
     Kernel,
-    aligned,
     quotient_and_rest,
     run_into,
     run_one,
@@ -79,7 +78,7 @@ class DrhsTiles:
         buffer_bytes = 2 * BLOCK_M * CHUNK
         stage_bytes = 2 * STEP * (BLOCK_M + block_n)
         stages = min((SHARED_MEMORY_BYTES - OTHER_BYTES - buffer_bytes) // stage_bytes, 6)
-        return cls(block_n, stages if REGISTERS_MOVE else stages // 2 * 2, band)
+        return cls(block_n, stages // 2 * 2, band)
 
 
 def drhs_of_each(
@@ -148,8 +147,12 @@ class _Drhs(Kernel):
     adds: bool  # whether the results are added to what the outputs hold
 
     @property
-    def fits_beside_loader(self) -> bool:
+    def has_loader(self) -> bool:
         return self.tiles.block_n <= MOST_BESIDE_LOADER
+
+    @property
+    def loads_in_one_warp(self) -> bool:
+        return False  # the loader clears
 
     def scratch_types(self) -> dict[str, Any]:
         left, right = (STEP, BLOCK_M), (STEP, self.tiles.block_n)
@@ -295,9 +298,9 @@ class _Loader(Loader):
 
     def load(self, tile: _Tile, step: jax.Array, slot: operand_ring.Slot, ahead: Any) -> None:
         # Only copies load, so nothing is read ahead.
-        inner = pl.ds(aligned(tile.first + step * STEP), STEP)
-        rows = pl.ds(pl.multiple_of(tile.top, CHUNK), BLOCK_M)
-        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
+        inner = pl.ds(tile.first + step * STEP, STEP)
+        rows = pl.ds(tile.top, BLOCK_M)
+        columns = pl.ds(tile.left_edge, self.kernel.tiles.block_n)
         right = TileSource([grad.at[inner, columns] for grad in self.grads], tile.grad_index)
         self.ring.fill(slot.number, TileSource([self.lhs.at[inner, rows]]), [right])
 
@@ -428,8 +431,8 @@ class _Computer:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # Only constant indices can select registers, so each chunk has code of its own.
             run_one([functools.partial(write_to_buffer, i) for i in self._first_columns], chunk)
-            rows = pl.ds(pl.multiple_of(held.top, CHUNK), CHUNK)
-            columns = pl.ds(pl.multiple_of(held.left_edge + chunk * CHUNK, CHUNK), CHUNK)
+            rows = pl.ds(held.top, CHUNK)
+            columns = pl.ds(held.left_edge + chunk * CHUNK, CHUNK)
             copy = functools.partial(store_or_add, self.buffer, adds=kernel.adds)
             destinations = [out.at[held.group, rows, columns] for out in self.outs]
             lax.switch(held.grad_index, [functools.partial(copy, each) for each in destinations])

@@ -8,7 +8,9 @@ operands are given transposed, with each group's rows padded to blocks of 128:
   128 of K x 128 rows  times   2 x [128 of N x 128 rows]    =    2 x [128 of K x 128 of N]
 
 A step multiplies the rows of one block. `float8` describes how a thread block multiplies and sums;
-here 128 rows by 128 columns of an operand share a scale. A tile is stored during the next one.
+here 128 rows by 128 columns of an operand share a scale. A tile is stored during the next one. Each
+gradient has a kernel of its own: two in one would share the tiles of lhs, but leave no registers
+for a loader.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.hardware import REGISTERS_MOVE, WORD_BYTES
+from pallas_kernels.fabric.hardware import WORD_BYTES
 from pallas_kernels.fabric.mosaic import Array, Value
 from pallas_kernels.matmul.float8 import ROWS, Float8Kernel, Float8Tiles
 from pallas_kernels.matmul.kernel import (
@@ -41,49 +43,41 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 _COPY_BUFFERS = 2
 # The scales of a tile of at most this many steps are prefetched while the one before is loaded.
 _FEW_STEPS = 4
-# Without `setmaxnreg` wide tiles are faster from this many rows a group on. Measured to 2048.
+# Wide tiles are faster from this many rows a group on. Measured with 256 to 2048.
 _MANY_ROWS = 1024
 
 
-def drhs_of_each(
+def drhs(
     lhs: TransposedRows,
-    grads: Sequence[TransposedRows],
+    grad: TransposedRows,
     group_blocks: jax.Array,
-    sums: Sequence[jax.Array] | None = None,
+    total: jax.Array | None = None,
     *,
     dtype: Any,
     num_blocks: int,
     num_waves: int = 1,
     tiles: Float8Tiles | None = None,
-) -> tuple[jax.Array, ...]:
+) -> jax.Array:
     """Computes the gradient of a grouped matmul's matrices: each group's lhs^T @ grad.
 
     Args:
       lhs: the transposed rows that the grouped matmul multiplied: values [K, P], scales [P / 128, K
         / 128].
-      grads: one or two gradients of the grouped matmul's output, transposed: values [N, P], scales
-        [P / 128, N / 128].
+      grad: the gradient of the grouped matmul's output, transposed: values [N, P], scales [P / 128,
+        N / 128].
       group_blocks: [L, 2] int32, the second result of `row_blocks.row_blocks`.
-      sums: None, or for each grad an array [L, K, N] of `dtype`, to which the gradient is added in
-        place, rounded to this dtype before and after the addition.
+      total: None, or an array [L, K, N] of `dtype`, to which the gradient is added in place,
+        rounded to this dtype before and after the addition.
       num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
       tiles: None: those of `Float8Tiles.of`.
 
     Returns:
-      For each grad, [L, K, N] of `dtype` (bfloat16, float16 or float32), 0 for an empty group; or
-      the updated sums.
+      [L, K, N] of `dtype` (bfloat16, float16 or float32), 0 for an empty group; or the new total.
     """
-    if len(grads) > 1 and not REGISTERS_MOVE:
-        # Two gradients in a kernel share the tiles of lhs, but leave no registers for a loader.
-        options = dict(dtype=dtype, num_blocks=num_blocks, num_waves=num_waves, tiles=tiles)
-        return tuple(
-            drhs_of_each(lhs, [grad], group_blocks, sums and [sums[i]], **options)[0]
-            for i, grad in enumerate(grads)
-        )
-    (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
+    (height, padded), width = lhs.values.shape, grad.values.shape[0]
     num_groups = group_blocks.shape[0]
     kernel = _Drhs(
-        tiles=tiles or Float8Tiles.of(len(grads), is_long=padded >= _MANY_ROWS * num_groups),
+        tiles=tiles or Float8Tiles.of(is_long=padded >= _MANY_ROWS * num_groups),
         num_blocks=num_blocks,
         width=width,
         depths=(padded,),
@@ -92,31 +86,30 @@ def drhs_of_each(
         shared_rows=False,
         height=height,
         num_groups=num_groups,
-        num_grads=len(grads),
-        adds=sums is not None,
+        adds=total is not None,
         num_waves=num_waves,
     )
     shape = num_groups * height, width
-    results = run_into(
-        None if sums is None else [each.reshape(shape) for each in sums],
-        [*lhs, *(array for grad in grads for array in grad), group_blocks],
+    (result,) = run_into(
+        None if total is None else [total.reshape(shape)],
+        [*lhs, *grad, group_blocks],
         kernel,
         kernel.scratch_types(),
-        [jax.ShapeDtypeStruct(shape, dtype)] * len(grads),
+        [jax.ShapeDtypeStruct(shape, dtype)],
         "grouped_matmul_float8_drhs",
     )
-    return tuple(result.reshape(num_groups, height, width) for result in results)
+    return result.reshape(num_groups, height, width)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Float8Kernel):
-    """The kernel: a tile's halves are adjacent columns of an output, or the same ones of two."""
+    """The kernel: a tile's halves are adjacent columns of the output."""
 
     height: int  # K, the number of rows of the gradient of a group's matrix
     num_groups: int
-    num_grads: int
     adds: bool  # whether the results are added to what the outputs hold
 
+    num_matrices = 1
     rows_have_scales: ClassVar[bool] = False
 
     def scratch_types(self) -> dict[str, Any]:
@@ -126,10 +119,6 @@ class _Drhs(Float8Kernel):
         types = super().scratch_types()
         del types["staged"]
         return types | dict(copied=copied)
-
-    @property
-    def num_matrices(self) -> int:  # type: ignore[override]
-        return self.num_grads
 
     @property
     def rows_of_tiles(self) -> int:
@@ -142,8 +131,7 @@ class _Drhs(Float8Kernel):
         return group, row * BLOCK, left_edge
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        num_operands = 2 * (1 + self.num_grads)
-        operands, (group_blocks, *outs) = refs[:num_operands], refs[num_operands:]
+        *operands, group_blocks, out = refs
         loader = _Loader(self, scratch, operands, group_blocks)
 
         def look_up(index):
@@ -152,17 +140,17 @@ class _Drhs(Float8Kernel):
             return group * self.height + row, left_edge, group_blocks[group, 1]
 
         total = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
-        self.walk_tiles(total, look_up, loader, outs, scratch)
+        self.walk_tiles(total, look_up, loader, [out], scratch)
 
     def compute_tile(self, computer, tile, used, feed):
         # The result of `look_up`, above.
         top, left_edge, steps = tile
-        row = pl.multiple_of(computer.number * ROWS, ROWS)
+        row = computer.number * ROWS
         totals, feed = self.accumulate_halves(computer, used, feed, row, 0, self.halves, steps)
         # The copies of the previous tile, which ran meanwhile, must have read the buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, total in enumerate(totals):
-            out, left = self.out_of(half, computer.outs, left_edge)
+            (out,), left = computer.outs, left_edge + half * BLOCK
             buffers = computer.scratch["copied"].at[computer.number]
             num_before = half * BLOCK // self.chunk
 
@@ -178,21 +166,15 @@ class _Drhs(Float8Kernel):
         """Starts to copy `total`, a half's 64 rows, to (top, left) of `out`, chunk by chunk."""
         # `num_before` chunks of the tile came before. The chunks take turns at the buffers. Before
         # one is written to, the copy that read it last must be done; later copies may still run.
-        rows = pl.ds(pl.multiple_of(top, ROWS), ROWS)
+        rows = pl.ds(top, ROWS)
         for i in range(BLOCK // self.chunk):
             if num_before + i >= _COPY_BUFFERS:
                 plgpu.wait_smem_to_gmem(_COPY_BUFFERS - 1, wait_read_only=True)
             buffer = buffers.at[(num_before + i) % _COPY_BUFFERS]
             start = i * self.chunk
             buffer[...] = total[:, start : start + self.chunk].astype(self.out_dtype)
-            columns = pl.ds(pl.multiple_of(left + start, self.chunk), self.chunk)
+            columns = pl.ds(left + start, self.chunk)
             store_or_add(buffer, out.at[rows, columns], self.adds)
-
-    def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
-        """Returns the output of half `half` of a tile, and the half's first column."""
-        if self.num_grads > 1:
-            return outs[half], left_edge
-        return outs[0], left_edge + half * BLOCK
 
 
 class _Tile(NamedTuple):
@@ -224,15 +206,15 @@ class _Loader:
 
     kernel: _Drhs
     scratch: Any
-    operands: Sequence[Any]  # the values and scales of lhs, and then those of each grad
+    operands: Sequence[Any]  # the values and scales of lhs, and then those of grad
     group_blocks: Any
 
     def find(self, index: jax.Array) -> _Tile:
         group, row, left_edge = self.kernel.place(index)
         first_block, steps = (self.group_blocks[group, i] for i in range(2))
         tile = _Tile(first_block, row, left_edge, steps)
-        if self.kernel.has_loader and not REGISTERS_MOVE:
-            # Slower with `setmaxnreg`. In more steps, a loader has the time to wait for scales.
+        if self.kernel.has_loader:
+            # In more steps, a loader has the time to wait for scales.
             num_blocks = jnp.where(steps <= _FEW_STEPS, steps, 0)
             for scales, edge in zip(self.operands[1::2], (row, left_edge), strict=True):
                 prefetch(scales, first_block, lax.div(edge, jnp.int32(BLOCK)), num_blocks)
@@ -243,12 +225,12 @@ class _Loader:
 
     def read_ahead(self, tile: _Tile, step: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the scales of a step's blocks: of lhs, and of grad for each half."""
-        lhs_scales, grad_scales = self.operands[1], self.operands[3::2]
+        lhs_scales, grad_scales = self.operands[1::2]
         # The step may be past the last one.
         block = jnp.minimum(tile.first_block + step, lhs_scales.shape[0] - 1)
         lhs_scale = lhs_scales[block, lax.div(tile.row, jnp.int32(BLOCK))]
         scales = self.kernel.block_scales(
-            grad_scales, tile.left_edge, lambda scales, column: scales.at[block, column]
+            [grad_scales], tile.left_edge, lambda scales, column: scales.at[block, column]
         )
         # A multiplication here would wait for both.
         return lhs_scale, [scale[...] for scale in scales]
@@ -260,8 +242,8 @@ class _Loader:
         self.kernel.fill_stage(
             self.scratch,
             slot,
-            left=self.operands[0].at[pl.ds(pl.multiple_of(tile.row, BLOCK), BLOCK), inner],
+            left=self.operands[0].at[pl.ds(tile.row, BLOCK), inner],
             left_scales=None,  # multiplied into the block scales
-            rights=[grad.at[columns, inner] for grad in self.operands[2::2]],
+            rights=[self.operands[2].at[columns, inner]],
             block_scales=[scale * lhs_scale for scale in grad_scales],
         )

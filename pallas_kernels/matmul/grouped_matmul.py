@@ -48,7 +48,6 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     STEP,
     Kernel,
-    aligned,
     choose,
     launch,
     swizzled,
@@ -224,8 +223,12 @@ class Product(Kernel):
         return self.num_matrices * self.tiles.part * self.tiles.block_m // WARPGROUP  # of a thread
 
     @property
-    def fits_beside_loader(self) -> bool:
+    def has_loader(self) -> bool:
         return self.accumulators <= self.matrices.most_accumulators
+
+    @property
+    def loads_in_one_warp(self) -> bool:
+        return self.matrices.loads_in_one_warp
 
     @property
     def holds(self) -> bool:
@@ -357,11 +360,11 @@ class Loader(operand_ring.Loader):
         length = self.kernel.tiles.step
         inner = pl.ds(step * length, length)
         rhs_inner = self.stored_range(step, inner)
-        columns = pl.ds(pl.multiple_of(tile.left_edge, CHUNK), self.kernel.tiles.block_n)
+        columns = pl.ds(tile.left_edge, self.kernel.tiles.block_n)
         index = (columns, rhs_inner) if self.kernel.transpose_rhs else (rhs_inner, columns)
         # A copy's shape is static, so there is a candidate for each height.
-        top, heights = aligned(tile.first_row), self.row_tiles.heights
-        lhs_tiles = [lhs.at[pl.ds(top, height), inner] for height in heights]
+        rows = [pl.ds(tile.first_row, height) for height in self.row_tiles.heights]
+        lhs_tiles = [lhs.at[each, inner] for each in rows]
         rights = [TileSource([matrix.at[tile.group, *index]]) for matrix in rhs]
         self.ring.fill(number, TileSource(lhs_tiles, tile.height_index), rights)
 
@@ -385,6 +388,7 @@ class Matrices:
     # The most accumulators of a thread beside which the registers have room for a loader: those of
     # a tile of 176 x 128, with which a thread needs no more than 168 registers.
     most_accumulators: ClassVar[float] = 88
+    loads_in_one_warp: ClassVar[bool] = True
 
     @classmethod
     def operands_of(cls, matrices: Any) -> list[jax.Array]:

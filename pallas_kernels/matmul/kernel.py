@@ -3,8 +3,9 @@
 The kernels are persistent: a fixed number of thread blocks, or a few waves of them, loop over the
 tiles of the output. A thread block has two *computers*, warpgroups that each compute half of an
 output tile. Operands reach them by a ring of stages in shared memory (`operand_ring`). A third
-warpgroup fills it, the loader, or else the computers do. If the registers have room, a computer
-stores an output tile while it multiplies the operands of the next one.
+warpgroup fills it, the loader, or else the computers do. With three warpgroups, each thread has 168
+registers, with two 255. If they have room, a computer stores an output tile while it multiplies the
+operands of the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import compiler, mosaic
 from pallas_kernels.fabric.fabric import update_in_place
-from pallas_kernels.fabric.hardware import REGISTERS_MOVE, ROW_ALIGNMENT
+from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 
 # The length of a stage's operand tiles along the contraction dimension, or of a piece of them.
 STEP = 64
@@ -30,9 +31,6 @@ CHUNK = 64
 COMPUTERS = 2
 # Warpgroup 2 is the loader, if there is one.
 _LOADER = 2
-# Registers per thread of the loader and of the computers. Three warpgroups start with 168 registers
-# per thread; then the loader gives most of its own to the computers.
-_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232
 # A thread block of a wave has at least this many output tiles, so that the start of a block takes
 # little time next to them. Only the last wave with tiles may have fewer.
 _LEAST_TILES = 8
@@ -99,14 +97,13 @@ class Kernel:
 
     @property
     def has_loader(self) -> bool:
-        """Whether a third warpgroup loads operands, and not the computers."""
-        # With a loader kernels are faster.
-        return REGISTERS_MOVE or self.fits_beside_loader
+        """Whether a third warpgroup loads operands, where a computer needs few registers."""
+        raise NotImplementedError
 
     @property
-    def fits_beside_loader(self) -> bool:
-        """Whether a computer needs no more than a third of the registers: 168 for each thread."""
-        return False
+    def loads_in_one_warp(self) -> bool:
+        """Whether the loader only starts copies and moves scalars, for which a warp is enough."""
+        return True
 
     def take_roles(self, load: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
         """Runs `load()` in the loader, if there is one, and `compute(number)` in both computers."""
@@ -119,14 +116,16 @@ class Kernel:
 
         @pl.when(warpgroup == _LOADER)
         def _load():
-            if REGISTERS_MOVE:
-                plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-            load()
+            if not self.loads_in_one_warp:
+                return load()
+            # Instructions of the other warps would take power and time from the computers.
+            pl.kernel(
+                lambda: pl.when(lax.axis_index("warp") == 0)(load),
+                mesh=plgpu.WarpMesh(axis_name="warp"),
+            )()
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
-            if REGISTERS_MOVE:
-                plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
             compute(warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -230,11 +229,6 @@ def swizzled(dtype: Any) -> tuple[Any, ...]:
     """Returns Mosaic's transforms for tensor cores: swizzled tiles of 8 rows of 128 bytes."""
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
-
-
-def aligned(row: jax.Array) -> jax.Array:
-    """Returns `row`, and tells the compiler that it is a multiple of 8."""
-    return pl.multiple_of(row, ROW_ALIGNMENT)
 
 
 def stage_of(number: jax.Array, num_stages: int) -> jax.Array:

@@ -32,6 +32,7 @@ class Mxfp4Matrices(Matrices):
     most_held_rows: ClassVar[float] = 128
     # All tiles that `jax_ep.matmul` chooses leave room for a loader.
     most_accumulators: ClassVar[float] = math.inf
+    loads_in_one_warp: ClassVar[bool] = False  # each thread loads scales
 
     @classmethod
     def operands_of(cls, matrices: Scaled) -> list[jax.Array]:

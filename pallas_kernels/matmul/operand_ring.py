@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.fabric import drain
-from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, choose, stage_of, swizzled
+from pallas_kernels.matmul.kernel import COMPUTERS, BlockTiles, stage_of, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,16 @@ class TileSource:
         def start(tile: Any) -> None:
             plgpu.copy_gmem_to_smem(tile, destination.at[: tile.shape[0]], full)
 
-        choose(self.index, [functools.partial(start, tile) for tile in self.candidates])
+        def choose(tiles: Sequence[Any], first: int) -> None:
+            if len(tiles) == 1:
+                return start(tiles[0])
+            half = len(tiles) // 2
+            lower, upper = (tiles[:half], first), (tiles[half:], first + half)
+            # `kernel.choose` clamps the index, which Pallas lacks in a loader of one warp.
+            is_lower = self.index < first + half
+            lax.cond(is_lower, lambda: choose(*lower), lambda: choose(*upper))
+
+        choose(self.candidates, 0)
 
 
 class Slot(NamedTuple):

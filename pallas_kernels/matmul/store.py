@@ -28,7 +28,6 @@ from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul import register_tiles
 from pallas_kernels.matmul.kernel import (
     CHUNK,
-    aligned,
     quotient_and_rest,
     run_one,
     zeros,
@@ -131,8 +130,8 @@ class Store:
         pl.when(has_other_rows)(lambda: self._copy_rows(buffers, target))
 
     def _copy_whole(self, buffers: Sequence[Any], target: Target, height: int) -> None:
-        columns = pl.ds(pl.multiple_of(target.left, CHUNK), CHUNK)
-        rows = pl.ds(aligned(target.top), height)
+        columns = pl.ds(target.left, CHUNK)
+        rows = pl.ds(target.top, height)
         for buffer, out in zip(buffers, self.outs, strict=True):
             plgpu.copy_smem_to_gmem(buffer.at[:height], out.at[rows, columns])
 

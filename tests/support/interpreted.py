@@ -50,7 +50,6 @@ def matmul_kernels(options: Any) -> Iterator[None]:
             copy_smem_to_gmem=functools.partial(_copy_or_add, copy),
             layout_cast=lambda array, layout: array,
             load=lambda ref, **_: ref[...],
-            set_max_registers=lambda count, *, action: None,
         ),
         mosaic: dict(opaque_scalar=lambda number: number),
         elementwise.Elementwise: dict(__call__=lambda self, *arrays: self.function(*arrays)),

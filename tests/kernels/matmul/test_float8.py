@@ -105,49 +105,33 @@ def test_gated_product(keep, tiles):
         assert_encodes(kept, np.asarray(product)[:LIVE])
 
 
-def gradients_of_matrices(lhs, grads, dtype, tiles, sums=None):
+def gradient_of_matrices(lhs, grad, total=None, **options):
     _, groups = row_blocks(GROUP_SIZES, ROWS)
-
-    def transposed(x):
-        return operands.transposed_rows(rows_of(x), SIZES)
-
-    return interpret(
-        lambda: float8_drhs.drhs_of_each(
-            transposed(lhs),
-            [transposed(grad) for grad in grads],
-            groups,
-            sums,
-            dtype=dtype,
-            num_blocks=2,
-            tiles=tiles,
-        )
-    )
+    transposed = (operands.transposed_rows(rows_of(x), SIZES) for x in (lhs, grad))
+    return interpret(lambda: float8_drhs.drhs(*transposed, groups, total, num_blocks=2, **options))
 
 
 @simulated
 @pytest.mark.parametrize(
-    ("kinds", "dtype", "tiles", "in_one_kernel"),
+    ("kinds", "dtype", "tiles"),
     quick(
         {
-            "of_one": (("nan", "random"), jnp.float32, NARROW, True),
-            "of_one_wide": (("nan", "random"), jnp.bfloat16, WIDE, True),
-            "of_two": (("skewed", "infinity", "huge"), jnp.bfloat16, NARROW, False),
-            "of_two_in_one": (("skewed", "infinity", "huge"), jnp.bfloat16, NARROW, True),
+            "narrow": (("nan", "random"), jnp.float32, NARROW),
+            "wide": (("nan", "random"), jnp.bfloat16, WIDE),
+            "infinity": (("skewed", "infinity"), jnp.bfloat16, NARROW),
+            "huge": (("skewed", "huge"), jnp.bfloat16, NARROW),
         },
-        "of_one",
+        "narrow",
     ),
 )
-def test_gradient_of_matrices(monkeypatch, kinds, dtype, tiles, in_one_kernel):
-    monkeypatch.setattr(float8_drhs, "REGISTERS_MOVE", in_one_kernel)
-    lhs, *grads = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
-    got = gradients_of_matrices(lhs, grads, dtype, tiles)
-    for mine, grad in zip(got, grads, strict=True):
-        # Group 1 is empty, so its gradient is zero.
-        assert not mine[1].astype(np.float32).any()
-        assert_within_bound(mine, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
-    sums = [jnp.asarray(operands.numbers("random", each.shape, 2), dtype) for each in got]
-    added = gradients_of_matrices(lhs, grads, dtype, tiles, sums)
-    for mine, total, gradient in zip(added, sums, got, strict=True):
-        want = (np.asarray(total).astype(np.float32) + gradient.astype(np.float32)).astype(dtype)
-        # NumPy takes two NaN of bfloat16 for different.
-        np.testing.assert_array_equal(mine.astype(np.float32), want.astype(np.float32))
+def test_gradient_of_matrices(kinds, dtype, tiles):
+    lhs, grad = (operands.numbers(kind, (LIVE, 256), seed) for seed, kind in enumerate(kinds))
+    options = dict(dtype=dtype, tiles=tiles)
+    got = gradient_of_matrices(lhs, grad, **options)
+    assert not got[1].astype(np.float32).any()  # group 1 is empty
+    assert_within_bound(got, reference.float8_matmul_drhs, lhs, grad, sizes=SIZES)
+    total = jnp.asarray(operands.numbers("random", got.shape, 2), dtype)
+    added = gradient_of_matrices(lhs, grad, total, **options)
+    want = (np.asarray(total).astype(np.float32) + got.astype(np.float32)).astype(dtype)
+    # NumPy takes two NaN of bfloat16 for different.
+    np.testing.assert_array_equal(added.astype(np.float32), want.astype(np.float32))

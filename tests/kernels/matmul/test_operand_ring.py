@@ -12,12 +12,12 @@ from support.selection import quick
 from support.simulator import interpret, simulated
 
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.matmul import drhs as matmul_drhs
 from pallas_kernels.matmul import float8, float8_drhs, kernel
 from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 from pallas_kernels.matmul.float8 import Float8Tiles
 from pallas_kernels.matmul.gated_matmul import gated_matmul
-from pallas_kernels.matmul.grouped_matmul import Tiles, grouped_matmul
-from pallas_kernels.matmul.kernel import Kernel
+from pallas_kernels.matmul.grouped_matmul import Product, Tiles, grouped_matmul
 from pallas_kernels.matmul.row_blocks import TransposedRows
 
 SIZES = np.asarray([3, 0, 70, 21], np.int32)
@@ -74,7 +74,7 @@ def float8_matrices(**options):
     # The second group has no rows.
     blocks = jnp.asarray([[0, 5], [5, 0], [5, 1], [6, 4]], jnp.int32)
     how = dict(dtype=jnp.bfloat16, tiles=Float8Tiles(4, 2))
-    return float8_drhs.drhs_of_each(rows(128), [rows(256)], blocks, **how, **options)[0]
+    return float8_drhs.drhs(rows(128), rows(256), blocks, **how, **options)
 
 
 CALLS = [grouped, gated, drhs, float8_product, float8_gated, float8_matrices]
@@ -85,7 +85,8 @@ CALLS = [grouped, gated, drhs, float8_product, float8_gated, float8_matrices]
 def test_both_load_the_same(monkeypatch, call):
     results = []
     for has_loader in (False, True):
-        monkeypatch.setattr(Kernel, "has_loader", has_loader)
+        for each in Product, matmul_drhs._Drhs, float8.Float8Kernel:
+            monkeypatch.setattr(each, "has_loader", has_loader)
         results.append(np.asarray(interpret(lambda: call(num_blocks=2))))
     assert results[0].tobytes() == results[1].tobytes() and results[0].any()
 
