@@ -282,7 +282,7 @@ def gated_tiles(
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
     # A tile has `block_n` columns of each product. With 128 columns, registers spill at 160 rows.
-    heights: tuple[int, ...] = (64, 96, 112, 128, 136, 144)
+    heights: tuple[int, ...] = (64, 96, 128, 136, 144)
     block_n, most = 128, 8
     if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
         heights, block_n = _LOW, 64
@@ -292,7 +292,7 @@ def gated_tiles(
     elif few_rows or few_tiles:
         heights = (32, 64)
     elif num_rows >= _LARGE * num_groups:
-        # Beside tiles of 64 columns, a loader has room.
+        # Tiles of 64 columns leave registers for a loader.
         heights, block_n, most = _BESIDE_LOADER, 64, 12
     band_columns = band(num_cols, block_n, most)
     return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)

@@ -59,7 +59,7 @@ from pallas_kernels.matmul.row_blocks import row_ranges
 
 # The number of rows of an output tile. Each compute warpgroup computes half of them.
 BLOCK_M = COMPUTERS * CHUNK
-# The most columns of a tile whose sums leave registers for a loader that keeps its own.
+# The most columns of a tile whose sums leave registers for a loader.
 MOST_BESIDE_LOADER = 128
 
 
