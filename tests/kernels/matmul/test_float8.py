@@ -72,7 +72,8 @@ def test_product(width, tiles):
 @pytest.mark.parametrize(
     ("keep", "tiles"),
     quick(
-        [(True, NARROW), (False, NARROW), (True, NOT_AHEAD), (False, NOT_AHEAD)], (False, NARROW)
+        [(True, NARROW), (False, NARROW), (True, NOT_AHEAD), (False, None)],
+        *((False, NARROW), (False, None)),
     ),
 )
 def test_gated_product(keep, tiles):
