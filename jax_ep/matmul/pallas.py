@@ -284,11 +284,12 @@ def gated_tiles(
     # A tile has `block_n` columns of each product. With 128 columns, registers spill at 160 rows.
     heights: tuple[int, ...] = (64, 96, 128, 136, 144)
     block_n, most = 128, 8
-    if is_quantized and num_rows <= _VERY_FEW_ROWS * num_groups:
-        heights, block_n = _LOW, 64
-    elif is_quantized:
-        heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (32, 64)
-        block_n = 64
+    if is_quantized:
+        heights, block_n = (32, 64), 64
+        if num_rows <= _VERY_FEW_ROWS * num_groups:
+            heights = _LOW
+        elif num_rows >= _MANY_ROWS * num_groups:
+            heights = _HIGH
     elif few_rows or few_tiles:
         heights = (32, 64)
     elif num_rows >= _LARGE * num_groups:
