@@ -35,12 +35,16 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Tiles of the heights `_BESIDE_LOADER` leave registers for a loader warpgroup. From `_LARGE` rows a
-# group on, on average, the last of them pays, and if K is at most `_SHORT`, higher tiles without a
-# loader do. From `_VERY_LARGE` rows on these do up to K = 1536, and few are faster: a step chooses
-# one of them. Measured with 256 to 2048 rows, and K of 768 to 7168.
-_LARGE, _VERY_LARGE, _SHORT = 512, 2048, 1024
-_BESIDE_LOADER = (64, 128, 136, 144, 176)
+# Tiles of up to 176 rows, by 128 columns, leave registers for a loader and for a tile that is
+# stored meanwhile. Those of more than 144 pay from `_LARGE` rows a group on, on average. Higher
+# ones pay without a loader if K is at most `_SHORT`, and stored at once from K = `_LONG` on if rows
+# times K is at least `_AT_ONCE`. From `_VERY_LARGE` rows on they do up to K = 1536, and few are
+# faster: a step chooses one of them. Measured with 72 to 16384 rows, and K of 768 to 28672.
+_LARGE, _VERY_LARGE, _SHORT, _LONG = 512, 2048, 1024, 4096
+_AT_ONCE = 6 * 2**20
+_HEIGHTS = (64, 80, 96, 104, 120, 128, 136, 144)
+_HEIGHTS_OF_LARGE = (64, 128, 136, 144, 152, 160, 168, 176)
+_HIGHER = (64, 128, 176, 208, 224, 240, 256)
 # Matrices in MXFP4: if groups have at most `_VERY_FEW_ROWS` rows on average, tiles have the heights
 # `_LOW`, and if they have at least `_MANY_ROWS`, the heights `_HIGH`. Measured with 16 to 512 rows.
 _VERY_FEW_ROWS, _MANY_ROWS = 16, 96
@@ -162,7 +166,9 @@ def gated_product_by_kernel(
     if isinstance(groups, ChosenGroups):
         tiles = chosen_tiles(groups, num_cols, num_matrices=2, mxfp4_depth=mxfp4_depth)
     else:
-        tiles = gated_tiles(lhs.shape[0], num_groups, num_cols, mxfp4_depth=mxfp4_depth)
+        tiles = gated_tiles(
+            lhs.shape[0], num_groups, num_cols, lhs.shape[1], mxfp4_depth=mxfp4_depth
+        )
     if (function := as_elementwise(gating)) is None:
         return None
     results = gated_matmul(
@@ -201,7 +207,7 @@ def drhs_of_each(
         [pad_rows(grad) for grad in grads],
         group_sizes,
         sums if in_place else None,
-        tiles=kernels.DrhsTiles.fitting(block_n, band(num_cols, block_n, most=16)),
+        tiles=kernels.DrhsTiles.fitting(block_n, num_cols),
         **launch_size(*lhs.shape, sum(grad.shape[1] for grad in grads)),
     )
     return results if in_place else added(sums, results)
@@ -251,7 +257,7 @@ def product_tiles(
     is_quantized = mxfp4_depth is not None
     values = num_rows * num_cols
     heights: tuple[int, ...]  # that a tile may have
-    block_n = 128
+    block_n, holds = 128, True
     if num_rows < _FEW_ROWS * num_groups:
         heights = (32, 64)
         is_wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
@@ -264,16 +270,19 @@ def product_tiles(
         heights = _HIGH if num_rows >= _MANY_ROWS * num_groups else (64, 96, 112, 128)
     elif depth <= 1536 and num_rows >= _VERY_LARGE * num_groups:
         heights = (64, 128, 256)
-    elif depth <= _SHORT and num_rows >= _LARGE * num_groups:
-        heights = (*_BESIDE_LOADER, 208, 256)
-    else:  # 208 or 256 rows would leave no room for a loader
-        heights = _BESIDE_LOADER if num_rows >= _LARGE * num_groups else _BESIDE_LOADER[:-1]
-    band_columns = band(num_cols, block_n, most=16)
-    return Tiles.fitting(heights, block_n, band_columns, mxfp4_depth=mxfp4_depth)
+    elif num_rows < _LARGE * num_groups:
+        heights = _HEIGHTS
+    elif depth <= _SHORT:
+        heights = _HIGHER
+    elif depth >= _LONG and num_rows * depth >= _AT_ONCE * num_groups:
+        heights, holds = _HIGHER, False
+    else:
+        heights = _HEIGHTS_OF_LARGE
+    return Tiles.fitting(heights, block_n, num_cols, most=16, mxfp4_depth=mxfp4_depth, holds=holds)
 
 
 def gated_tiles(
-    num_rows: int, num_groups: int, num_cols: int, *, mxfp4_depth: int | None = None
+    num_rows: int, num_groups: int, num_cols: int, depth: int, *, mxfp4_depth: int | None = None
 ) -> Tiles:
     """Chooses tiles of a gated product [num_rows, num_cols]; arguments as for `product_tiles`."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -281,22 +290,18 @@ def gated_tiles(
     is_quantized = mxfp4_depth is not None
     few_rows = num_rows < _FEW_ROWS * num_groups
     few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128  # less than one a multiprocessor
-    # A tile has `block_n` columns of each product. With 128 columns, registers spill at 160 rows.
-    heights: tuple[int, ...] = (64, 96, 128, 136, 144)
-    block_n, most = 128, 8
+    # A tile has `block_n` columns of each product. With 64, registers are left for a loader.
+    heights: tuple[int, ...] = _HEIGHTS if num_rows < _LARGE * num_groups else _HEIGHTS_OF_LARGE
+    block_n, most = 64, 16 if depth <= _SHORT else 12
     if is_quantized:
-        heights, block_n = (32, 64), 64
+        heights, most = (32, 64), 8
         if num_rows <= _VERY_FEW_ROWS * num_groups:
             heights = _LOW
         elif num_rows >= _MANY_ROWS * num_groups:
             heights = _HIGH
     elif few_rows or few_tiles:
-        heights = (32, 64)
-    elif num_rows >= _LARGE * num_groups:
-        # Tiles of 64 columns leave registers for a loader.
-        heights, block_n, most = _BESIDE_LOADER, 64, 12
-    band_columns = band(num_cols, block_n, most)
-    return Tiles.fitting(heights, block_n, band_columns, num_matrices=2, mxfp4_depth=mxfp4_depth)
+        heights, block_n, most = (32, 64), 128, 8
+    return Tiles.fitting(heights, block_n, num_cols, most, num_matrices=2, mxfp4_depth=mxfp4_depth)
 
 
 def chosen_tiles(
@@ -311,19 +316,8 @@ def chosen_tiles(
     # loader. Only a gated product supports narrower ones.
     is_narrow = num_tiles <= HOPPER_CORES // 2 or mxfp4_depth is not None
     block_n = 64 if num_matrices > 1 and is_narrow else 128
-    band_columns = band(num_cols, block_n, most=8)
     options: Any = dict(num_matrices=num_matrices, mxfp4_depth=mxfp4_depth)
-    return Tiles.fitting((groups.height,), block_n, band_columns, **options)
-
-
-def band(num_cols: int, block_n: int, most: int) -> int:
-    """Chooses `Tiles.band`, the tile columns, `block_n` wide, that a kernel computes together.
-
-    Bands are about equally wide, of at most `most` columns. The tiles that are computed at the same
-    time then form about a square, which reads the least memory.
-    """
-    columns = -(-num_cols // block_n)
-    return -(-columns // -(-columns // most))
+    return Tiles.fitting((groups.height,), block_n, num_cols, most=8, **options)
 
 
 @in_32_bits

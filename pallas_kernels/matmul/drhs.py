@@ -46,6 +46,7 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     STEP,
     Kernel,
+    even_bands,
     quotient_and_rest,
     run_into,
     run_one,
@@ -72,13 +73,13 @@ class DrhsTiles:
     band: int = 1  # columns of output tiles in a band; see `Kernel.tile_position`
 
     @classmethod
-    def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
+    def fitting(cls, block_n: int, width: int) -> DrhsTiles:
         """Returns sizes with the most stages that fit, up to 6; an even number without a loader."""
         # Of the kernel's `buffers`, and of a stage of the ring.
         buffer_bytes = 2 * BLOCK_M * CHUNK
         stage_bytes = 2 * STEP * (BLOCK_M + block_n)
         stages = min((SHARED_MEMORY_BYTES - OTHER_BYTES - buffer_bytes) // stage_bytes, 6)
-        return cls(block_n, stages // 2 * 2, band)
+        return cls(block_n, stages // 2 * 2, even_bands(width, block_n, most=16))
 
 
 def drhs_of_each(

@@ -46,6 +46,7 @@ from pallas_kernels.matmul.chosen_groups import Groups, output_rows
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     Kernel,
+    even_bands,
     launch,
     stage_of,
     swizzled,
@@ -62,13 +63,14 @@ from pallas_kernels.matmul.store import Position
 ROWS = BLOCK // COMPUTERS
 # The most matrix tiles of 128 columns by which a compute warpgroup multiplies its rows.
 HALVES = 2
+# The bytes of a right operand that a band of tiles should read: a third of the second level of the
+# cache. Measured with K from 768 to 28672, and N from 768 to 14336.
+_BAND_BYTES = 2**24
 # A compute warpgroup stores an output tile in several parts. A row of a part has this many bytes.
 _ROW_BYTES = 128
 # If groups have fewer rows than this on average, a kernel takes the time to read the matrices, of
 # which tiles of two halves have more under way. Measured with 1 to 8 and with 256 rows.
 _FEW_ROWS = 64
-# A kernel of this many multiplications, about 500 us, has no power to spare for narrow tiles.
-_MANY_MULTIPLICATIONS = 2**38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,22 +90,20 @@ class Float8Tiles:
     # computer then waits for memory, and should release a stage before it waits.
 
     @classmethod
-    def of(cls, few_rows: bool = False, is_long: bool = False) -> Float8Tiles:
-        """Returns the fastest tiles for one matrix.
-
-        `is_long` is whether tiles have so many steps, or the kernel so many multiplications, that
-        width is worth most.
-        """
-        if few_rows or is_long:
-            return cls(block_n=HALVES * BLOCK, waits_ahead=not few_rows)
-        # A band of these narrow tiles has as many columns as one of wide tiles.
-        return cls(num_stages=6, band=16)
+    def of(cls, width: int, depth: int, few_rows: bool) -> Float8Tiles:
+        """Returns the fastest tiles for matrices [K, `width`]; `depth` is K, summed over pairs."""
+        if few_rows:
+            return cls(block_n=HALVES * BLOCK, waits_ahead=False)
+        return cls(num_stages=6, band=band_in_cache(width, BLOCK, depth))
 
     @classmethod
     def of_gated(cls, width: int, few_rows: bool) -> Float8Tiles:
         """Returns the fastest tiles for two matrices of `width` columns each."""
-        # Two bands are up to 3 % faster than one of all 6 columns of tiles of Qwen3.
-        return cls(band=min(-(-width // (2 * BLOCK)), 8), waits_ahead=not few_rows)
+        return cls(band=even_bands(width, BLOCK, most=8), waits_ahead=not few_rows)
+
+
+def band_in_cache(width: int, block_n: int, depth: int) -> int:
+    return even_bands(width, block_n, max(_BAND_BYTES // (block_n * depth), 1))
 
 
 def float8_matmul(
@@ -134,13 +134,12 @@ def float8_matmul(
     lhs, rhs = pairs[0]
     num_rows, width = output_rows(groups, lhs.values.shape[0]), rhs.values.shape[1]
     few_rows = num_rows < _FEW_ROWS * rhs.values.shape[0]
-    # Steps of several pairs leave too few registers to computers that feed the ring.
-    is_long = len(pairs) == 1 and num_rows * width * rhs.values.shape[2] >= _MANY_MULTIPLICATIONS
+    depths = tuple(rows.values.shape[1] for rows, _ in pairs)
     kernel = _Product(
-        tiles=tiles or Float8Tiles.of(few_rows, is_long),
+        tiles=tiles or Float8Tiles.of(width, sum(depths), few_rows),
         num_blocks=num_blocks,
         width=width,
-        depths=tuple(rows.values.shape[1] for rows, _ in pairs),
+        depths=depths,
         dtype=jnp.dtype(lhs.values.dtype),
         out_dtype=jnp.dtype(dtype),
         shared_rows=lhs.values.shape[0] < num_rows,

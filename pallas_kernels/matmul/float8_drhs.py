@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import WORD_BYTES
 from pallas_kernels.fabric.mosaic import Array, Value
-from pallas_kernels.matmul.float8 import ROWS, Float8Kernel, Float8Tiles
+from pallas_kernels.matmul.float8 import HALVES, ROWS, Float8Kernel, Float8Tiles, band_in_cache
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     quotient_and_rest,
@@ -43,7 +43,7 @@ from pallas_kernels.matmul.row_blocks import BLOCK, TransposedRows
 _COPY_BUFFERS = 2
 # The scales of a tile of at most this many steps are prefetched while the one before is loaded.
 _FEW_STEPS = 4
-# Wide tiles are faster from this many rows a group on. Measured with 256 to 2048.
+# Tiles of two halves are faster from this many rows a group on. Measured with 256 to 16384.
 _MANY_ROWS = 1024
 
 
@@ -69,7 +69,7 @@ def drhs(
       total: None, or an array [L, K, N] of `dtype`, to which the gradient is added in place,
         rounded to this dtype before and after the addition.
       num_blocks, num_waves: as for `grouped_matmul.grouped_matmul`.
-      tiles: None: those of `Float8Tiles.of`.
+      tiles: None: those that are fastest for the number of rows.
 
     Returns:
       [L, K, N] of `dtype` (bfloat16, float16 or float32), 0 for an empty group; or the new total.
@@ -77,7 +77,7 @@ def drhs(
     (height, padded), width = lhs.values.shape, grad.values.shape[0]
     num_groups = group_blocks.shape[0]
     kernel = _Drhs(
-        tiles=tiles or Float8Tiles.of(is_long=padded >= _MANY_ROWS * num_groups),
+        tiles=tiles or _fastest_tiles(width, padded // num_groups),
         num_blocks=num_blocks,
         width=width,
         depths=(padded,),
@@ -99,6 +99,13 @@ def drhs(
         "grouped_matmul_float8_drhs",
     )
     return result.reshape(num_groups, height, width)
+
+
+def _fastest_tiles(width: int, rows_of_group: int) -> Float8Tiles:
+    if rows_of_group < _MANY_ROWS:
+        return Float8Tiles(num_stages=6, band=16)
+    columns = HALVES * BLOCK
+    return Float8Tiles(block_n=columns, band=min(band_in_cache(width, columns, rows_of_group), 8))
 
 
 @dataclasses.dataclass(frozen=True)

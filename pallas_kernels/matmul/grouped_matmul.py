@@ -49,6 +49,7 @@ from pallas_kernels.matmul.kernel import (
     STEP,
     Kernel,
     choose,
+    even_bands,
     launch,
     swizzled,
     transposed,
@@ -82,22 +83,27 @@ class Tiles:
     band: int = 1
     # The length of a stage's tiles along K: 64, or a multiple of it for matrices in MXFP4.
     step: int = STEP
+    # Whether a compute warpgroup stores a tile while it multiplies the next one, if it can.
+    holds: bool = True
 
     @classmethod
     def fitting(
         cls,
         heights: tuple[int, ...],
         block_n: int,
-        band: int = 1,
+        width: int,
+        most: int,
         *,
         num_matrices: int = 1,
         mxfp4_depth: int | None = None,
+        holds: bool = True,
     ) -> Tiles:
         """Returns the tile sizes with as many stages and buffers as fit into shared memory.
 
-        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. A group has
-        `num_matrices` matrices: 2 in a gated product. `mxfp4_depth` is K of matrices in MXFP4, or
-        None. Their step is the longest of which 3 stages fit.
+        There are at most 6 stages, and at most 8 buffers for each compute warpgroup. The output has
+        `width` columns, and a band at most `most` columns of tiles. A group has `num_matrices`
+        matrices: 2 in a gated product. `mxfp4_depth` is K of matrices in MXFP4, or None. Their step
+        is the longest of which 3 stages fit.
         """
         # Room is counted in bytes. An unquantized number has two.
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
@@ -123,7 +129,8 @@ class Tiles:
         stage_bytes = short_bytes * (step // STEP)
         stages = min(room_for_stages // stage_bytes, 6)
         buffers = min((room - stages * stage_bytes) // buffers_bytes, 8)
-        return cls(heights, block_n, stages, buffers, band, step)
+        band = even_bands(width, block_n, most)
+        return cls(heights, block_n, stages, buffers, band, step, holds)
 
     @property
     def block_m(self) -> int:
@@ -224,7 +231,7 @@ class Product(Kernel):
 
     @property
     def has_loader(self) -> bool:
-        return self.accumulators <= self.matrices.most_accumulators
+        return not self.tiles.holds or self.accumulators <= self.matrices.most_accumulators
 
     @property
     def loads_in_one_warp(self) -> bool:
@@ -234,7 +241,7 @@ class Product(Kernel):
     def holds(self) -> bool:
         """Whether a compute warpgroup stores a tile while it multiplies the next one."""
         # Its registers then also hold the finished tile's results.
-        return self.tiles.block_m <= self.matrices.most_held_rows
+        return self.tiles.holds and self.tiles.block_m <= self.matrices.most_held_rows
 
     def results(
         self, total: jax.Array, biases: Sequence[jax.Array], columns: slice, rows: slice

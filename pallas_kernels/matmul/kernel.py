@@ -78,6 +78,12 @@ class BlockTiles:
         return last_carry
 
 
+def even_bands(num_cols: int, block_n: int, most: int) -> int:
+    """Returns `Tiles.band` of bands about equally wide, of at most `most` columns of tiles."""
+    columns = -(-num_cols // block_n)
+    return -(-columns // -(-columns // most))
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """Base class of the grouped matmul kernels: warpgroup roles, and the order of output tiles."""

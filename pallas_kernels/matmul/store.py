@@ -26,12 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import ROW_ALIGNMENT
 from pallas_kernels.matmul import register_tiles
-from pallas_kernels.matmul.kernel import (
-    CHUNK,
-    quotient_and_rest,
-    run_one,
-    zeros,
-)
+from pallas_kernels.matmul.kernel import CHUNK, quotient_and_rest, run_one, zeros
 from pallas_kernels.matmul.register_tiles import Target
 
 # A compute warpgroup stores this many rows of an output tile at a time.

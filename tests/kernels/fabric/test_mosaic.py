@@ -107,7 +107,7 @@ def product(x, matrices, sizes):
         [(x, matrices)],
         sizes,
         transpose_rhs=False,
-        tiles=kernels.Tiles.fitting((64, 128), 128),
+        tiles=kernels.Tiles.fitting((64, 128), 128, 128, 1),
         num_blocks=4,
     )
 

@@ -42,6 +42,8 @@ def test_rows_past_the_last_group_may_stay_as_they_are():
         (320, [1, 300, 19], 64, Tiles((136, 256), 128, 4, 3)),
         # There are three columns of tiles in two bands: the first has two of them, the second one.
         (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
+        # A loader, for which 256 rows leave no registers if tiles are held, fills three stages.
+        (320, [1, 300, 19], 128, Tiles((136, 256), 128, 3, 3, holds=False)),
         # Tiles are higher than the whole array, and some groups have no rows.
         (8, [5, 0], 128, Tiles((64, 256), 128, 4, 1)),
         (8, [0, 0], 128, Tiles((64,), 128, 3, 1)),
