@@ -392,8 +392,8 @@ class Matrices:
     suffix: ClassVar[str] = ""  # of kernels' names
     # Registers can hold the results of a tile of so many rows while the next tile is multiplied.
     most_held_rows: ClassVar[float] = math.inf
-    # The most accumulators of a thread beside which the registers have room for a loader: those of
-    # a tile of 176 x 128, with which a thread needs no more than 168 registers.
+    # The most accumulators of a thread beside which 168 registers have room for a held tile, so
+    # that there can be a loader: those of a tile of 176 x 128.
     most_accumulators: ClassVar[float] = 88
     loads_in_one_warp: ClassVar[bool] = True
 
