@@ -35,11 +35,11 @@ _MULTIPLES = {
 # If groups have fewer rows than this on average, the speed is limited by reading their matrices, so
 # other tile sizes are chosen.
 _FEW_ROWS = 64
-# Tiles of up to 176 rows, by 128 columns, leave registers for a loader and for a tile that is
-# stored meanwhile. Those of more than 144 pay from `_LARGE` rows a group on, on average. Higher
-# ones pay without a loader if K is at most `_SHORT`, and stored at once from K = `_LONG` on if rows
-# times K is at least `_AT_ONCE`. From `_VERY_LARGE` rows on they do up to K = 1536, and few are
-# faster: a step chooses one of them. Measured with 72 to 16384 rows, and K of 768 to 28672.
+# Tiles of up to 176 rows, by 128 columns, leave registers for a loader and for a tile that is held
+# until it is stored. Those of more than 144 pay from `_LARGE` rows a group on, on average. Higher
+# ones pay without a loader if K is at most `_SHORT`, or 1536 with `_VERY_LARGE` rows, where few
+# heights are faster; and not held, beside a loader, from K = `_LONG` on if a group's rows times K
+# are at least `_AT_ONCE`. Measured with 72 to 16384 rows, and K of 768 to 28672.
 _LARGE, _VERY_LARGE, _SHORT, _LONG = 512, 2048, 1024, 4096
 _AT_ONCE = 6 * 2**20
 _HEIGHTS = (64, 80, 96, 104, 120, 128, 136, 144)

@@ -78,9 +78,9 @@ class BlockTiles:
         return last_carry
 
 
-def even_bands(num_cols: int, block_n: int, most: int) -> int:
+def even_bands(width: int, block_n: int, most: int) -> int:
     """Returns `Tiles.band` of bands about equally wide, of at most `most` columns of tiles."""
-    columns = -(-num_cols // block_n)
+    columns = -(-width // block_n)
     return -(-columns // -(-columns // most))
 
 
